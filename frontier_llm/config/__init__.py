@@ -1,0 +1,37 @@
+"""What the user asked for: frozen, strict, composed from YAML files and key=value overrides."""
+
+from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
+from frontier_llm.config.schema import (
+    BatchConfig,
+    DataConfig,
+    DataSource,
+    ModelConfig,
+    OpsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from frontier_llm.config.validate import model_problems
+
+__all__ = [
+    "BatchConfig",
+    "DataConfig",
+    "DataSource",
+    "ModelConfig",
+    "OpsConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "TrainConfig",
+    "available",
+    "build",
+    "configs_dir",
+    "dump",
+    "find_file",
+    "load_model",
+    "load_run",
+    "model_problems",
+]

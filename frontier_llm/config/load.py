@@ -1,0 +1,173 @@
+"""YAML + `base:` + `key=value` -> one frozen RunConfig, or every violation at once.
+
+`base:` may stand at the root (another run file) and in `model:` (a model file); a plain string `model: gpt-22b` means the
+same as `model: {base: gpt-22b}`. Values merge deeply, the nearer file wins, command-line overrides win over all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from frontier_llm.config.schema import ModelConfig, RunConfig
+from frontier_llm.errors import ConfigError, Problem, closest, suggest
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def configs_dir() -> Path:
+    """The shipped configs/: beside the package in a checkout, under the prefix when installed from a wheel."""
+    checkout = Path(__file__).resolve().parents[2] / "configs"
+    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "frontier_llm" / "configs"
+
+
+def available(kind: str) -> list[str]:
+    """Names of the shipped files of a kind: 'models', 'runs', 'machines'."""
+    return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
+
+
+def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
+    """Resolve a shipped name ('gpt-22b') or a path (relative to the file that mentions it, then to the working directory).
+
+    Raises ConfigError with the closest shipped name.
+    """
+    candidates = [Path(name)] if relative_to is None else [relative_to / name, Path(name)]
+    for path in candidates:
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            return path
+    shipped = configs_dir() / kind / f"{name}.yaml"
+    if shipped.is_file():
+        return shipped
+    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=suggest(name, available(kind)))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file as a mapping; raises ConfigError with file, line and column when it does not parse."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"cannot read: {error}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"holds a {type(content).__name__}, not a mapping", where=str(path), fix="write `key: value` lines")
+    return content
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, mappings merged key by key, anything else replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        both_map = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both_map else value
+    return merged
+
+
+def _compose(content: dict[str, Any], kind: str, directory: Path | None, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Follow `base:` chains of one mapping, nearest file last."""
+    if "base" not in content:
+        return content
+    path = find_file(str(content["base"]), kind, directory).resolve()
+    if path in seen:
+        chain = " -> ".join(str(step) for step in (*seen, path))
+        raise ConfigError(f"`base:` goes in a circle: {chain}", fix="remove one of these `base:` lines")
+    below = _compose(_expand_model(read_yaml(path), path.parent), kind, path.parent, (*seen, path))
+    return merge(below, {key: value for key, value in content.items() if key != "base"})
+
+
+def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, Any]:
+    """Resolve `model: NAME` and `model: {base: NAME, …}` where they are written, so that relative paths work."""
+    model = content.get("model")
+    if isinstance(model, str):
+        model = {"base": model}
+    if isinstance(model, dict) and "base" in model:
+        return {**content, "model": _compose(model, "models", directory)}
+    return content
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """['train.steps=5', 'data.train=null'] -> nested mapping; values are YAML. Raises ConfigError for a word without '='."""
+    nested: dict[str, Any] = {}
+    problems = []
+    for word in overrides:
+        key, separator, text = word.partition("=")
+        if not separator or not key or any(not part for part in key.split(".")):
+            problems.append(Problem(word, "is not of the form key=value", "write e.g. train.steps=100"))
+            continue
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        *parents, leaf = key.split(".")
+        target = nested
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                problems.append(Problem(word, f"{parent!r} is already given a value that has no keys", "drop one of the two"))
+                target = {}
+        target[leaf] = value
+    if problems:
+        raise ConfigError(problems)
+    return nested
+
+
+def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The closest valid key at that place of the schema."""
+    section: Any = model_type
+    for part in location[:-1]:
+        field = section.model_fields.get(str(part)) if isinstance(section, type) and issubclass(section, BaseModel) else None
+        if field is None:
+            continue
+        options = [field.annotation, *get_args(field.annotation), *(inner for arg in get_args(field.annotation) for inner in get_args(arg))]
+        section = next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), section)
+    names = list(section.model_fields)
+    key = str(location[-1])
+    if closest(key, names):
+        return suggest(key, names)
+    elsewhere = [f"{name}.{key}" for name, field in model_type.model_fields.items() if key in getattr(field.annotation, "model_fields", {})]
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
+
+
+def _as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
+    if error["type"] == "missing":
+        return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
+    return Problem(where, f"{error['msg']}; got {error['input']!r}", "")
+
+
+def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T:
+    """Validate a mapping against a schema class; all violations in one ConfigError."""
+    try:
+        return model_type.model_validate(content)
+    except ValidationError as error:
+        problems = [_as_problem(model_type, detail) for detail in error.errors()]
+        raise ConfigError([Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]) from None
+
+
+def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
+    """The run file with its bases and the overrides applied.
+
+    Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
+    """
+    path = find_file(name_or_path, "runs")
+    content = _compose(_expand_model(read_yaml(path), path.parent), "runs", path.parent, (path.resolve(),))
+    over = _expand_model(parse_overrides(overrides), None)
+    return build(RunConfig, merge(content, over), where=str(path))
+
+
+def load_model(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """A model file by shipped name or path; `name` defaults to the file's stem."""
+    path = find_file(name_or_path, "models")
+    content = _compose(read_yaml(path), "models", path.parent, (path.resolve(),))
+    return build(ModelConfig, merge({"name": path.stem, **content}, overrides or {}), where=str(path))
+
+
+def dump(config: BaseModel) -> str:
+    """YAML that loads back to an equal config; what a run directory keeps as config.yaml."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,176 @@
+"""What a run is, as frozen strict models: an unknown key, a wrong type or an impossible value never gets past here.
+
+Each section is one class; a comment after a field says what it means and in which unit. Nothing here is derived from the
+world size: that is `topology.plan`. Nothing here imports anything of the package but its errors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The transformer's shape and family; every other room reads the architecture from here alone."""
+
+    name: str = "custom"
+    layers: PositiveInt
+    hidden: PositiveInt  # H
+    heads: PositiveInt  # A, query heads
+    kv_heads: PositiveInt | None = None  # key/value heads (grouped-query attention); None = heads
+    head_dim: PositiveInt | None = None  # D; None = hidden / heads
+    ffn_hidden: PositiveInt  # F
+    vocab_size: PositiveInt  # the tokenizer's true size; see padded_vocab_size
+    vocab_multiple: PositiveInt = 128  # rows of the embedding are padded to this, whatever the layout
+    sequence_length: PositiveInt  # S
+    position: Literal["learned", "rope", "alibi"] = "rope"
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
+    bias: bool = False  # of the linear layers
+    norm_bias: bool = False  # of LayerNorm
+    parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
+    tied_embeddings: bool = False  # the output head is the token embedding
+    rope_theta: PositiveFloat = 10000.0
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
+    alibi_max_bias: PositiveFloat = 8.0
+    init_std: PositiveFloat = 0.02  # output projections use init_std / sqrt(2 * layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads G."""
+        return self.kv_heads or self.heads
+
+    @property
+    def dim_per_head(self) -> int:
+        """Head dimension D."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def gated(self) -> bool:
+        """True when the MLP has a gate and an up projection (SwiGLU)."""
+        return self.activation == "swiglu"
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding; rows past vocab_size exist, stay at their initial values and never enter a logit."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+class ParallelConfig(Section):
+    """Degrees of the mesh and how the pipeline is played."""
+
+    tensor: PositiveInt = 1  # tp; at most the devices of a node on MI250X (8 GCDs)
+    pipeline: PositiveInt = 1  # pp
+    data: PositiveInt | None = None  # dp; None = world_size / (tp * pp)
+    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs schedule: interleaved
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
+    axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
+    zero: Literal[0, 1] = 1  # 1 = optimizer state split over dp
+    stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
+
+
+class BatchConfig(Section):
+    """Batch sizes in samples (sequences of model.sequence_length tokens)."""
+
+    global_batch: PositiveInt
+    micro_batch: PositiveInt = 1
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
+
+    lr: PositiveFloat = 3e-4
+    min_lr: NonNegativeFloat = 3e-5
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: NonNegativeFloat = 1.0  # 0 = no clipping
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
+
+
+class PrecisionConfig(Section):
+    """Working precision; gradients always accumulate in fp32 (fp64 under fp64)."""
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    initial_loss_scale: PositiveFloat = 65536.0  # fp16 only
+    loss_scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class DataSource(Section):
+    """One member of a blend: a .bin/.idx prefix and its weight (normalised over the blend)."""
+
+    path: str
+    weight: PositiveFloat = 1.0
+
+
+class DataConfig(Section):
+    """Token datasets by prefix (path without .bin/.idx); `synthetic` needs no files and suits benchmarks."""
+
+    train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"
+    validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None
+    tokenizer: str | None = None  # sentencepiece .model or Hugging Face tokenizer.json
+    reset_at_documents: bool = False  # attention and positions do not cross document boundaries
+    seed: NonNegativeInt = 1234
+    cache_dir: str | None = None  # sample indices; None = beside the data
+
+
+class OpsConfig(Section):
+    """Which implementation of each fused op; `auto` takes the fastest that is present, once, at start-up."""
+
+    attention: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash_attn"] = "auto"
+    norm: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"
+    rope: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    activation: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    cross_entropy: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"
+    no_jit: bool = False  # any attempt to compile while training is an error
+
+
+class TrainConfig(Section):
+    """How long, how often, and where the results go."""
+
+    run_dir: str = "runs/default"
+    steps: PositiveInt = 100
+    seed: NonNegativeInt = 1234  # initial weights
+    recompute: Literal["none", "selective", "full"] = "none"
+    log_interval: PositiveInt = 1
+    eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
+    eval_samples: NonNegativeInt = 64
+    save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    tensorboard: bool = True
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
+    peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
+    timeout_s: PositiveFloat = 600.0  # of any collective
+
+
+class RunConfig(Section):
+    """A whole run; the root of a run file."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    batch: BatchConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    ops: OpsConfig = OpsConfig()
+    train: TrainConfig = TrainConfig()
+    machine: str = "local"  # name of a file in configs/machines, or a path

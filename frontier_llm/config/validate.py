@@ -1,0 +1,37 @@
+"""Rules of a model's shape that no world size can change; the layout's rules live in topology.plan."""
+
+from __future__ import annotations
+
+from frontier_llm.config.schema import ModelConfig
+from frontier_llm.errors import Problem, divisors, nearest
+
+
+def model_problems(model: ModelConfig) -> list[Problem]:
+    """Every rule that the shape violates, with the nearest valid values."""
+    problems = []
+    if model.head_dim is None and model.hidden % model.heads:
+        valid = nearest(model.heads, divisors(model.hidden))
+        problems.append(
+            Problem("model.heads", f"{model.heads} does not divide hidden {model.hidden}", f"set heads to one of {valid}, or head_dim")
+        )
+    if model.heads % model.num_kv_heads:
+        valid = nearest(model.num_kv_heads, divisors(model.heads))
+        problems.append(
+            Problem("model.kv_heads", f"{model.num_kv_heads} does not divide heads {model.heads}", f"set kv_heads to one of {valid}")
+        )
+    if model.position == "rope" and rotary_dim(model) % 2:
+        problems.append(
+            Problem(
+                "model.rope_fraction",
+                f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, an odd number",
+                "choose a fraction that gives an even number",
+            )
+        )
+    if model.norm == "rmsnorm" and model.norm_bias:
+        problems.append(Problem("model.norm_bias", "rmsnorm has no bias", "set norm_bias: false or norm: layernorm"))
+    return problems
+
+
+def rotary_dim(model: ModelConfig) -> int:
+    """Dimensions of each head that rotate."""
+    return int(model.dim_per_head * model.rope_fraction)

@@ -1,0 +1,86 @@
+"""Errors for people: what is wrong, why, and how to fix it; several at once where several are known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    `where` names the key, path or rank; `what` states the rule with the offending value;
+    `fix` is what to type or change, with the nearest valid values where they exist.
+    """
+
+    where: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n    fix: {self.fix}" if self.fix else text
+
+
+class FrontierError(Exception):
+    """Anything the user can mend. The command line prints it without a traceback and exits with `exit_code`."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Problem | str | Iterable[Problem], fix: str = "", where: str = "") -> None:
+        if isinstance(problems, str):
+            problems = Problem(where, problems, fix)
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(f"  {problem}" if len(self.problems) > 1 else str(problem) for problem in self.problems))
+
+
+class ConfigError(FrontierError):
+    """A key, a value or a combination of values that the run cannot have."""
+
+
+class LayoutError(FrontierError):
+    """A (tp, pp, dp, chunks, batch) combination that is not legal for the model or the world size."""
+
+
+class DataError(FrontierError):
+    """A dataset, tokenizer or index that is missing, damaged or does not match the model."""
+
+
+class CheckpointError(FrontierError):
+    """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class BackendError(FrontierError):
+    """A kernel, provider or communication back-end that was asked for and is not there."""
+
+
+class RankFailure(FrontierError):
+    """A rank died or stopped answering; the message names it."""
+
+    exit_code = 1
+
+
+def closest(name: str, valid: Iterable[str]) -> str:
+    """The valid name most like `name`, or '' when none is near; for 'did you mean'."""
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return matches[0] if matches else ""
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """A `fix` sentence for an unknown name: the closest valid one first, then the whole list."""
+    names = sorted(valid)
+    listing = ", ".join(names)
+    near = closest(name, names)
+    return f"did you mean {near!r}? valid: {listing}" if near else f"valid: {listing}"
+
+
+def nearest(value: int, valid: Iterable[int], count: int = 2) -> list[int]:
+    """The `count` members of `valid` closest to `value`, sorted; for 'nearest valid values'."""
+    return sorted(sorted(set(valid), key=lambda candidate: (abs(candidate - value), candidate))[:count])
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors of `number`, sorted."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

@@ -1,0 +1,25 @@
+"""One line per message on stderr: rank 0 speaks for the run, any rank may speak for itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_rank: int | None = None
+
+
+def set_rank(rank: int, world_size: int) -> None:
+    """Prefix this process's own messages with its rank; called once, by whoever learns the rank."""
+    globals()["_rank"] = rank if world_size > 1 else None
+
+
+def info(message: str) -> None:
+    """A message of the run; printed by rank 0 (or by the only process)."""
+    if not _rank:
+        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+
+
+def warn(message: str) -> None:
+    """A message of this process, from any rank."""
+    who = "" if _rank is None else f"[rank {_rank}] "
+    print(f"{time.strftime('%H:%M:%S')} {who}warning: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,20 @@
+"""rank ↔ (pp, dp, tp), groups as tuples of ranks, layers → stages, and what each rank owns."""
+
+from frontier_llm.topology.grid import AXIS_ORDERS, Grid
+from frontier_llm.topology.plan import ParallelPlan, make_plan, plan_problems
+from frontier_llm.topology.shards import ShardSpec, split, whole
+from frontier_llm.topology.stages import StageSpec, head_cost_in_layers, split_layers
+
+__all__ = [
+    "AXIS_ORDERS",
+    "Grid",
+    "ParallelPlan",
+    "ShardSpec",
+    "StageSpec",
+    "head_cost_in_layers",
+    "make_plan",
+    "plan_problems",
+    "split",
+    "split_layers",
+    "whole",
+]

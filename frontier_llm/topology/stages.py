@@ -1,0 +1,59 @@
+"""Layers → virtual stages, with the embedding and the head weighed in as fractions of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frontier_llm.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What one virtual stage holds."""
+
+    first_layer: int
+    num_layers: int
+    embedding: bool  # token (and learned position) embedding in front
+    head: bool  # final norm, output head and loss behind
+
+    @property
+    def layers(self) -> range:
+        """Global indices of its layers."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+
+def head_cost_in_layers(model: ModelConfig) -> float:
+    """FLOPs of the output head over FLOPs of one layer: V·H against the layer's matrices and attention."""
+    H, D = model.hidden, model.dim_per_head
+    attention_weights = H * D * (2 * model.heads + 2 * model.num_kv_heads)
+    mlp_weights = (3 if model.gated else 2) * H * model.ffn_hidden
+    attention_scores = model.sequence_length * D * model.heads  # causal: half of the 2*S*D*A of QK^T and PV
+    return model.padded_vocab_size * H / (attention_weights + mlp_weights + attention_scores)
+
+
+def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
+    """Layers of each virtual stage, as even as the head allows.
+
+    Where layers divide evenly, so do the stages; the remainder goes to the stages that are least loaded, counting the
+    head on the last stage (V/12h layers: 0.17 for the 1T model, 0.69 for 22B), so leftovers fill the front first.
+    """
+    base, remainder = divmod(model.layers, virtual_stages)
+    counts = [base] * virtual_stages
+    load = [float(base)] * virtual_stages
+    load[-1] += head_cost_in_layers(model)
+    for _ in range(remainder):
+        lightest = min(range(virtual_stages), key=lambda stage: (load[stage], stage))
+        counts[lightest] += 1
+        load[lightest] += 1
+    return tuple(counts)
+
+
+def split_layers(model: ModelConfig, virtual_stages: int, counts: tuple[int, ...] | None = None) -> tuple[StageSpec, ...]:
+    """One StageSpec per virtual stage in model order; `counts` overrides the balanced split."""
+    counts = counts or balanced(model, virtual_stages)
+    last = virtual_stages - 1
+    first_layers = [sum(counts[:index]) for index in range(virtual_stages)]
+    return tuple(
+        StageSpec(first, count, embedding=index == 0, head=index == last)
+        for index, (first, count) in enumerate(zip(first_layers, counts, strict=True))
+    )

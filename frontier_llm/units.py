@@ -1,0 +1,35 @@
+"""Units and how people read them; every quantity in the package names its unit (`_bytes`, `_s`, `_us`, `_flops`)."""
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+TERA = 1e12
+
+
+def format_bytes(size_bytes: float) -> str:
+    """1536 -> '1.5 KiB'; binary units because memory is sold in them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def format_count(number: float) -> str:
+    """1_234_000 -> '1.23M'; for parameters and tokens."""
+    for threshold, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= threshold:
+            return f"{number / threshold:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """93784 -> '1d 02:03:04'; sub-minute values keep three significant digits."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02}:{minutes:02}:{rest_s:02}" if days else f"{hours}:{minutes:02}:{rest_s:02}"
