@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
         def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
             slopes_a, documents_BS = positions.alibi_slopes_a, positions.documents_BS
-            return self.ops.attention(q_SBaD, k_SBgD, v_SBgD, scale=self.scale, alibi_slopes=slopes_a, documents_BS=documents_BS)
+            return self.ops.attention(q_SBaD, k_SBgD, v_SBgD, scale=self.scale, alibi_slopes_a=slopes_a, documents_BS=documents_BS)
 
         q_SBaD = q_SBgQD.flatten(2, 3)
         o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)

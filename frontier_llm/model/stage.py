@@ -86,7 +86,6 @@ class Stage(nn.Module):
         x = vocab_parallel_embedding(batch.tokens_SB, self.token_embedding, self.context)
         if self.position_embedding is None:
             return x
-        S, B = batch.shape
         first = x.shape[0] * self.context.tp.rank if self.context.sequence_parallel else 0
         if batch.documents_BS is None:
             return x + self.position_embedding[first : first + x.shape[0], None]
