@@ -46,8 +46,8 @@ class Microbatch:
         """Targets that count in the loss."""
         return int(self.loss_mask_BS.sum()) if self.loss_mask_BS is not None else self.tokens_BS1.shape[0] * (self.tokens_BS1.shape[1] - 1)
 
-    def positions_BS(self) -> NDArray[np.int64]:
-        """Positions that start at 0 in every document (in every row without `documents_BS`)."""
+    def positions(self) -> NDArray[np.int64]:
+        """Positions [B, S] that start at 0 in every document (in every row without `documents_BS`)."""
         rows, columns = self.tokens_BS1.shape[0], self.tokens_BS1.shape[1] - 1
         positions = np.broadcast_to(np.arange(columns), (rows, columns))
         if self.documents_BS is None:

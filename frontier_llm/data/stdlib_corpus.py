@@ -15,7 +15,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.data.meta import DatasetMeta
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
-from frontier_llm.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
+from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from frontier_llm.errors import DataError
 
 HELD_OUT_ONE_IN = 20  # 5 %
@@ -72,18 +72,18 @@ def prepare(directory: str | Path, vocab_size: int = 4096, root: Path | None = N
     return StdlibCorpus(Path(model.name), str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"])
 
 
-def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> SentencePieceTokenizer:
-    """The tokenizer of these files and this size: its name carries the digest of both, so a stale one is never taken."""
+def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer:
+    """`tokenizer.model` of these files and this size; the digest of both stands beside it, so a stale one is made anew."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in train]
-    digest = hashlib.sha256(repr((stats, vocab_size, TRAINING_BYTES)).encode()).hexdigest()[:8]
-    path = directory / f"stdlib-{vocab_size}-{digest}.model"
-    if path.exists():
-        log.info(f"{path}: tokenizer made before")
-        model = load_tokenizer(path)
-        assert isinstance(model, SentencePieceTokenizer)
-        return model
+    digest = hashlib.sha256(repr((stats, vocab_size, TRAINING_BYTES)).encode()).hexdigest()
+    path, record = directory / "tokenizer.model", directory / "tokenizer.made-from"
+    if path.exists() and record.exists() and record.read_text(encoding="utf-8") == digest:
+        return load_tokenizer(path)
     log.info(f"training a tokenizer of {vocab_size} pieces on the Python standard library")
-    return train_sentencepiece(_spread(train), path, vocab_size, TRAINING_BYTES)
+    record.unlink(missing_ok=True)
+    model = train_sentencepiece(_spread(train), path, vocab_size, TRAINING_BYTES)
+    record.write_text(digest, encoding="utf-8")
+    return model
 
 
 def _spread(files: list[Path]) -> Iterator[str]:
