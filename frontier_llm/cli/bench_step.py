@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
     from frontier_llm.cli.train import check, local_world_size
     from frontier_llm.cluster.local import run_local_ranks
-    from frontier_llm.cluster.rank_env import discover
+    from frontier_llm.cluster.rank_env import discover, environment
     from frontier_llm.config import load_run
 
     config = load_run(args.run, args.overrides)
@@ -28,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
         if world_size > 1:
             flags = ["--steps", str(args.steps), *(["--json"] if args.json else [])]
             logs = Path(config.train.run_dir) / "logs"
-            return run_local_ranks(world_size, ["bench", "step", args.run, *args.overrides, *flags], {}, logs)
+            return run_local_ranks(world_size, ["bench", "step", args.run, *args.overrides, *flags], environment(), logs)
     from frontier_llm.train.bench import bench_step
-    from frontier_llm.train.loop import joined_state
+    from frontier_llm.train.join import joined_state
 
     with joined_state(config, place) as state:
         result = bench_step(state, args.steps)

@@ -50,8 +50,9 @@ def local_world_size(config: RunConfig) -> int:
 
 def _start_local_ranks(config: RunConfig, world_size: int, argv: list[str]) -> int:
     from frontier_llm.cluster.local import run_local_ranks
+    from frontier_llm.cluster.rank_env import environment
 
-    return run_local_ranks(world_size, argv, {}, Path(config.train.run_dir) / "logs")
+    return run_local_ranks(world_size, argv, environment(), Path(config.train.run_dir) / "logs")
 
 
 def check(config: RunConfig, world_size: int) -> None:
