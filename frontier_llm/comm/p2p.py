@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -14,40 +15,44 @@ from frontier_llm.comm.axis import Axis
 class Receive:
     """A posted receive; `wait()` returns the tensor."""
 
-    def __init__(self, buffer: Tensor, work: Any) -> None:
-        self._buffer, self._work = buffer, work
+    def __init__(self, buffer: Tensor, work: Any, channel: Axis) -> None:
+        self._buffer, self._work, self._channel = buffer, work, channel
 
     def wait(self) -> Tensor:
         """The message, once it has arrived."""
-        self._work.wait()
+        self._channel.ledger.wait(self._channel.name, "recv", self._work)
         return self._buffer
 
 
 class Sends:
-    """Sends under way; each keeps its tensor alive until it is done.
+    """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it.
 
-    A send completes when the peer's posted receive has taken it, so a rank must not wait for its sends before its next receive
-    is posted; waiting for the oldest one only when `limit` are outstanding bounds the memory held (the schedule bounds it anyway).
+    At most `limit` per channel are outstanding; then the oldest is waited for. The limit must exceed the number of messages by
+    which a schedule lets a receiver lag behind, or both sides would wait for each other; the engine sets it from the schedule.
     """
 
-    def __init__(self) -> None:
-        self._works: list[tuple[Any, Tensor]] = []
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._outstanding: dict[str, deque[tuple[Any, Tensor]]] = defaultdict(deque)
 
     def start(self, x: Tensor, channel: Axis, to: int) -> None:
-        """Send to axis rank `to`."""
+        """Send a contiguous tensor to axis rank `to`."""
+        queue = self._outstanding[channel.name]
+        if len(queue) >= self._limit:
+            channel.ledger.wait(channel.name, "send", queue.popleft()[0])
         channel.ledger.add(channel.name, "send", x.numel() * x.element_size())
-        self._works.append((dist.isend(x, channel.ranks[to], group=channel.group), x))
-        self._works = [(work, tensor) for work, tensor in self._works if not work.is_completed()]
+        queue.append((dist.isend(x, channel.ranks[to], group=channel.group), x))
 
     def wait_all(self) -> None:
         """Return when every send has been taken."""
-        for work, _ in self._works:
-            work.wait()
-        self._works.clear()
+        for queue in self._outstanding.values():
+            for work, _ in queue:
+                work.wait()
+            queue.clear()
 
 
 def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channel: Axis, source: int) -> Receive:
     """Post a receive from axis rank `source`; it overlaps with whatever is computed until `wait()`."""
     buffer = torch.empty(shape, dtype=dtype, device=device)
     channel.ledger.add(channel.name, "recv", buffer.numel() * buffer.element_size())
-    return Receive(buffer, dist.irecv(buffer, channel.ranks[source], group=channel.group))
+    return Receive(buffer, dist.irecv(buffer, channel.ranks[source], group=channel.group), channel)

@@ -22,6 +22,8 @@ class Kind(Enum):
     SEND_BACKWARD = "SB"  # send the gradient of this chunk's input to the previous virtual stage
     RECV_BACKWARD = "RB"  # post the receive of the gradient of this chunk's output; B or I waits for it
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, half of a simulation's time
+
     @property
     def computes(self) -> bool:
         """True for the kinds that occupy the device, False for communication."""

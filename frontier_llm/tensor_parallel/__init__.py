@@ -6,11 +6,13 @@ from frontier_llm.tensor_parallel.embedding import vocab_parallel_embedding
 from frontier_llm.tensor_parallel.gradients import WeightGradients
 from frontier_llm.tensor_parallel.linear import ColumnLinear, RowLinear, column_linear
 from frontier_llm.tensor_parallel.mappings import sum_partial
+from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
 __all__ = [
     "ColumnLinear",
     "LayerContext",
     "RowLinear",
+    "ShardedParameter",
     "WeightGradients",
     "column_linear",
     "mean_over_global_batch",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import Parameter
 
 from frontier_llm.comm import Axis
 from frontier_llm.ops import Ops
 from frontier_llm.tensor_parallel.gradients import WeightGradients
+from frontier_llm.tensor_parallel.parameter import ShardedParameter
 from frontier_llm.topology import ShardSpec, split, whole
 
 
@@ -23,23 +23,23 @@ class LayerContext:
     gradients: WeightGradients
     dtype: torch.dtype  # of working weights and activations
 
-    def split_parameter(self, name: str, global_shape: tuple[int, ...], dim: int, init_std: float | None, decay: bool = True) -> Parameter:
-        """A parameter cut along `dim` over tp."""
-        return self._declare(split(name, global_shape, dim, self.tp.size, self.tp.rank, init_std, decay=decay))
+    def matrix(self, name: str, global_shape: tuple[int, ...], dim: int, init_std: float) -> ShardedParameter:
+        """A weight cut along `dim` over tp, whose layer accumulates its gradient."""
+        return self.declare(split(name, global_shape, dim, self.tp.size, self.tp.rank, init_std), layer_accumulates=True)
 
-    def whole_parameter(
-        self, name: str, shape: tuple[int, ...], init_std: float | None = None, init_value: float = 0.0, decay: bool = False
-    ) -> Parameter:
-        """A parameter that every tp rank holds in full.
+    def split_vector(self, name: str, global_shape: tuple[int, ...], dim: int) -> ShardedParameter:
+        """A bias, zero at the start, cut along `dim` over tp."""
+        return self.declare(split(name, global_shape, dim, self.tp.size, self.tp.rank, None, decay=False))
+
+    def whole(self, name: str, shape: tuple[int, ...], init_std: float | None = None, init_value: float = 0.0) -> ShardedParameter:
+        """A parameter that every tp rank holds in full; it decays only if it is a matrix.
 
         Such parameters act on the sequence-parallel region, where each rank sees only its part of the sequence:
         their gradients are then partial sums over tp.
         """
-        spec = whole(name, shape, init_std, init_value, decay, self.tp.size, self.tp.rank, sum_over_tp=self.sequence_parallel)
-        return self._declare(spec)
+        partial = self.sequence_parallel
+        return self.declare(whole(name, shape, init_std, init_value, len(shape) > 1, self.tp.size, self.tp.rank, sum_over_tp=partial))
 
-    def _declare(self, spec: ShardSpec) -> Parameter:
-        # on the meta device: memory comes later, as a view into the flat buffer of the rank that owns the stage
-        parameter = Parameter(torch.empty(spec.shape, dtype=self.dtype, device="meta"))
-        parameter.spec = spec
-        return parameter
+    def declare(self, spec: ShardSpec, layer_accumulates: bool = False) -> ShardedParameter:
+        """On the meta device: memory comes later, as a view into the flat buffer of the rank that owns the stage."""
+        return ShardedParameter.create(torch.empty(spec.shape, dtype=self.dtype, device="meta"), spec, layer_accumulates)

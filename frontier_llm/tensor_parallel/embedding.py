@@ -7,17 +7,17 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Parameter
 
 from frontier_llm.tensor_parallel.context import LayerContext
 from frontier_llm.tensor_parallel.mappings import sum_partial
+from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
 
 class _Lookup(Function):
     """Rows of this rank's slice, zeros for tokens of other slices."""
 
     @staticmethod
-    def forward(ctx: Any, tokens_SB: Tensor, weight_vH: Parameter, context: LayerContext) -> Tensor:
+    def forward(ctx: Any, tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:
         first_row = weight_vH.spec.offset[0]
         local = tokens_SB - first_row
         ctx.context, ctx.weight, ctx.first_row = context, weight_vH, first_row
@@ -36,6 +36,6 @@ class _Lookup(Function):
         return None, None, None
 
 
-def vocab_parallel_embedding(tokens_SB: Tensor, weight_vH: Parameter, context: LayerContext) -> Tensor:
+def vocab_parallel_embedding(tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:
     """(S, B) token ids → (S or s, B, H)."""
     return sum_partial(_Lookup.apply(tokens_SB, weight_vH, context), context.tp, context.sequence_parallel)

@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.nn import Parameter
 
-Work = tuple[Parameter, Callable[[], None]]
+from frontier_llm.tensor_parallel.parameter import ShardedParameter
+
+Work = tuple[ShardedParameter, Callable[[], None]]
 
 
 class WeightGradients:
     """One per rank, shared by all of its layers."""
 
     def __init__(self) -> None:
-        self.on_accumulated: Callable[[Parameter], None] = lambda parameter: None
+        self.on_accumulated: Callable[[ShardedParameter], None] = lambda parameter: None
         self._deferred: list[Work] | None = None
 
-    def submit(self, parameter: Parameter, accumulate: Callable[[], None]) -> None:
+    def submit(self, parameter: ShardedParameter, accumulate: Callable[[], None]) -> None:
         """Run `accumulate` (which adds one microbatch's gradient to parameter.main_grad), or keep it for the W action."""
         if self._deferred is None:
             accumulate()
@@ -47,12 +48,12 @@ class WeightGradients:
             accumulate()
             self.on_accumulated(parameter)
 
-    def collect_from_autograd(self, parameter: Parameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+    def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
         """Make autograd's gradient of a non-matrix parameter end in main_grad: `accumulate(main_grad, grad)`."""
 
-        def move(parameter: Parameter) -> None:
-            assert parameter.grad is not None
+        def move(_: Tensor) -> None:
             grad, parameter.grad = parameter.grad, None
+            assert grad is not None
             self.submit(parameter, lambda: accumulate(parameter.main_grad, grad))
 
         parameter.register_post_accumulate_grad_hook(move)

@@ -11,14 +11,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn import Parameter
 
 from frontier_llm.comm import DONE, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
 from frontier_llm.tensor_parallel.context import LayerContext
 from frontier_llm.tensor_parallel.mappings import sum_partial
+from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
 
-def _submit_weight_gradient(context: LayerContext, weight: Parameter, grad_SBo: Tensor, x_SBk: Tensor) -> None:
+def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Tensor, x_SBk: Tensor) -> None:
     """main_grad += gradᵀ x, now or at the W action; rows past the gradient's width (vocabulary padding) stay untouched."""
     grad_No, x_Nk = grad_SBo.flatten(0, -2), x_SBk.flatten(0, -2)
     main_grad_ok = weight.main_grad.view(-1, x_Nk.shape[1])[: grad_No.shape[1]]
@@ -29,7 +29,9 @@ class _ColumnLinear(Function):
     """y_SBo = gather(x_sBH) Wᵀ + b. Saves only this rank's part of x and gathers it again in backward, as Korthikanti et al. do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, num_rows: int | None, context: LayerContext) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, num_rows: int | None, context: LayerContext
+    ) -> Tensor:
         weight_oH = weight.detach().flatten(0, -2)[:num_rows]
         ctx.context, ctx.weight, ctx.bias_shape = context, weight, None if bias is None else bias.shape
         ctx.save_for_backward(x, weight_oH)
@@ -57,7 +59,7 @@ class _RowLinear(Function):
     """partial_SBH = x_SBk Wᵀ, to be summed over tp by the caller."""
 
     @staticmethod
-    def forward(ctx: Any, x_SBk: Tensor, weight: Parameter, context: LayerContext) -> Tensor:
+    def forward(ctx: Any, x_SBk: Tensor, weight: ShardedParameter, context: LayerContext) -> Tensor:
         weight_Hk = weight.detach()
         ctx.context, ctx.weight = context, weight
         ctx.save_for_backward(x_SBk, weight_Hk)
@@ -72,7 +74,7 @@ class _RowLinear(Function):
 
 
 def column_linear(
-    x: Tensor, weight: Parameter, context: LayerContext, bias: Parameter | None = None, num_rows: int | None = None
+    x: Tensor, weight: ShardedParameter, context: LayerContext, bias: ShardedParameter | None = None, num_rows: int | None = None
 ) -> Tensor:
     """(S or s, B, H) → (S, B, o). `num_rows` uses only the weight's first rows: the head without its vocabulary padding."""
     return _ColumnLinear.apply(x, weight, bias, num_rows, context)
@@ -87,8 +89,8 @@ class ColumnLinear(nn.Module):
     def __init__(self, context: LayerContext, name: str, global_shape: tuple[int, ...], dim: int, bias: bool, init_std: float) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.split_parameter(f"{name}.weight", global_shape, dim, init_std)
-        self.bias = context.split_parameter(f"{name}.bias", global_shape[:-1], dim, None, decay=False) if bias else None
+        self.weight = context.matrix(f"{name}.weight", global_shape, dim, init_std)
+        self.bias = context.split_vector(f"{name}.bias", global_shape[:-1], dim) if bias else None
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """`add_bias=False` leaves the bias to a fused op of the caller."""
@@ -101,8 +103,8 @@ class RowLinear(nn.Module):
     def __init__(self, context: LayerContext, name: str, global_shape: tuple[int, int], bias: bool, init_std: float) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.split_parameter(f"{name}.weight", global_shape, 1, init_std)
-        self.bias = context.whole_parameter(f"{name}.bias", global_shape[:1]) if bias else None
+        self.weight = context.matrix(f"{name}.weight", global_shape, 1, init_std)
+        self.bias = context.whole(f"{name}.bias", global_shape[:1]) if bias else None
 
     def forward(self, x_SBk: Tensor) -> Tensor:
         """(S, B, k) → (S or s, B, H)."""
