@@ -6,6 +6,7 @@ written last and vouches for it. A run that was killed finds those and makes onl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from frontier_llm.data.indexed import IndexedDataset, IndexedWriter, optimal_dty
 from frontier_llm.data.inputs import Damage, Piece, Text, cut, find_inputs, read
 from frontier_llm.data.meta import DatasetMeta, read_meta, write_json, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
-from frontier_llm.errors import DataError
+from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.units import format_bytes, format_count
 
 EXAMPLES = 100  # damaged inputs that are kept by name
@@ -99,6 +99,10 @@ def tokenize(
         parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
         meta = _join(jobs, parts, str(prefix), codec, digest)
         shutil.rmtree(directory)
+    except FrontierError:
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # when no part was finished
+        raise
     except OSError as error:
         fix = "check space and permissions, then run the same command again: finished parts are kept"
         raise DataError(f"cannot write: {error.strerror or error}", where=str(prefix), fix=fix) from error
@@ -241,7 +245,7 @@ def _report(prefix: str, meta: DatasetMeta) -> None:
     log.info(f"{prefix}: {documents} documents, {tokens} tokens from {size} of text ({meta.bytes_per_token:.2f} bytes per token)")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress(total_bytes: int) -> Iterator[Progress]:
     """A bar on a terminal; nothing otherwise."""
     if not sys.stderr.isatty():
