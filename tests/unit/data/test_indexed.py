@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
     assert dataset.sequence_count == len(sequences)
     assert dataset.document_count == len(documents)
     assert [dataset.sequence(i).tolist() for i in range(len(sequences))] == sequences
-    assert [dataset.document(d).tolist() for d in range(len(documents))] == [sum(document, []) for document in documents]
+    assert [dataset.document(d).tolist() for d in range(len(documents))] == [list(chain(*document)) for document in documents]
     assert dataset.one_sequence_per_document == all(len(document) == 1 for document in documents)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_samples_are_the_cuts_of_the_stream(
     dataset = write(tmp_path_factory.mktemp("cuts") / "d", lengths)
     stream = DocumentSamples(dataset, sequence_length, seed)
     total, epochs = dataset.token_count, 3
-    tokens = sum((order(dataset, stream, epoch) for epoch in range(epochs + 2 + sequence_length // total)), [])
+    tokens = list(chain(*(order(dataset, stream, epoch) for epoch in range(epochs + 2 + sequence_length // total))))
     count = stream.first_of_epoch(epochs)
     cuts = [tokens[j * sequence_length : j * sequence_length + sequence_length + 1] for j in range(count)]
     for epoch in range(epochs):
@@ -113,7 +114,7 @@ def test_neighbouring_cuts_of_a_long_document_part(tmp_path: Path) -> None:
     stream = DocumentSamples(dataset, 10, 1)
     starts = [sample(stream, k)[0] // 10 for k in range(1000)]
     assert sorted(starts) == list(range(1000))
-    neighbours = sum(after == before + 1 for before, after in zip(starts, starts[1:], strict=False))
+    neighbours = sum(after == before + 1 for before, after in pairwise(starts))
     assert neighbours < 10  # one in a thousand by chance
 
 
@@ -206,7 +207,7 @@ def test_synthetic_is_learnable_and_in_range() -> None:
     assert rows.max() < 300
     follower: dict[int, dict[int, int]] = {}
     for row in rows:
-        for token, after in zip(row, row[1:], strict=False):
+        for token, after in pairwise(row):
             follower.setdefault(int(token), {}).setdefault(int(after), 0)
             follower[int(token)][int(after)] += 1
     predictable = sum(max(after.values()) for after in follower.values()) / (rows.shape[0] * (rows.shape[1] - 1))
