@@ -175,16 +175,18 @@ def _finished(job: Job) -> Part | None:
     return Part(**{**content, "examples": tuple(content["examples"])})
 
 
-@functools.cache
-def _codec(spec: str) -> Tokenizer:
-    return load_tokenizer(spec)
+@functools.lru_cache(maxsize=2)
+def _codec(spec: str, digest: str) -> Tokenizer:
+    """A worker's tokenizer, loaded once. Raises DataError when the file is no longer the one the run began with."""
+    codec = load_tokenizer(spec)
+    if codec.digest != digest:
+        raise DataError("changed while tokenizing", where=spec, fix="run the command again")
+    return codec
 
 
 def make_part(job: Job) -> Part:
     """Tokenize one shard into its part (in a worker process); the report file comes last."""
-    codec, skip = _codec(job.tokenizer), job.options.skip_damaged
-    if codec.digest != job.tokenizer_digest:
-        raise DataError("changed while tokenizing", where=job.tokenizer, fix="run the command again")
+    codec, skip = _codec(job.tokenizer, job.tokenizer_digest), job.options.skip_damaged
     text_bytes = damaged = 0
     examples: list[str] = []
     with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
