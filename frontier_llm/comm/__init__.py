@@ -1,0 +1,46 @@
+"""Axis handles, process groups, collectives, pipeline messages and the byte ledger."""
+
+from frontier_llm.comm.axis import Axis, Mesh, serial_mesh, single
+from frontier_llm.comm.collectives import (
+    DONE,
+    Pending,
+    all_gather,
+    all_reduce_,
+    barrier,
+    broadcast_,
+    reduce_scatter,
+    start_all_gather,
+    start_all_gather_into,
+    start_all_reduce_,
+    start_reduce_scatter,
+    start_reduce_scatter_into,
+)
+from frontier_llm.comm.groups import build_mesh, connect, disconnect
+from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.p2p import Receive, Sends, post_receive
+
+__all__ = [
+    "DONE",
+    "Axis",
+    "Ledger",
+    "Mesh",
+    "Pending",
+    "Receive",
+    "Sends",
+    "all_gather",
+    "all_reduce_",
+    "barrier",
+    "broadcast_",
+    "build_mesh",
+    "connect",
+    "disconnect",
+    "post_receive",
+    "reduce_scatter",
+    "serial_mesh",
+    "single",
+    "start_all_gather",
+    "start_all_gather_into",
+    "start_all_reduce_",
+    "start_reduce_scatter",
+    "start_reduce_scatter_into",
+]

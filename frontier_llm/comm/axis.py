@@ -1,0 +1,49 @@
+"""Axis: one direction of the mesh, as seen by one rank; passed to whoever communicates, never looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from frontier_llm.comm.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A group of ranks that this rank belongs to.
+
+    `group` is None on an axis of size 1, where every collective is the identity.
+    """
+
+    name: str
+    rank: int  # within the axis
+    size: int
+    ranks: tuple[int, ...]  # global ranks in axis order
+    group: Any = field(default=None, compare=False, repr=False)  # torch.distributed.ProcessGroup
+    ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+
+
+def single(name: str, global_rank: int = 0, ledger: Ledger | None = None) -> Axis:
+    """An axis of one rank."""
+    return Axis(name, 0, 1, (global_rank,), None, ledger or Ledger())
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of one rank."""
+
+    tp: Axis
+    pp: Axis
+    dp: Axis
+    world: Axis
+    tied: Axis  # the two stages that hold a tied embedding; size 1 everywhere else
+    channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per direction (see comm.p2p)
+    ledger: Ledger = field(default_factory=Ledger, repr=False)
+
+
+def serial_mesh() -> Mesh:
+    """The mesh of a single process: every axis has size 1 and nothing is initialised."""
+    ledger = Ledger()
+    tp, pp, dp, world, tied = (single(name, ledger=ledger) for name in ("tp", "pp", "dp", "world", "tied"))
+    return Mesh(tp, pp, dp, world, tied, {}, ledger)

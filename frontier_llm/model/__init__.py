@@ -1,0 +1,8 @@
+"""The transformer: reads like serial code, built stage by stage on the meta device."""
+
+from frontier_llm.model.batch import Microbatch
+from frontier_llm.model.initialize import initial_rows
+from frontier_llm.model.layers import working_dtype
+from frontier_llm.model.stage import Stage
+
+__all__ = ["Microbatch", "Stage", "initial_rows", "working_dtype"]

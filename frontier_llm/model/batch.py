@@ -1,0 +1,21 @@
+"""One microbatch as the stages see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Token ids with the sequence first, so that sequence parallelism cuts contiguous messages."""
+
+    tokens_SB: Tensor  # int64
+    targets_SB: Tensor  # int64, the next tokens
+    documents_BS: Tensor | None = None  # int64 document number of each position; None = one document per sequence
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(S, B)."""
+        return self.tokens_SB.shape[0], self.tokens_SB.shape[1]

@@ -1,0 +1,64 @@
+"""Initial weights from (seed, parameter name, position), so that every layout starts from the same model.
+
+Each element's value is a pure function of its flat index in the global tensor: a counter-based generator (Philox, Salmon et al.
+2011) is advanced to the rows that a rank owns. numpy rather than torch, because torch's streams differ between CPU and GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frontier_llm.topology import ShardSpec
+
+# One Philox block is 4 x 64 bits; each 64 bits give the two normals of one Box-Muller pair.
+_NORMALS_PER_BLOCK = 8
+# 4 M elements: 16 MiB of fp32 scratch however large the tensor is
+_CHUNK = 1 << 22
+
+
+def _normals(key: int, start: int, count: int) -> np.ndarray:
+    """Elements [start, start + count) of the normal stream of a key, fp32."""
+    first_block = start // _NORMALS_PER_BLOCK
+    skipped = start - first_block * _NORMALS_PER_BLOCK
+    pairs = -(-(skipped + count) // 2)
+    raw = np.random.Philox(key=key, counter=first_block).random_raw(pairs)
+    uniform = ((raw >> np.uint64(32)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    angle = (raw & np.uint64(0xFFFFFFFF)).astype(np.float32) * np.float32(2 * np.pi * 2.0**-32)
+    radius = np.sqrt(np.float32(-2.0) * np.log(np.minimum(uniform, np.float32(1.0))))
+    normals = np.empty(2 * pairs, np.float32)
+    normals[0::2], normals[1::2] = radius * np.cos(angle), radius * np.sin(angle)
+    return normals[skipped : skipped + count]
+
+
+def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
+    """Fill `out`, a tensor of spec.shape on any device and in any dtype, with this rank's part of the initial parameter."""
+    if spec.init_std is None:
+        out.fill_(spec.init_value)
+        return
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=16).digest(), "little")
+    runs, run_length = _contiguous_runs(spec)
+    flat = out.view(-1)
+    for index, start in enumerate(runs):
+        for done in range(0, run_length, _CHUNK):
+            count = min(_CHUNK, run_length - done)
+            values = torch.from_numpy(_normals(key, start + done, count) * np.float32(spec.init_std))
+            position = index * run_length + done
+            flat[position : position + count].copy_(values)
+
+
+def _contiguous_runs(spec: ShardSpec) -> tuple[list[int], int]:
+    """Flat global indices at which this rectangle's contiguous runs start, and their common length."""
+    dims = len(spec.global_shape)
+    # dims after the last cut one are whole, so a run spans them and the cut dim itself
+    cut = max((dim for dim in range(dims) if spec.shape[dim] != spec.global_shape[dim]), default=0)
+    strides = [prod(spec.global_shape[dim + 1 :]) for dim in range(dims)]
+    starts = np.zeros(1, np.int64)
+    for dim in range(cut):
+        steps = (np.arange(spec.shape[dim]) + spec.offset[dim]) * strides[dim]
+        starts = (starts[:, None] + steps).ravel()
+    return (starts + spec.offset[cut] * strides[cut]).tolist(), spec.shape[cut] * strides[cut]

@@ -1,0 +1,115 @@
+"""Norm, attention, MLP and the block that joins them; with a tensor degree of 1 this is the serial transformer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.model.positions import Positions
+from frontier_llm.model.recompute import recompute
+from frontier_llm.tensor_parallel import ColumnLinear, LayerContext, RowLinear
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over H."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:
+        super().__init__()
+        self.kind, self.eps, self.ops = model.norm, model.norm_eps, context.ops
+        self.weight = context.whole(f"{name}.weight", (model.hidden,), init_value=1.0)
+        self.bias = context.whole(f"{name}.bias", (model.hidden,)) if model.norm_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, H) → (…, H)."""
+        if self.kind == "rmsnorm":
+            return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual) in one pass."""
+        return self.ops.add_norm(x, residual, self.weight, self.bias, self.eps, self.kind)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with heads cut over tp; rotary or ALiBi positions, grouped key/value heads.
+
+    The fused projection has the global shape (G, Q + 2, D, H): for each key/value head its Q query heads, its key, its value.
+    So each rank's part is a rectangle, whatever the tensor degree.
+    """
+
+    def __init__(self, model: ModelConfig, context: LayerContext, name: str, recompute_core: bool) -> None:
+        super().__init__()
+        self.ops, self.recompute_core = context.ops, recompute_core
+        self.head_dim, self.queries = model.dim_per_head, model.heads // model.num_kv_heads
+        self.local_kv_heads = model.num_kv_heads // context.tp.size
+        self.scale = self.head_dim**-0.5
+        qkv_shape = (model.num_kv_heads, self.queries + 2, self.head_dim, model.hidden)
+        self.qkv = ColumnLinear(context, f"{name}.qkv", qkv_shape, 0, model.bias, model.init_std)
+        output_shape = (model.hidden, model.heads * self.head_dim)
+        self.output = RowLinear(context, f"{name}.output", output_shape, model.bias, output_std(model))
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        """(S or s, B, H) → (S or s, B, H)."""
+        qkv = self.qkv(x)
+        qkv_SBgqD = qkv.view(*qkv.shape[:2], self.local_kv_heads, self.queries + 2, self.head_dim)
+        q_SBgQD, k_SBgD, v_SBgD = qkv_SBgqD[..., :-2, :], qkv_SBgqD[..., -2, :], qkv_SBgqD[..., -1, :]
+        if positions.rope is not None:
+            q_SBgQD, k_SBgD = (self.ops.rope(heads, *positions.rope) for heads in (q_SBgQD, k_SBgD))
+
+        def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
+            slopes_a, documents_BS = positions.alibi_slopes_a, positions.documents_BS
+            return self.ops.attention(q_SBaD, k_SBgD, v_SBgD, scale=self.scale, alibi_slopes_a=slopes_a, documents_BS=documents_BS)
+
+        q_SBaD = q_SBgQD.flatten(2, 3)
+        o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)
+        return self.output(o_SBaD.flatten(2))
+
+
+class Mlp(nn.Module):
+    """H → F → H; SwiGLU's gate and up projections are one matrix of global shape (2, F, H)."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:
+        super().__init__()
+        self.ops, self.gated, self.approximate = context.ops, model.gated, model.activation == "gelu_tanh"
+        H, F = model.hidden, model.ffn_hidden
+        up_shape, dim = ((2, F, H), 1) if model.gated else ((F, H), 0)
+        self.up = ColumnLinear(context, f"{name}.up", up_shape, dim, model.bias, model.init_std)
+        self.down = RowLinear(context, f"{name}.down", (H, F), model.bias, output_std(model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(S or s, B, H) → (S or s, B, H)."""
+        if self.gated:
+            return self.down(self.ops.swiglu(self.up(x).unflatten(-1, (2, -1))))
+        return self.down(self.ops.gelu(self.up(x, add_bias=False), self.up.bias, self.approximate))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; `parallel_residual` is GPT-NeoX's form."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext, index: int, recompute_core: bool) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        self.parallel_residual = model.parallel_residual
+        self.attention_norm = Norm(model, context, f"{name}.attention_norm")
+        self.attention = Attention(model, context, f"{name}.attention", recompute_core)
+        self.mlp_norm = Norm(model, context, f"{name}.mlp_norm")
+        self.mlp = Mlp(model, context, f"{name}.mlp")
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        """(S or s, B, H) → (S or s, B, H)."""
+        attended = self.attention(self.attention_norm(x), positions)
+        if self.parallel_residual:
+            return x + attended + self.mlp(self.mlp_norm(x))
+        normed, x = self.mlp_norm.add(attended, x)
+        return x + self.mlp(normed)
+
+
+def output_std(model: ModelConfig) -> float:
+    """Initial spread of the projections that write into the residual stream, scaled by depth as in GPT-2 and Megatron."""
+    return model.init_std / (2.0 * model.layers) ** 0.5
+
+
+def working_dtype(name: str) -> torch.dtype:
+    """'bf16' → torch.bfloat16 and so on."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]

@@ -1,0 +1,127 @@
+"""Stage: the part of the transformer that one virtual stage holds; one stage holding everything is the serial model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from frontier_llm.comm import Axis
+from frontier_llm.config import ModelConfig
+from frontier_llm.model.batch import Microbatch
+from frontier_llm.model.layers import Block, Norm
+from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
+from frontier_llm.model.recompute import recompute
+from frontier_llm.tensor_parallel import (
+    LayerContext,
+    ShardedParameter,
+    column_linear,
+    mean_over_global_batch,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+)
+from frontier_llm.topology import ShardSpec, StageSpec, split
+
+
+class Stage(nn.Module):
+    """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device; holds no memory yet."""
+
+    def __init__(
+        self, model: ModelConfig, spec: StageSpec, context: LayerContext, device: torch.device, recompute_mode: str = "none"
+    ) -> None:
+        super().__init__()
+        self.model, self.spec, self.context = model, spec, context
+        self.recompute_blocks = recompute_mode == "full"
+        core = recompute_mode == "selective"
+        self.token_embedding = declare_embedding(model, context, spec) if spec.embedding or (spec.head and model.tied_embeddings) else None
+        learned = spec.embedding and model.position == "learned"
+        position_shape = (model.sequence_length, model.hidden)
+        self.position_embedding = context.whole("embedding.position.weight", position_shape, model.init_std) if learned else None
+        self.blocks = nn.ModuleList(Block(model, context, index, core) for index in spec.layers)
+        self.final_norm = Norm(model, context, "final_norm") if spec.head else None
+        untied = spec.head and not model.tied_embeddings
+        self.output_head = context.matrix("head.weight", (model.padded_vocab_size, model.hidden), 0, model.init_std) if untied else None
+        self._rope = rope_table(model, device, _table_dtype(context.dtype)) if model.position == "rope" else None
+        self._alibi_slopes_a = _local_slopes(model, context.tp, device) if model.position == "alibi" else None
+
+    def forward(self, x: Tensor | None, batch: Microbatch, global_tokens: int) -> Tensor:
+        """What this stage does for one microbatch.
+
+        `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B, H), or on
+        the last stage this microbatch's share of the step's mean loss, a scalar in fp32 (fp64 under fp64).
+        """
+        x = self.hidden(x, batch)
+        return self.loss(x, batch, global_tokens) if self.spec.head else x
+
+    def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+        """Embedding and blocks: (S or s, B, H)."""
+        positions = self._positions(batch)
+        if x is None:
+            x = self._embed(batch)
+        for block in self.blocks:
+            x = recompute(lambda x, block=block: block(x, positions), x) if self.recompute_blocks else block(x, positions)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm and head: (S or s, B, H) → (S, B, v), this rank's slice of the true vocabulary."""
+        assert self.final_norm is not None
+        weight_vH = self.output_head if self.output_head is not None else self.token_embedding
+        assert weight_vH is not None
+        return column_linear(self.final_norm(x), weight_vH, self.context, num_rows=self._real_rows(weight_vH))
+
+    def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
+        """-log p(target) of each token, (S, B)."""
+        first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
+        return vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
+
+    def loss(self, x: Tensor, batch: Microbatch, global_tokens: int) -> Tensor:
+        """This microbatch's share of the mean loss over the step's tokens."""
+        return mean_over_global_batch(self.token_losses(x, batch), global_tokens)
+
+    def _real_rows(self, weight_vH: ShardedParameter) -> int:
+        """Rows of this rank's slice that stand for a token; the rest is padding and never enters a logit."""
+        return min(weight_vH.shape[0], self.model.vocab_size - weight_vH.spec.offset[0])
+
+    def _embed(self, batch: Microbatch) -> Tensor:
+        assert self.token_embedding is not None
+        x = vocab_parallel_embedding(batch.tokens_SB, self.token_embedding, self.context)
+        if self.position_embedding is None:
+            return x
+        first = x.shape[0] * self.context.tp.rank if self.context.sequence_parallel else 0
+        if batch.documents_BS is None:
+            return x + self.position_embedding[first : first + x.shape[0], None]
+        index_SB = within_document(batch.documents_BS).T[first : first + x.shape[0]]
+        return x + nn.functional.embedding(index_SB, self.position_embedding)
+
+    def _positions(self, batch: Microbatch) -> Positions:
+        rope = self._rope
+        if rope is not None:
+            index = slice(0, batch.shape[0]) if batch.documents_BS is None else within_document(batch.documents_BS).T
+            rope = rope[0][index], rope[1][index]
+        return Positions(rope, self._alibi_slopes_a, batch.documents_BS)
+
+
+def declare_embedding(model: ModelConfig, context: LayerContext, stage: StageSpec) -> ShardedParameter:
+    """The token embedding of a stage that embeds, or that uses it as the tied head.
+
+    With tied weights and several stages, the first and the last each hold a copy: their gradients are summed, and only the
+    first copy counts in norms and checkpoints. One stage that is both uses its single copy twice per microbatch.
+    """
+    shape = (model.padded_vocab_size, model.hidden)
+    one = split("embedding.token.weight", shape, 0, context.tp.size, context.tp.rank, model.init_std)
+    if not model.tied_embeddings:
+        return context.declare(one, layer_accumulates=True)
+    if stage.embedding and stage.head:
+        parameter = context.declare(one, layer_accumulates=True)
+        parameter.uses = 2
+        return parameter
+    copy = ShardSpec(**{**vars(one), "tied_copies": 2, "tied_index": 0 if stage.embedding else 1})
+    return context.declare(copy, layer_accumulates=True)
+
+
+def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device) -> Tensor:
+    slopes_A = torch.tensor(alibi_slopes(model.heads, model.alibi_max_bias), device=device, dtype=torch.float32)
+    return slopes_A.chunk(tp.size)[tp.rank]
+
+
+def _table_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,195 @@
+"""Every op in plain torch: the meaning of the face, and what each other back-end is tested against in float64.
+
+Statistics and sums are taken in fp32 (fp64 for fp64 inputs) and the result is rounded once to the input's type, which is
+also what the fused back-ends do. Differentiable ops get their backward from autograd.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type sums are taken in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attention(
+    q_SBaD: Tensor,
+    k_SBgD: Tensor,
+    v_SBgD: Tensor,
+    *,
+    scale: float,
+    alibi_slopes_a: Tensor | None = None,
+    documents_BS: Tensor | None = None,
+) -> Tensor:
+    """Causal softmax attention with the whole score matrix in memory, o_SBaD.
+
+    Query head i reads kv head i // (a // g). ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). Positions see
+    each other only within one document id.
+    """
+    dtype = statistics_dtype(q_SBaD.dtype)
+    group = q_SBaD.shape[2] // k_SBgD.shape[2]
+    q_BaSD = q_SBaD.permute(1, 2, 0, 3).to(dtype)
+    k_BaSD = k_SBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(group, dim=1)
+    v_BaSD = v_SBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(group, dim=1)
+    scores_BaSS = scale * (q_BaSD @ k_BaSD.transpose(-2, -1))
+    bias_BaSS = score_bias(q_SBaD.shape[0], alibi_slopes_a, documents_BS, dtype, q_SBaD.device)
+    o_BaSD = torch.softmax(scores_BaSS + bias_BaSS, dim=-1) @ v_BaSD
+    return o_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype)
+
+
+def score_bias(
+    sequence_length: int, alibi_slopes_a: Tensor | None, documents_BS: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What is added to the scores, broadcastable to [B, a, S, S]: -inf where the mask forbids, ALiBi's line elsewhere."""
+    position_S = torch.arange(sequence_length, device=device)
+    distance_SS = position_S[:, None] - position_S[None, :]
+    forbidden_BaSS = (distance_SS < 0)[None, None]
+    if documents_BS is not None:
+        forbidden_BaSS = forbidden_BaSS | (documents_BS[:, None, :, None] != documents_BS[:, None, None, :])
+    bias_BaSS = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
+    if alibi_slopes_a is not None:
+        bias_BaSS = -alibi_slopes_a.to(device=device, dtype=dtype)[None, :, None, None] * distance_SS
+    return torch.where(forbidden_BaSS, -math.inf, bias_BaSS)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dim (arXiv:1910.07467)."""
+    wide = x.to(statistics_dtype(x.dtype))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.to(wide.dtype)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; variance divides by H (arXiv:1607.06450)."""
+    wide = x.to(statistics_dtype(x.dtype))
+    bias = None if bias is None else bias.to(wide.dtype)
+    return F.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), bias, eps).to(x.dtype)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual); `kind` is "rmsnorm" or "layernorm". The sum is rounded before it is normed."""
+    total = x + residual
+    normed = rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps)
+    return normed, total
+
+
+def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+    """Rotary embedding in the rotate-half convention (arXiv:2104.09864); dims past 2R pass through.
+
+    cos and sin are [S, R], or [S, B, R] where positions restart at documents.
+    """
+    half = cos_SR.shape[-1]
+    dtype = statistics_dtype(x_SBaD.dtype)
+    cos_SBaR = (cos_SR[:, None, None] if cos_SR.dim() == 2 else cos_SR[:, :, None]).to(dtype)
+    sin_SBaR = (sin_SR[:, None, None] if sin_SR.dim() == 2 else sin_SR[:, :, None]).to(dtype)
+    first, second, rest = x_SBaD.split((half, half, x_SBaD.shape[-1] - 2 * half), dim=-1)
+    first, second = first.to(dtype), second.to(dtype)
+    rotated = (first * cos_SBaR - second * sin_SBaR, second * cos_SBaR + first * sin_SBaR)
+    return torch.cat([part.to(x_SBaD.dtype) for part in rotated] + [rest], dim=-1)
+
+
+def swiglu(x_2f: Tensor) -> Tensor:
+    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202)."""
+    gate, up = x_2f.to(statistics_dtype(x_2f.dtype)).unbind(-2)
+    return (F.silu(gate) * up).to(x_2f.dtype)
+
+
+def gelu(x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
+    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh."""
+    wide = x.to(statistics_dtype(x.dtype))
+    if bias is not None:
+        wide = wide + bias.to(wide.dtype)
+    return F.gelu(wide, approximate="tanh" if approximate else "none").to(x.dtype)
+
+
+def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
+    """This shard's part of the loss, stats_3N: row max, sum of exp(logit - max), logit of the target or 0 when it is elsewhere.
+
+    fp32 (fp64 for fp64 logits). The caller combines shards: m = max, s = sum s_r exp(m_r - m), t = sum t_r, loss = m + log s - t.
+    """
+    wide_Nv = logits_Nv.detach().to(statistics_dtype(logits_Nv.dtype))
+    max_N = wide_Nv.amax(-1)
+    sum_N = (wide_Nv - max_N[:, None]).exp().sum(-1)
+    column_N, mine_N = _local_targets(targets_N, first_vocab, logits_Nv.shape[1])
+    target_N = torch.where(mine_N, wide_Nv.gather(1, column_N[:, None])[:, 0], 0)
+    return torch.stack((max_N, sum_N, target_N))
+
+
+def cross_entropy_backward_(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor) -> Tensor:
+    """Overwrite the logits with their gradient (softmax - onehot) * grad_loss and return them."""
+    with torch.no_grad():
+        dtype = statistics_dtype(logits_Nv.dtype)
+        grad_Nv = (logits_Nv.to(dtype) - logsumexp_N.to(dtype)[:, None]).exp()
+        column_N, mine_N = _local_targets(targets_N, first_vocab, logits_Nv.shape[1])
+        grad_Nv.scatter_add_(1, column_N[:, None], -mine_N.to(dtype)[:, None])
+        return logits_Nv.copy_(grad_Nv * grad_loss_N.to(dtype)[:, None])
+
+
+def _local_targets(targets_N: Tensor, first_vocab: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Column of each target in this shard (0 where it is elsewhere) and whether it is here."""
+    column_N = targets_N.long() - first_vocab
+    mine_N = (column_N >= 0) & (column_N < columns)
+    return torch.where(mine_N, column_N, 0), mine_N
+
+
+def adamw_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weights_out: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor | float,
+) -> None:
+    """One AdamW step (arXiv:1711.05101) on flat slices, in place; `step` counts from 1.
+
+    grad * grad_scale is the gradient (grad_scale holds the inverse loss scale times the clip factor). Writes master,
+    exp_avg, exp_avg_sq and, rounded to its type, weights_out (which may be master itself).
+    """
+    with torch.no_grad():
+        g = grad.to(master.dtype) * grad_scale
+        master.mul_(1 - lr * weight_decay)
+        exp_avg.lerp_(g, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
+        master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+        if weights_out.data_ptr() != master.data_ptr():
+            weights_out.copy_(master)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Sum of x² as a 0-dim fp64 tensor, accumulated in fp64."""
+    return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
+
+
+def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
+    """main_grad += grad_outputᵀ @ x, summed in main_grad's type (fp32, or fp64); leading dims are flattened to N."""
+    with torch.no_grad():
+        grad_output_No = grad_output_No.reshape(-1, grad_output_No.shape[-1]).to(main_grad_ok.dtype)
+        main_grad_ok.addmm_(grad_output_No.t(), x_Nk.reshape(-1, x_Nk.shape[-1]).to(main_grad_ok.dtype))
+
+
+def accumulate_(main_grad: Tensor, grad: Tensor) -> None:
+    """main_grad += grad."""
+    with torch.no_grad():
+        main_grad.add_(grad)
+
+
+def embedding_backward_(main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
+    """main_grad[token - first_vocab] += grad row, for the tokens of this shard; leading dims are flattened to N."""
+    with torch.no_grad():
+        column_N, mine_N = _local_targets(token_ids_N.reshape(-1), first_vocab, main_grad_vH.shape[0])
+        rows_NH = grad_N_H.reshape(-1, grad_N_H.shape[-1]).to(main_grad_vH.dtype)
+        main_grad_vH.index_add_(0, column_N, torch.where(mine_N[:, None], rows_NH, 0))

@@ -1,0 +1,159 @@
+"""The engine plays a schedule's action list over the virtual stages that this rank holds.
+
+It knows nothing of layers or losses: a stage is anything that maps (input activation, microbatch number) to an output tensor,
+which on the last stage is the microbatch's share of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from frontier_llm.comm import Axis, Receive, Sends, post_receive
+from frontier_llm.schedule import Action, Kind, Schedule, next_stage, previous_stage
+
+StageFunction = Callable[[Tensor | None, int], Tensor]
+
+
+class Deferral(Protocol):
+    """Where weight gradients wait between the I and the W of a split backward (tensor_parallel.WeightGradients)."""
+
+    def defer(self) -> None:
+        """Start keeping."""
+
+    def take_deferred(self) -> list:
+        """Stop, and hand over what was kept."""
+
+    def run(self, work: list) -> None:
+        """Do it."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The message between stages; static, so that no shapes are ever exchanged."""
+
+    shape: tuple[int, ...]  # (S or s, B, H)
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class _Flight:
+    """What lives between actions, by (chunk, microbatch)."""
+
+    receives: dict[tuple[Kind, int, int], Receive] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], list] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Engine:
+    """Plays one training step after another; owns no parameters."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[StageFunction],
+        pp: Axis,
+        channels: Mapping[str, Axis],
+        deferral: Deferral,
+        activation: Activation,
+        on_action: Callable[[Action], object] = lambda action: None,
+    ) -> None:
+        """`stages[chunk]` are this rank's virtual stages; `on_action` is told each action before it is played (timelines)."""
+        assert len(stages) == schedule.chunks and pp.size == schedule.stages
+        self._schedule, self._stages, self._pp, self._channels = schedule, stages, pp, channels
+        self._deferral, self._activation, self._on_action = deferral, activation, on_action
+        self._play = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECV_FORWARD: self._receive,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECV_BACKWARD: self._receive,
+        }
+        self._flight = _Flight()
+        # warm-up lets a receiver lag by at most one message per virtual stage and microbatch in flight
+        self._sends = Sends(limit=2 * schedule.virtual_stages + 2)
+        self._loss_scale = 1.0
+
+    def run(self, loss_scale: float = 1.0) -> list[Tensor]:
+        """Play one step: every microbatch forward and backward.
+
+        Returns the losses of this rank's last-stage microbatches, unscaled and detached; empty on other pipeline ranks.
+        """
+        self._flight, self._loss_scale = _Flight(), loss_scale
+        for action in self._schedule.actions[self._pp.rank]:
+            self._on_action(action)
+            self._play[action.kind](action)
+        self._sends.wait_all()
+        return self._flight.losses
+
+    def _forward(self, action: Action) -> None:
+        key = (action.chunk, action.microbatch)
+        x = None
+        if previous_stage(self._pp.rank, action.chunk, self._pp.size) is not None:
+            x = self._flight.receives.pop((Kind.RECV_FORWARD, *key)).wait().requires_grad_()
+        self._flight.inputs[key] = x
+        self._flight.outputs[key] = y = self._stages[action.chunk](x, action.microbatch)
+        if self._is_last(action.chunk):
+            self._flight.losses.append(y.detach())
+
+    def _backward(self, action: Action) -> None:
+        key = (action.chunk, action.microbatch)
+        x, y = self._flight.inputs.pop(key), self._flight.outputs.pop(key)
+        if self._is_last(action.chunk):
+            grad_y = torch.full_like(y, self._loss_scale)
+        else:
+            grad_y = self._flight.receives.pop((Kind.RECV_BACKWARD, *key)).wait()
+        torch.autograd.backward(y, grad_y)
+        if x is not None:
+            assert x.grad is not None
+            self._flight.gradients[key] = x.grad
+
+    def _backward_input(self, action: Action) -> None:
+        self._deferral.defer()
+        self._backward(action)
+        self._flight.deferred[action.chunk, action.microbatch] = self._deferral.take_deferred()
+
+    def _backward_weight(self, action: Action) -> None:
+        self._deferral.run(self._flight.deferred.pop((action.chunk, action.microbatch)))
+
+    def _send_forward(self, action: Action) -> None:
+        to = next_stage(self._pp.rank, action.chunk, self._pp.size, self._schedule.chunks)
+        assert to is not None
+        output = self._flight.outputs[action.chunk, action.microbatch].detach()
+        self._sends.start(output.contiguous(), self._channel("forward", action.chunk, to[1]), to[0])
+
+    def _send_backward(self, action: Action) -> None:
+        to = previous_stage(self._pp.rank, action.chunk, self._pp.size)
+        assert to is not None
+        gradient = self._flight.gradients.pop((action.chunk, action.microbatch))
+        self._sends.start(gradient.contiguous(), self._channel("backward", action.chunk, to[1]), to[0])
+
+    def _receive(self, action: Action) -> None:
+        """Post a receive; the F, B or I that needs it waits."""
+        forward = action.kind is Kind.RECV_FORWARD
+        neighbour = previous_stage(self._pp.rank, action.chunk, self._pp.size)
+        if not forward:
+            neighbour = next_stage(self._pp.rank, action.chunk, self._pp.size, self._schedule.chunks)
+        assert neighbour is not None
+        channel = self._channel("forward" if forward else "backward", action.chunk, neighbour[1])
+        message = self._activation
+        receive = post_receive(message.shape, message.dtype, message.device, channel, neighbour[0])
+        self._flight.receives[action.kind, action.chunk, action.microbatch] = receive
+
+    def _channel(self, direction: str, chunk: int, other_chunk: int) -> Axis:
+        """The wrap-around between chunks has its own channel (see comm.groups)."""
+        return self._channels[direction if chunk == other_chunk else f"{direction}_wrap"]
+
+    def _is_last(self, chunk: int) -> bool:
+        return next_stage(self._pp.rank, chunk, self._pp.size, self._schedule.chunks) is None

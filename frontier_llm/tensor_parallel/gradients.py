@@ -1,0 +1,59 @@
+"""Where weight gradients go: straight into the parameter's `main_grad`, now or, in a zero-bubble schedule, later.
+
+Every parameter carries `main_grad`, an fp32 view into the flat gradient buffer (optim attaches it). Matrix layers submit the
+product that adds to it; all other parameters get theirs from autograd through a hook. Either way `on_accumulated` is told, which
+is how the optimizer knows that a bucket is complete and may be reduced while the backward pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from frontier_llm.tensor_parallel.parameter import ShardedParameter
+
+Work = tuple[ShardedParameter, Callable[[], None]]
+
+
+class WeightGradients:
+    """One per rank, shared by all of its layers."""
+
+    def __init__(self) -> None:
+        self.on_accumulated: Callable[[ShardedParameter], None] = lambda parameter: None
+        self._deferred: list[Work] | None = None
+
+    def submit(self, parameter: ShardedParameter, accumulate: Callable[[], None]) -> None:
+        """Run `accumulate` (which adds one microbatch's gradient to parameter.main_grad), or keep it for the W action."""
+        if self._deferred is None:
+            accumulate()
+            self.on_accumulated(parameter)
+        else:
+            self._deferred.append((parameter, accumulate))
+
+    def defer(self) -> None:
+        """From here on keep submitted work (the I action of a split backward)."""
+        assert self._deferred is None, "deferral does not nest"
+        self._deferred = []
+
+    def take_deferred(self) -> list[Work]:
+        """Stop deferring; the work kept since `defer()`, to be handed to `run` by the W action."""
+        assert self._deferred is not None, "take_deferred without defer"
+        work, self._deferred = self._deferred, None
+        return work
+
+    def run(self, work: list[Work]) -> None:
+        """Do deferred work."""
+        for parameter, accumulate in work:
+            accumulate()
+            self.on_accumulated(parameter)
+
+    def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+        """Make autograd's gradient of a non-matrix parameter end in main_grad: `accumulate(main_grad, grad)`."""
+
+        def move(_: Tensor) -> None:
+            grad, parameter.grad = parameter.grad, None
+            assert grad is not None
+            self.submit(parameter, lambda: accumulate(parameter.main_grad, grad))
+
+        parameter.register_post_accumulate_grad_hook(move)

@@ -1,0 +1,113 @@
+"""Column- and row-parallel linear layers (arXiv:1909.08053 section 3), with and without sequence parallelism.
+
+Each is one autograd function, so that the backward pass can (1) run the collective of the input gradient while the weight gradient
+is computed, (2) add the weight gradient straight into main_grad in fp32, and (3) hand that product to a later W action.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from frontier_llm.comm import DONE, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
+from frontier_llm.tensor_parallel.context import LayerContext
+from frontier_llm.tensor_parallel.mappings import sum_partial
+from frontier_llm.tensor_parallel.parameter import ShardedParameter
+
+
+def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Tensor, x_SBk: Tensor) -> None:
+    """main_grad += gradᵀ x, now or at the W action; rows past the gradient's width (vocabulary padding) stay untouched."""
+    grad_No, x_Nk = grad_SBo.flatten(0, -2), x_SBk.flatten(0, -2)
+    main_grad_ok = weight.main_grad.view(-1, x_Nk.shape[1])[: grad_No.shape[1]]
+    context.gradients.submit(weight, lambda: context.ops.accumulate_weight_gradient_(main_grad_ok, grad_No, x_Nk))
+
+
+class _ColumnLinear(Function):
+    """y_SBo = gather(x_sBH) Wᵀ + b. Saves only this rank's part of x and gathers it again in backward, as Korthikanti et al. do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, num_rows: int | None, context: LayerContext
+    ) -> Tensor:
+        weight_oH = weight.detach().flatten(0, -2)[:num_rows]
+        ctx.context, ctx.weight, ctx.bias_shape = context, weight, None if bias is None else bias.shape
+        ctx.save_for_backward(x, weight_oH)
+        x_SBH = all_gather(x, context.tp) if context.sequence_parallel else x
+        return F.linear(x_SBH, weight_oH, None if bias is None else bias.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_SBo,), context = grads, ctx.context
+        x, weight_oH = ctx.saved_tensors
+        x_SBH, gathering = start_all_gather(x, context.tp) if context.sequence_parallel else (x, DONE)
+        grad_x = grad_SBo @ weight_oH
+        if context.sequence_parallel:
+            grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
+        else:
+            reducing = start_all_reduce_(grad_x, context.tp)
+        gathering.wait()
+        _submit_weight_gradient(context, ctx.weight, grad_SBo, x_SBH)  # while the input gradient is summed
+        grad_bias = None if ctx.bias_shape is None else grad_SBo.flatten(0, -2).sum(0).view(ctx.bias_shape)
+        reducing.wait()
+        return grad_x, None, grad_bias, None, None
+
+
+class _RowLinear(Function):
+    """partial_SBH = x_SBk Wᵀ, to be summed over tp by the caller."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBk: Tensor, weight: ShardedParameter, context: LayerContext) -> Tensor:
+        weight_Hk = weight.detach()
+        ctx.context, ctx.weight = context, weight
+        ctx.save_for_backward(x_SBk, weight_Hk)
+        return F.linear(x_SBk, weight_Hk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_SBk, weight_Hk = ctx.saved_tensors
+        grad_x = grads[0] @ weight_Hk
+        _submit_weight_gradient(ctx.context, ctx.weight, grads[0], x_SBk)
+        return grad_x, None, None
+
+
+def column_linear(
+    x: Tensor, weight: ShardedParameter, context: LayerContext, bias: ShardedParameter | None = None, num_rows: int | None = None
+) -> Tensor:
+    """(S or s, B, H) → (S, B, o). `num_rows` uses only the weight's first rows: the head without its vocabulary padding."""
+    return _ColumnLinear.apply(x, weight, bias, num_rows, context)
+
+
+class ColumnLinear(nn.Module):
+    """Output features cut over tp: (S or s, B, H) → (S, B, o).
+
+    `global_shape` is the weight's: all dims but the last are output features, and `dim` is the one that is cut.
+    """
+
+    def __init__(self, context: LayerContext, name: str, global_shape: tuple[int, ...], dim: int, bias: bool, init_std: float) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = context.matrix(f"{name}.weight", global_shape, dim, init_std)
+        self.bias = context.split_vector(f"{name}.bias", global_shape[:-1], dim) if bias else None
+
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        """`add_bias=False` leaves the bias to a fused op of the caller."""
+        return column_linear(x, self.weight, self.context, self.bias if add_bias else None)
+
+
+class RowLinear(nn.Module):
+    """Input features cut over tp: (S, B, k) → (S or s, B, H), summed over tp; the bias is added once, after the sum."""
+
+    def __init__(self, context: LayerContext, name: str, global_shape: tuple[int, int], bias: bool, init_std: float) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = context.matrix(f"{name}.weight", global_shape, 1, init_std)
+        self.bias = context.whole(f"{name}.bias", global_shape[:1]) if bias else None
+
+    def forward(self, x_SBk: Tensor) -> Tensor:
+        """(S, B, k) → (S or s, B, H)."""
+        partial_SBH = _RowLinear.apply(x_SBk, self.weight, self.context)
+        y = sum_partial(partial_SBH, self.context.tp, self.context.sequence_parallel)
+        return y if self.bias is None else y + self.bias
