@@ -17,7 +17,7 @@ from frontier_llm.topology import Grid
 # calls in order on one stream, so "send forward, then receive backward" against the mirrored order would deadlock. One communicator
 # per direction makes every channel a FIFO with a single writer; the wrap-around of interleaved chunks needs its own for pp = 2.
 CHANNELS = ("forward", "backward")
-WRAP_CHANNELS = ("forward_wrap", "backward_wrap")
+WRAP_CHANNELS = ("forward-wrap", "backward-wrap")
 
 
 def connect(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:

@@ -53,15 +53,14 @@ class Attention(nn.Module):
         """(S or s, B, H) → (S or s, B, H)."""
         qkv = self.qkv(x)
         qkv_SBgqD = qkv.view(*qkv.shape[:2], self.local_kv_heads, self.queries + 2, self.head_dim)
-        q_SBgQD, k_SBgD, v_SBgD = qkv_SBgqD[..., :-2, :], qkv_SBgqD[..., -2, :], qkv_SBgqD[..., -1, :]
+        q_SBaD, k_SBgD, v_SBgD = qkv_SBgqD[..., :-2, :].flatten(2, 3), qkv_SBgqD[..., -2, :], qkv_SBgqD[..., -1, :]
         if positions.rope is not None:
-            q_SBgQD, k_SBgD = (self.ops.rope(heads, *positions.rope) for heads in (q_SBgQD, k_SBgD))
+            q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
 
         def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
             slopes_a, documents_BS = positions.alibi_slopes_a, positions.documents_BS
             return self.ops.attention(q_SBaD, k_SBgD, v_SBgD, scale=self.scale, alibi_slopes_a=slopes_a, documents_BS=documents_BS)
 
-        q_SBaD = q_SBgQD.flatten(2, 3)
         o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)
         return self.output(o_SBaD.flatten(2))
 

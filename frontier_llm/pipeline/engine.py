@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import Axis, Receive, Sends, post_receive
-from frontier_llm.schedule import Action, Kind, Schedule, next_stage, previous_stage
+from frontier_llm.schedule import Action, Kind, Schedule, channel_of, next_stage, peer_of, previous_stage
 
 StageFunction = Callable[[Tensor | None, int], Tensor]
 
@@ -128,32 +128,23 @@ class Engine:
         self._deferral.run(self._flight.deferred.pop((action.chunk, action.microbatch)))
 
     def _send_forward(self, action: Action) -> None:
-        to = next_stage(self._pp.rank, action.chunk, self._pp.size, self._schedule.chunks)
-        assert to is not None
-        output = self._flight.outputs[action.chunk, action.microbatch].detach()
-        self._sends.start(output.contiguous(), self._channel("forward", action.chunk, to[1]), to[0])
+        self._send(action.kind, self._flight.outputs[action.chunk, action.microbatch].detach())
 
     def _send_backward(self, action: Action) -> None:
-        to = previous_stage(self._pp.rank, action.chunk, self._pp.size)
-        assert to is not None
-        gradient = self._flight.gradients.pop((action.chunk, action.microbatch))
-        self._sends.start(gradient.contiguous(), self._channel("backward", action.chunk, to[1]), to[0])
+        self._send(action.kind, self._flight.gradients.pop((action.chunk, action.microbatch)))
+
+    def _send(self, kind: Kind, message: Tensor) -> None:
+        self._sends.start(message.contiguous(), self._channel(kind), peer_of(kind, self._pp.rank, self._pp.size))
 
     def _receive(self, action: Action) -> None:
         """Post a receive; the F, B or I that needs it waits."""
-        forward = action.kind is Kind.RECV_FORWARD
-        neighbour = previous_stage(self._pp.rank, action.chunk, self._pp.size)
-        if not forward:
-            neighbour = next_stage(self._pp.rank, action.chunk, self._pp.size, self._schedule.chunks)
-        assert neighbour is not None
-        channel = self._channel("forward" if forward else "backward", action.chunk, neighbour[1])
-        message = self._activation
-        receive = post_receive(message.shape, message.dtype, message.device, channel, neighbour[0])
+        shape, dtype, device = self._activation.shape, self._activation.dtype, self._activation.device
+        peer = peer_of(action.kind, self._pp.rank, self._pp.size)
+        receive = post_receive(shape, dtype, device, self._channel(action.kind), peer)
         self._flight.receives[action.kind, action.chunk, action.microbatch] = receive
 
-    def _channel(self, direction: str, chunk: int, other_chunk: int) -> Axis:
-        """The wrap-around between chunks has its own channel (see comm.groups)."""
-        return self._channels[direction if chunk == other_chunk else f"{direction}_wrap"]
+    def _channel(self, kind: Kind) -> Axis:
+        return self._channels[channel_of(kind, self._pp.rank, self._pp.size).value]
 
     def _is_last(self, chunk: int) -> bool:
         return next_stage(self._pp.rank, chunk, self._pp.size, self._schedule.chunks) is None

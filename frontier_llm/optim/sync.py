@@ -1,0 +1,62 @@
+"""Gradient synchronisation: what is summed over which ranks, and when; the sums start while backward is still running.
+
+Collectives only sum: the loss has already been divided by the step's global token count (promise 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frontier_llm.comm import Axis, Mesh, Pending, start_all_reduce_, start_reduce_scatter_into
+from frontier_llm.optim.buckets import Bucket
+from frontier_llm.tensor_parallel import ShardedParameter
+
+
+class GradientSync:
+    """Sums each bucket over tp (sequence-parallel norms), over the tied stages (embedding), and over dp.
+
+    A bucket that needs only the dp sum starts it when its last contribution of the step has arrived: a parameter gets
+    `uses` contributions per microbatch, so the count is known and no schedule needs special treatment.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, microbatches: int, overlap: bool = True) -> None:
+        self._buckets, self._mesh, self._overlap = buckets, mesh, overlap
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        self._expected = {id(bucket): microbatches * sum(parameter.uses for parameter in bucket.parameters) for bucket in buckets}
+        self._missing: dict[int, int] = {}
+        self._pending: list[Pending] = []
+
+    def begin(self) -> None:
+        """Zero the gradients and expect a new step's contributions."""
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
+        self._missing = dict(self._expected)
+        self._pending = []
+
+    def accumulated(self, parameter: ShardedParameter) -> None:
+        """One contribution has been added to parameter.main_grad."""
+        bucket = self._bucket_of[parameter]
+        self._missing[id(bucket)] -= 1
+        if self._missing[id(bucket)] == 0 and self._overlap and bucket.extra_sum is None:
+            self._pending.append(self._start_sum(bucket))
+
+    def finish(self) -> None:
+        """Start what could not overlap and wait for all; then each bucket's own slice holds the step's full gradient."""
+        incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[id(bucket)]]
+        assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
+        late = [bucket for bucket in self._buckets if bucket.extra_sum is not None or not self._overlap]
+        sums = [start_all_reduce_(bucket.gradients, self._extra_axis(bucket)) for bucket in late if bucket.extra_sum]
+        for pending in sums:
+            pending.wait()
+        self._pending += [self._start_sum(bucket) for bucket in late]
+        for pending in self._pending:
+            pending.wait()
+
+    def _extra_axis(self, bucket: Bucket) -> Axis:
+        return self._mesh.tp if bucket.extra_sum == "tp" else self._mesh.tied
+
+    def _start_sum(self, bucket: Bucket) -> Pending:
+        """Over dp: with ZeRO-1 each rank needs only the slice it will update."""
+        if bucket.owner.size == 1:
+            return start_all_reduce_(bucket.gradients, bucket.reduced)
+        return start_reduce_scatter_into(bucket.own(bucket.gradients), bucket.gradients, bucket.owner)

@@ -1,0 +1,59 @@
+"""THE training step: forward and backward through the pipeline, sum the gradients, clip, update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from frontier_llm.comm import all_reduce_
+from frontier_llm.optim import learning_rate
+from frontier_llm.train.build import TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What happened in one step; the same on every rank."""
+
+    loss: float  # mean over the step's global batch, nats per token
+    gradient_norm: float  # before clipping, unscaled
+    learning_rate: float
+    loss_scale: float
+    skipped: bool  # loss or gradient was not finite: nothing was updated, anywhere
+
+
+def train_step(state: TrainState) -> StepResult:
+    """One optimizer step over the global batch. Collective over the world.
+
+    A loss or gradient that is not finite on any rank reaches every rank through the two sums below, so all take the same
+    decision: weights and optimizer state stay as they are, the step counts as skipped, and fp16's loss scale is halved.
+    """
+    optimizer, scaler, config = state.optimizer, state.scaler, state.config.optimizer
+
+    state.sync.begin()
+    losses = state.engine.run(loss_scale=scaler.scale)
+    state.sync.finish()
+
+    loss = global_loss(state, losses)
+    norm = float(optimizer.gradient_norm()) / scaler.scale
+    lr = learning_rate(config, state.current_step, state.config.train.steps)
+    result = StepResult(loss, norm, lr, scaler.scale, skipped=not (math.isfinite(norm) and math.isfinite(loss)))
+
+    if result.skipped:
+        state.skipped_steps += 1
+    else:
+        clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
+        optimizer.step(lr, grad_scale=clip / scaler.scale)
+    scaler.update(overflowed=result.skipped)
+    state.current_step += 1
+    return result
+
+
+def global_loss(state: TrainState, losses: list[torch.Tensor]) -> float:
+    """Sum of all microbatches' shares over the world: only the last stage has any, and its tp ranks have the same ones."""
+    total = torch.zeros((), dtype=torch.float64, device=state.device)
+    if state.mesh.tp.rank == 0:
+        for loss in losses:
+            total += loss
+    return float(all_reduce_(total, state.mesh.world))
