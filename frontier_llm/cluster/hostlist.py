@@ -1,0 +1,104 @@
+"""Slurm's host list syntax, both ways: `frontier[00001-00003,00010]` ↔ four names. Pure: asks no `scontrol` and no DNS."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+
+from frontier_llm.errors import FrontierError
+
+MAX_HOSTS = 100_000  # an order of magnitude above the largest machine (Frontier: 9856 nodes); guards against `n[1-999999999]`
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """The names in a host list, in Slurm's order: 'n[0-1,7],login1' -> ('n0', 'n1', 'n7', 'login1').
+
+    Raises FrontierError for unbalanced brackets, an empty or reversed range, or more than MAX_HOSTS names.
+    """
+    hosts: list[str] = []
+    for item in _split_outside_brackets(text):
+        hosts.extend(_expand_item(item, text))
+        if len(hosts) > MAX_HOSTS:
+            raise FrontierError(f"names more than {MAX_HOSTS} hosts", where=_shorten(text))
+    return tuple(hosts)
+
+
+def first(text: str) -> str:
+    """The first name of a host list, where rank 0 runs under Slurm's block and cyclic distributions."""
+    hosts = expand(text)
+    if not hosts:
+        raise FrontierError("the host list is empty", "check SLURM_STEP_NODELIST", "host list")
+    return hosts[0]
+
+
+def compress(hosts: Iterable[str]) -> str:
+    """The shortest list of ranges, as `--exclude` and `--nodelist` take it: ('n0', 'n1', 'n7') -> 'n[0-1,7]'; sorted, no repeats."""
+    split = sorted({_split_number(host) for host in hosts}, key=lambda part: (part[0], len(part[1]), int(part[1] or -1)))
+    items = []
+    for (prefix, _width), members in groupby(split, key=lambda part: (part[0], len(part[1]))):
+        numbers = [number for _, number in members]
+        if numbers == [""]:
+            items.append(prefix)
+            continue
+        ranges = _ranges(numbers)
+        bare = len(ranges) == 1 and "-" not in ranges[0]
+        items.append(f"{prefix}{ranges[0]}" if bare else f"{prefix}[{','.join(ranges)}]")
+    return ",".join(items)
+
+
+def _ranges(numbers: list[str]) -> list[str]:
+    """Equal-width sorted digit strings as ranges: ['08', '09', '11'] -> ['08-09', '11']."""
+    ranges = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: int(pair[1]) - pair[0]):
+        members = [number for _, number in run]
+        ranges.append(members[0] if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ranges
+
+
+def _split_number(host: str) -> tuple[str, str]:
+    match = re.fullmatch(r"(.*?)(\d*)", host)
+    assert match is not None  # the pattern matches any single line
+    return match[1], match[2]
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    items, depth, current = [], 0, ""
+    for character in text.strip():
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
+        if character == "," and depth == 0:
+            items.append(current)
+            current = ""
+        else:
+            current += character
+    if depth:
+        raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
+    return [item.strip() for item in (*items, current) if item.strip()]
+
+
+def _expand_item(item: str, text: str) -> list[str]:
+    head, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    inside, _, tail = rest.partition("]")
+    tails = _expand_item(tail, text) if tail else [""]
+    names = [f"{head}{number}{end}" for part in inside.split(",") for number in _range(part.strip(), text) for end in tails]
+    if len(names) > MAX_HOSTS:
+        raise FrontierError(f"names more than {MAX_HOSTS} hosts", where=_shorten(text))
+    return names
+
+
+def _range(part: str, text: str) -> Iterable[str]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+    if match is None:
+        raise FrontierError(f"{part!r} is not a number or a range", "write e.g. n[0-3,8]", _shorten(text))
+    start, stop = match[1], match[2] or match[1]
+    if int(stop) < int(start) or int(stop) - int(start) >= MAX_HOSTS:
+        raise FrontierError(f"the range {part!r} is reversed or names more than {MAX_HOSTS} hosts", where=_shorten(text))
+    return (str(number).zfill(len(start)) for number in range(int(start), int(stop) + 1))
+
+
+def _shorten(text: str) -> str:
+    return f"host list {text[:80]!r}" + ("…" if len(text) > 80 else "")

@@ -1,0 +1,230 @@
+"""Several ranks on this machine without any launcher: a laptop, a workstation, one node.
+
+The parent starts the ranks, shows rank 0's output, keeps everybody's in files, and makes sure that they end together:
+when one dies the others are stopped within seconds, and the last thing on the terminal is the traceback of the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, BinaryIO
+
+from frontier_llm.cluster.rank_env import free_port
+
+TAIL_LINES = 40  # of a log without a Python traceback
+_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended. `exit_code` as a shell would give it (128 + signal number)."""
+
+    rank: int
+    host: str
+    exit_code: int
+    signal: str | None
+    log: str
+    stopped_by_us: bool
+
+    def describe(self) -> str:
+        """'rank 3 on n0: killed by SIGKILL'."""
+        how = f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
+        return f"rank {self.rank} on {self.host}: {how}"
+
+
+def rank_variables(rank: int, num_ranks: int, port: int, threads: int) -> dict[str, str]:
+    """What `rank_env.discover` reads in a rank started here."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    return {
+        **{name: str(value) for name, value in names.items()},
+        "FRONTIER_LLM_LAUNCHER": "local",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run_local_ranks(
+    num_ranks: int,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log_dir: Path,
+    *,
+    program: Sequence[str] = (sys.executable, "-m", "frontier_llm.cli.main"),
+    grace_s: float = 5.0,
+) -> int:
+    """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
+
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT and SIGTERM are forwarded.
+    After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; `log_dir/failure.json` then says who was first.
+    Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    (log_dir / "failure.json").unlink(missing_ok=True)
+    return _Ranks(num_ranks, [*program, *argv], env, log_dir, grace_s).run()
+
+
+class _Ranks:
+    """The running processes of one call of `run_local_ranks`."""
+
+    def __init__(self, num_ranks: int, command: list[str], env: Mapping[str, str], log_dir: Path, grace_s: float) -> None:
+        self.num_ranks, self.command, self.env, self.log_dir, self.grace_s = num_ranks, command, env, log_dir, grace_s
+        self.ended: queue.Queue[int] = queue.Queue()
+        self.exits: list[RankExit] = []  # in the order of their ends
+        self.stopping = False
+        self.forwarded: signal.Signals | None = None  # the first signal that the user sent us
+        self.threads: list[threading.Thread] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> int:
+        old = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)} if _in_main_thread() else {}
+        try:
+            self._start()
+            self._wait()
+        finally:
+            self._signal_all(signal.SIGKILL)  # only when an exception ended the wait: nobody outlives us
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        for thread in self.threads:
+            thread.join(timeout=2.0)  # a grandchild may still hold rank 0's pipe
+        first = next((end for end in self.exits if end.exit_code and not end.stopped_by_us), None)
+        if first is None:
+            return 0
+        if self.forwarded is not None and first.signal == self.forwarded.name:
+            print(f"ranks ended by {first.signal}", file=sys.stderr, flush=True)
+            return first.exit_code
+        self._report(first)
+        return first.exit_code
+
+    def _start(self) -> None:
+        port, threads = free_port(), max(1, (os.cpu_count() or 1) // self.num_ranks)
+        for rank in range(self.num_ranks):
+            log = (self.log_dir / f"rank_{rank}.log").open("wb", buffering=0)
+            piped = rank == 0
+            process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
+                self.command,
+                env={**self.env, **rank_variables(rank, self.num_ranks, port, threads)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else log,
+                stderr=subprocess.PIPE if piped else subprocess.STDOUT,
+                start_new_session=True,  # its own process group: the terminal's Ctrl-C comes through `_forward`, once
+                preexec_fn=_die_with_parent,
+            )
+            self.processes.append(process)
+            if piped:
+                assert process.stdout is not None and process.stderr is not None
+                self._thread(_copy, process.stdout, sys.stdout, log)
+                self._thread(_copy, process.stderr, sys.stderr, log)
+            else:
+                log.close()
+        # threads only now: forking with threads running is unsafe
+        for rank, process in enumerate(self.processes):
+            self._thread(self._await_end, rank, process)
+        for thread in self.threads:
+            thread.start()
+
+    def _thread(self, target: object, *arguments: object) -> None:
+        self.threads.append(threading.Thread(target=target, args=arguments, daemon=True))  # type: ignore[arg-type]
+
+    def _await_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        _signal_group(process.pid, signal.SIGKILL)  # data workers that a killed rank has left behind
+        self.ended.put(rank)
+
+    def _wait(self) -> None:
+        """Collect ends in their order; after the first failure stop the rest."""
+        deadline_s: float | None = None
+        while len(self.exits) < self.num_ranks:
+            try:
+                rank = self.ended.get(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                self._signal_all(signal.SIGKILL)
+                deadline_s = None
+                continue
+            self.exits.append(self._exit_of(rank))
+            if self.exits[-1].exit_code and not self.stopping:
+                self.stopping = True
+                deadline_s = time.monotonic() + self.grace_s
+                self._signal_all(signal.SIGTERM)
+
+    def _exit_of(self, rank: int) -> RankExit:
+        code = self.processes[rank].returncode
+        name = signal.Signals(-code).name if code < 0 else None
+        stopped = self.stopping and code in (-signal.SIGTERM, -signal.SIGKILL)
+        return RankExit(rank, socket.gethostname(), 128 - code if code < 0 else code, name, str(self.log_dir / f"rank_{rank}.log"), stopped)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.returncode is None:
+                _signal_group(process.pid, number)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.forwarded = self.forwarded or signal.Signals(number)
+        self._signal_all(signal.Signals(number))
+
+    def _report(self, first: RankExit) -> None:
+        """Others first, the cause last, because the end of the output is what people read."""
+        for end in self.exits:
+            if end is not first and end.exit_code:
+                print(f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr)
+        lines = failure_lines(Path(first.log))
+        record = {**asdict(first), "message": "\n".join(lines), "secondary": [asdict(end) for end in self.exits if end is not first]}
+        (self.log_dir / "failure.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print("\n".join([*lines, "", f"{first.describe()}; it failed first ({first.log})"]), file=sys.stderr, flush=True)
+
+
+def failure_lines(log: Path) -> list[str]:
+    """The last Python traceback of a log, with the exceptions it was raised from, or the log's last lines."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not starts:
+        return lines[-TAIL_LINES:]
+    start = starts.pop()
+    while starts and any(line.startswith(_CHAIN) for line in lines[max(0, start - 3) : start]):
+        start = starts.pop()
+    return lines[start:]
+
+
+def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
+    """Pass a rank's output on line by line, to the terminal and into its log."""
+    for line in source:
+        log.write(line)
+        try:
+            terminal.write(line.decode(errors="replace"))
+            terminal.flush()
+        except (OSError, ValueError):  # the terminal is gone; the log goes on
+            continue
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, because after fork nothing may be loaded
+
+
+def _die_with_parent() -> None:
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

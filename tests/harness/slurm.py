@@ -1,0 +1,240 @@
+"""A real Slurm on this machine: one slurmctld and several slurmds that pretend to be Frontier nodes.
+
+Each node claims 64 CPUs and 8 GPUs (character devices made with mknod; Slurm wants files); authentication is off (`auth/none`), so
+the ports listen on loopback. A second partition of powered-down cloud nodes, as large as Frontier, never runs anything:
+it is there for `sbatch --test-only`. Debian: `apt-get install slurm-wlm`; the daemons need root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+FRONTIER_NODES = 9408
+LUMI_NODES = 2978
+GPUS = 8
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+
+def why_unavailable() -> str | None:
+    """The reason why no local Slurm can be started here, or None."""
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue") if _find(name) is None]
+    if missing:
+        return f"Slurm is not installed (no {', '.join(missing)}): apt-get install slurm-wlm"
+    if os.geteuid() != 0:
+        return "slurmd needs root to start tasks and mknod its devices"
+    return None
+
+
+def _find(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports below the ephemeral range that are free now."""
+    sockets = []
+    ports: list[int] = []
+    candidate = 12_000 + os.getpid() * 7 % 6000
+    while len(ports) < count:
+        candidate += 1
+        probe = socket.socket()
+        try:
+            probe.bind(("0.0.0.0", candidate))
+        except OSError:
+            probe.close()
+            continue
+        sockets.append(probe)
+        ports.append(candidate)
+    for probe in sockets:
+        probe.close()
+    return ports
+
+
+class LocalSlurm:
+    """The running cluster; `env` lets any Slurm command or our own programs find it."""
+
+    def __init__(self, nodes: int = 4, slurmd_timeout_s: int = 10) -> None:
+        self.nodes = [f"n{index}" for index in range(nodes)]
+        self.root = Path(tempfile.mkdtemp(prefix="fl-slurm-"))
+        self.conf = self.root / "slurm.conf"
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+            "SLURM_CONF": str(self.conf),
+            "PATH": f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin",
+        }
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._write_conf(slurmd_timeout_s)
+
+    def _write_conf(self, slurmd_timeout_s: int) -> None:
+        host = socket.gethostname().split(".")[0]
+        ports = _free_ports(1 + len(self.nodes))
+        for name in ("state", "dev", "logs", *(f"spool-{node}" for node in self.nodes)):
+            (self.root / name).mkdir()
+        lines = [
+            "ClusterName=local",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={ports[0]}",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            "AuthType=auth/none",
+            "CredType=cred/none",
+            "AuthInfo=cred_expire=5",  # a requeued job is held this long; the default is 120 s
+            "MpiDefault=none",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "SwitchType=switch/none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_Core",
+            "SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2,nohold_on_prolog_fail",
+            "GresTypes=gpu",
+            "SlurmdParameters=config_overrides",
+            "ReturnToService=2",
+            f"SlurmdTimeout={slurmd_timeout_s}",
+            "SlurmctldTimeout=30",
+            "KillWait=3",
+            "MinJobAge=600",
+            "CompleteWait=0",
+            "MaxNodeCount=16000",
+            "SuspendProgram=/bin/true",
+            "ResumeProgram=/bin/true",
+            "SuspendTime=INFINITE",
+            f"StateSaveLocation={self.root}/state",
+            f"SlurmdSpoolDir={self.root}/spool-%n",
+            f"SlurmctldPidFile={self.root}/slurmctld.pid",
+            f"SlurmdPidFile={self.root}/slurmd-%n.pid",
+            f"SlurmctldLogFile={self.root}/logs/slurmctld.log",
+            f"SlurmdLogFile={self.root}/logs/slurmd-%n.log",
+            *(
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 Sockets=1 CoresPerSocket=64 "
+                f"ThreadsPerCore=1 RealMemory=500000 Gres=gpu:{GPUS} State=UNKNOWN"
+                for node, port in zip(self.nodes, ports[1:], strict=True)
+            ),
+            *(
+                f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 CPUs=64 Sockets=1 CoresPerSocket=64 ThreadsPerCore=1 "
+                f"RealMemory=500000 Gres=gpu:{GPUS} State=CLOUD"
+                for prefix, width, count in (("frontier", 5, FRONTIER_NODES), ("nid", 6, LUMI_NODES))
+            ),
+            f"PartitionName=local Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",
+            f"PartitionName=batch Nodes=frontier[00001-{FRONTIER_NODES:05}] MaxTime=12:00:00 State=UP",
+            "PartitionName=extended Nodes=frontier[00001-00064] MaxTime=24:00:00 State=UP",
+            f"PartitionName=standard-g Nodes=nid[000001-{LUMI_NODES:06}] MaxTime=2-00:00:00 State=UP",
+            "PartitionName=dev-g Nodes=nid[000001-000032] MaxTime=03:00:00 State=UP",
+        ]
+        self.conf.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        gres = []
+        for node in self.nodes:
+            for index in range(GPUS):
+                os.mknod(self.root / "dev" / f"{node}-gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
+            gres.append(f"NodeName={node} Name=gpu File={self.root}/dev/{node}-gpu[0-{GPUS - 1}]")
+        gres += [f"NodeName=frontier[00001-{FRONTIER_NODES:05}],nid[000001-{LUMI_NODES:06}] Name=gpu Count={GPUS}"]
+        (self.root / "gres.conf").write_text("\n".join(gres) + "\n", encoding="utf-8")
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Start the daemons and wait until every node is idle."""
+        self._spawn("slurmctld", ["slurmctld", "-D", "-f", str(self.conf)])
+        for node in self.nodes:
+            self.start_node(node)
+        self.wait_for(lambda: self.node_states() == dict.fromkeys(self.nodes, "IDLE"), timeout_s, "idle nodes")
+
+    def start_node(self, node: str) -> None:
+        """Start one slurmd (again)."""
+        self._spawn(node, ["slurmd", "-D", "-N", node, "-f", str(self.conf)])
+
+    def kill_node(self, node: str) -> None:
+        """kill -9 of one slurmd, as when a node loses its network: what it has started lives on."""
+        self.daemons[node].kill()
+        self.daemons[node].wait(10)
+
+    def _spawn(self, name: str, command: list[str]) -> None:
+        command[0] = _find(command[0]) or command[0]
+        log = (self.root / "logs" / f"{name}.out").open("ab")
+        self.daemons[name] = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        log.close()
+
+    def run(self, *command: str, cwd: Path | None = None, check: bool = True, env: dict[str, str] | None = None, timeout_s: float = 60) -> str:
+        """stdout of a command of this cluster; AssertionError with its stderr when it fails and `check`."""
+        done = subprocess.run(command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+        assert not check or done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + ("" if check else done.stderr)
+
+    def node_states(self) -> dict[str, str]:
+        """{'n0': 'IDLE', …}; the state without flags such as * (not responding)."""
+        text = self.run("sinfo", "--noheader", "--Node", "--partition=local", "--format=%N %T", check=False)
+        rows = [line.split() for line in text.splitlines()]
+        return {row[0]: row[1].upper().rstrip("*~#$@+-") for row in rows if len(row) == 2}
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """`scontrol show job` as a mapping; empty when the job is unknown."""
+        text = self.run("scontrol", "show", "job", "--oneliner", job_id, check=False)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def submit(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+        """The id of a job made by `sbatch --parsable …`."""
+        return self.run("sbatch", "--parsable", *arguments, cwd=cwd, env=env).strip().split(";")[0]
+
+    def wait_job(self, job_id: str, timeout_s: float = 120.0) -> dict[str, str]:
+        """The finished job."""
+        self.wait_for(lambda: self.job(job_id).get("JobState") in ENDED, timeout_s, f"end of job {job_id}: {self.job(job_id)}")
+        return self.job(job_id)
+
+    def queued(self) -> list[str]:
+        """Ids of jobs that are pending or running."""
+        return self.run("squeue", "--noheader", "--format=%A", "--states=PENDING,RUNNING,COMPLETING,SUSPENDED").split()
+
+    @staticmethod
+    def wait_for(condition: object, timeout_s: float, what: str, poll_s: float = 0.5) -> None:
+        """Poll until true; AssertionError naming `what` when the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():  # type: ignore[operator]
+            assert time.monotonic() < deadline_s, f"no {what} within {timeout_s:.0f} s"
+            time.sleep(poll_s)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that descends from this cluster, orphans included: their environment names our slurm.conf."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(self.conf):
+                    found.append(process)
+        return found
+
+    def stop(self) -> None:
+        """Cancel the jobs, end the daemons, kill what is left, remove the files."""
+        with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
+            self.run("scancel", "--user=root", check=False, timeout_s=10)
+            self.wait_for(lambda: not self.queued(), 10, "empty queue")
+        for daemon in self.daemons.values():
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in self.daemons.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(5)
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for daemon in self.daemons.values():
+            daemon.wait(5)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def local_slurm(nodes: int = 4) -> Iterator[LocalSlurm]:
+    """A started cluster that is gone afterwards."""
+    cluster = LocalSlurm(nodes)
+    try:
+        cluster.start()
+        yield cluster
+    except AssertionError as error:
+        logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted((cluster.root / "logs").glob("*")))
+        raise AssertionError(f"{error}\n{logs}") from error
+    finally:
+        cluster.stop()

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from frontier_llm.cluster.local import failure_lines, run_local_ranks
+
+PYTHON = (sys.executable, "-u", "-c")
+
+
+def run(code: str, log_dir: Path, ranks: int = 3, grace_s: float = 1.0) -> int:
+    return run_local_ranks(ranks, [textwrap.dedent(code)], dict(os.environ), log_dir, program=PYTHON, grace_s=grace_s)
+
+
+def test_ranks_discover_themselves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+        from frontier_llm.cluster.rank_env import discover
+        import os
+        place = discover()
+        print(place.rank, place.world_size, place.local_rank, place.local_world_size, place.launcher, place.master_addr)
+        print(place.master_port, os.environ["OMP_NUM_THREADS"])
+    """
+    assert run(code, tmp_path) == 0
+    logs = [(tmp_path / f"rank_{rank}.log").read_text().splitlines() for rank in range(3)]
+    assert [log[0] for log in logs] == [f"{rank} 3 {rank} 3 local 127.0.0.1" for rank in range(3)]
+    assert len({log[1] for log in logs}) == 1
+    out = capfd.readouterr().out
+    assert out.splitlines() == logs[0]  # only rank 0 on the terminal
+    assert not (tmp_path / "failure.json").exists()
+
+
+def test_first_failure_is_told_last_and_stops_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+        import sys, time
+        from frontier_llm.cluster.rank_env import discover
+        rank = discover().rank
+        if rank == 1:
+            time.sleep(0.5)
+            raise ValueError("the cause")
+        if rank == 2:
+            time.sleep(0.9)
+            sys.exit(7)
+        time.sleep(600)
+    """
+    started = time.monotonic()
+    assert run(code, tmp_path) == 1
+    assert time.monotonic() - started < 10
+    err = capfd.readouterr().err.rstrip().splitlines()
+    assert "rank 1 on" in err[-1] and "exit code 1" in err[-1] and "failed first" in err[-1]
+    assert "ValueError: the cause" in "\n".join(err[-4:])
+    assert any("rank 0 on" in line and "stopped" in line for line in err)
+    record = json.loads((tmp_path / "failure.json").read_text())
+    assert record["rank"] == 1 and "the cause" in record["message"]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+        import os, signal, time
+        from frontier_llm.cluster.rank_env import discover
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if discover().rank == 2:
+            time.sleep(0.7)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    """
+    started = time.monotonic()
+    assert run(code, tmp_path) == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 10
+    assert "rank 2 on" in capfd.readouterr().err.splitlines()[-1]
+    assert json.loads((tmp_path / "failure.json").read_text())["signal"] == "SIGKILL"
+
+
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+from frontier_llm.cluster.local import run_local_ranks
+sys.exit(run_local_ranks(2, [sys.argv[2]], dict(os.environ), Path(sys.argv[1]), program=(sys.executable, "-u", "-c")))
+"""
+
+
+def start_launcher(tmp_path: Path, code: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path), textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready\n"
+    ranks = psutil.Process(launcher.pid).children()
+    assert len(ranks) == 2
+    return launcher, ranks
+
+
+def gone(processes: list[psutil.Process], within_s: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=within_s)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_forwarded(tmp_path: Path, number: signal.Signals) -> None:
+    code = """
+        from frontier_llm.cluster.signals import SignalWatcher
+        with SignalWatcher() as watcher:
+            print("ready")
+            print("asked by", watcher.wait(60))
+    """
+    launcher, ranks = start_launcher(tmp_path, code)
+    deadline = time.monotonic() + 20
+    while (tmp_path / "rank_1.log").read_text() != "ready\n" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    assert launcher.wait(20) == 0
+    assert gone(ranks, 1)
+    assert all(f"asked by {number.name}" in (tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1))
+
+
+def test_a_signal_that_ranks_do_not_handle_gives_its_code(tmp_path: Path) -> None:
+    launcher, _ = start_launcher(tmp_path, "import time; print('ready'); time.sleep(600)")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 128 + signal.SIGTERM
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    launcher, ranks = start_launcher(tmp_path, "import time; print('ready'); time.sleep(600)")
+    launcher.kill()
+    launcher.wait(10)
+    assert gone(ranks, 10)
+
+
+def test_children_of_a_dead_rank_are_removed(tmp_path: Path) -> None:
+    code = """
+        import os, subprocess, sys
+        from frontier_llm.cluster.rank_env import discover
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(child.pid)
+        os.abort() if discover().rank == 1 else None
+    """
+    assert run(code, tmp_path, ranks=2) != 0
+    pids = [int((tmp_path / f"rank_{rank}.log").read_text().splitlines()[0]) for rank in (0, 1)]
+    time.sleep(0.3)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_failure_lines_keep_the_chain_and_fall_back_to_the_tail(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    first = ["Traceback (most recent call last):", '  File "a"', "KeyError: 1", ""]
+    chain = ["During handling of the above exception, another exception occurred:", ""]
+    second = ["Traceback (most recent call last):", '  File "b"', "ValueError: 2"]
+    log.write_text("\n".join(["noise", *first, *chain, *second]))
+    assert failure_lines(log) == [*first, *chain, *second]
+    log.write_text("\n".join(f"line {number}" for number in range(100)))
+    assert failure_lines(log)[0] == "line 60"

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from frontier_llm.cluster.signals import SignalWatcher
+
+# locking a C mutex twice never comes back to the interpreter, not even after a signal: what a blocked collective looks like
+BLOCKED = """
+import ctypes, os, threading
+from frontier_llm.cluster.signals import SignalWatcher
+with SignalWatcher(debounce_s=0.3) as watcher:
+    threading.Thread(target=lambda: os.write(1, watcher.wait().encode() + b"\\n"), daemon=True).start()
+    os.write(1, b"ready\\n")
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_first_signal_is_remembered_and_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with SignalWatcher() as watcher:
+        assert watcher.requested is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert watcher.wait(5.0) == "SIGUSR1"
+        os.kill(os.getpid(), signal.SIGTERM)  # within the debounce: the same request
+        time.sleep(0.2)
+        assert watcher.requested == "SIGUSR1"
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_blocked_main_thread_sees_the_flag_and_the_second_signal_ends_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == b"SIGUSR1\n"
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
