@@ -37,7 +37,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page")
     parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto")
     parser.add_argument("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,9 @@ class Microbatch:
 
     tokens_SB: Tensor  # int64
     targets_SB: Tensor  # int64, the next tokens
-    documents_BS: Tensor | None = None  # int64 document number of each position; None = one document per sequence
+    documents_BS: Tensor | None = None  # document number of each position; None = one document per sequence
+    loss_mask_SB: Tensor | None = None  # False where a target does not count; None = all count
+    positions_SB: Tensor | None = None  # where each token stands, when tokens are fed one by one; None = counted from the start
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -242,9 +242,9 @@ def utilisations(plan: Plan, model: ModelConfig, rates: Rates) -> dict[str, floa
     """MFU and HFU with attention counted in full (Megatron's convention) and causally."""
     speed = plan.tokens_per_s_per_device / rates.peak_flops
     return {
-        "mfu": model_flops_per_token(model, "full") * speed,
-        "hfu": float(hardware_flops_per_token(plan.workload, "full")) * speed,
-        "mfu_causal": model_flops_per_token(model, "causal") * speed,
+        "mfu": model_flops_per_token(model) * speed,
+        "hfu": float(hardware_flops_per_token(plan.workload)) * speed,
+        "mfu_causal": model_flops_per_token(model, causal=True) * speed,
     }
 
 

@@ -1,0 +1,115 @@
+"""Arrays that one process computes and all others map: written under another name, renamed into place, never pickled.
+
+Correctness rests on the rename alone. The lock file only saves work: of thousands of ranks one computes, the others wait; if the
+lock stops changing for `STALE_S` its holder is taken for dead and a waiter computes instead. A lock that is taken over twice costs
+work, not correctness. It needs nothing of the file system but exclusive creation and rename, so it holds on Lustre without flock.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from frontier_llm import log
+from frontier_llm.errors import DataError
+
+HEARTBEAT_S = 5.0
+STALE_S = 60.0
+POLL_S = 0.2
+
+
+def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> NDArray[Any]:
+    """The memory-mapped array at `path` (.npy), made with `build(array)` by one process when it is not there yet.
+
+    Raises DataError when the directory cannot be written or the file does not hold `length` elements of `dtype`.
+    """
+    if not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _build_or_wait(path, length, dtype, build)
+        except OSError as error:
+            raise DataError(
+                f"cannot write: {error.strerror or error}", where=str(path), fix="set data.cache_dir to a directory you can write"
+            ) from error
+    fix = f"delete {path}; it is made anew"
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"is not a .npy array: {error}", where=str(path), fix=fix) from error
+    if array.shape != (length,) or array.dtype != np.dtype(dtype):
+        found = f"{array.dtype}{list(array.shape)}"
+        raise DataError(f"expected {np.dtype(dtype)}[{length}], found {found}", where=str(path), fix=fix)
+    return np.asarray(array)
+
+
+def _build_or_wait(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:
+    lock = path.with_suffix(".lock")
+    seen_ns, changed_at = -1, time.monotonic()
+    while not path.exists():
+        if _take(lock):
+            with _heartbeat(lock):
+                if not path.exists():
+                    _write(path, length, dtype, build)
+            return
+        try:
+            now_ns = lock.stat().st_mtime_ns
+        except FileNotFoundError:
+            continue
+        if now_ns != seen_ns:
+            seen_ns, changed_at = now_ns, time.monotonic()
+        elif time.monotonic() - changed_at > STALE_S:  # by this host's own clock: file servers' clocks differ
+            log.warn(f"{lock}: no sign of life for {STALE_S:.0f} s, taking over")
+            lock.unlink(missing_ok=True)
+        time.sleep(POLL_S)
+
+
+def _take(lock: Path) -> bool:
+    try:
+        with lock.open("x", encoding="utf-8") as handle:
+            handle.write(f"{socket.gethostname()} {os.getpid()}\n")
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextmanager
+def _heartbeat(lock: Path) -> Iterator[None]:
+    """Touch the lock every few seconds while the body runs (compiled code releases the GIL), then remove it."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT_S):
+            try:
+                os.utime(lock)
+            except FileNotFoundError:
+                return
+
+    thread = threading.Thread(target=beat, daemon=True, name="cache-heartbeat")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        lock.unlink(missing_ok=True)
+
+
+def _write(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp.{socket.gethostname()}.{os.getpid()}")
+    try:
+        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.dtype(dtype), shape=(length,))
+        build(array)
+        array.flush()
+        del array
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,316 @@
+"""Megatron's indexed dataset, `.bin` + `.idx`: a memory-mapped reader and a streaming writer, byte-compatible both ways.
+
+`.bin` holds the tokens, C order, no header. `.idx` is little-endian (read from megatron-core 0.16.1's indexed_dataset.py and
+checked byte for byte against it in the tests):
+
+    offset  type     content
+    0       9 bytes  magic "MMIDIDX\\0\\0"
+    9       u64      version, 1
+    17      u8       dtype code
+    18      u64      S, number of sequences
+    26      u64      D, number of documents + 1
+    34      i32[S]   sequence lengths in tokens
+    ..      i64[S]   sequence pointers: byte offsets into .bin
+    ..      i64[D]   document indices: first sequence of each document; first 0, last S
+    ..      i8[S]    sequence modes, multimodal datasets only
+
+A document is one or more sequences that lie side by side in `.bin`. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm.errors import DataError, Problem
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
+}
+DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
+SCAN_LIMIT = 1 << 20  # sequences that are checked one by one on every open (20 MB of .idx); larger ones when the sample index is built
+SCAN_CHUNK = 1 << 20
+DIGEST_BLOCK_BYTES = 1 << 16
+DIGEST_BLOCKS = 256
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Megatron's choice: two bytes per token below 65500 ids, else four."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Where the tokens of a dataset lie."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Where the index of a dataset lies."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedDataset:
+    """A dataset opened for reading; both files are memory-mapped, so opening costs the same at any size.
+
+    `sequence_lengths` i32[S], `sequence_pointers` i64[S], `document_indices` i64[D] and `tokens` are views of the files.
+    """
+
+    def __init__(self, prefix: str | Path, scan: bool | None = None) -> None:
+        """Open and validate.
+
+        Header, file sizes and the ends of every table are always checked; `scan` also checks every entry (None: when there are
+        at most 2^20 sequences). Raises DataError naming the file, the byte offset, what was expected and what was found.
+        """
+        self.prefix = str(prefix)
+        _require_files(self.prefix)
+        path = idx_path(prefix)
+        self._map = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+        code, self.sequence_count, documents_plus_1 = _read_header(path, self._map)
+        self.dtype = DTYPES[code]
+        self.document_count = documents_plus_1 - 1
+        sizes = (4 * self.sequence_count, 8 * self.sequence_count, 8 * documents_plus_1)
+        offsets = [HEADER.size, HEADER.size + sizes[0], HEADER.size + sizes[0] + sizes[1], HEADER.size + sum(sizes)]
+        has_modes = self.sequence_count > 0 and self._map.size == offsets[3] + self.sequence_count
+        if self._map.size != offsets[3] and not has_modes:
+            wanted = f"{offsets[3]} bytes for {self.sequence_count} sequences and {self.document_count} documents"
+            raise _damaged(path, 18, wanted, f"{self._map.size} bytes", "the file is truncated or was written in part; make it anew")
+        self.sequence_lengths = self._view("<i4", offsets[0], offsets[1])
+        self.sequence_pointers = self._view("<i8", offsets[1], offsets[2])
+        self.document_indices = self._view("<i8", offsets[2], offsets[3])
+        self.sequence_modes = self._view("<i1", offsets[3], self._map.size) if has_modes else None
+        bin_bytes = bin_path(prefix).stat().st_size
+        self._check_ends(path, bin_bytes, offsets)
+        self.token_count = bin_bytes // self.dtype.itemsize
+        self.tokens: NDArray[Any] = (
+            np.memmap(bin_path(prefix), dtype=self.dtype, mode="r", shape=(self.token_count,))
+            if self.token_count
+            else np.zeros(0, self.dtype)
+        )
+        self.scanned = False
+        if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
+            self.scan()
+
+    def _view(self, dtype: str, start: int, stop: int) -> NDArray[Any]:
+        return self._map[start:stop].view(np.ndarray).view(dtype)
+
+    def _check_ends(self, path: Path, bin_bytes: int, offsets: list[int]) -> None:
+        """First and last entry of each table, and the size of .bin; O(1)."""
+        first_document, last_document = int(self.document_indices[0]), int(self.document_indices[-1])
+        if first_document != 0 or last_document != self.sequence_count:
+            wanted = f"document indices from 0 to {self.sequence_count}"
+            raise _damaged(path, offsets[2], wanted, f"{first_document} to {last_document}", "the index is damaged; make it anew")
+        end_bytes = 0
+        if self.sequence_count:
+            end_bytes = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        if bin_bytes != end_bytes:
+            fix = "the two files are not of one dataset, or .bin was copied in part; copy or tokenize again"
+            raise _damaged(bin_path(self.prefix), min(bin_bytes, end_bytes), f"{end_bytes} bytes, as {path.name} says", f"{bin_bytes}", fix)
+
+    def scan(self) -> None:
+        """Check every entry: lengths >= 0, pointers without gaps, document indices that never fall. Raises DataError at the first bad one."""
+        path, itemsize, expected = idx_path(self.prefix), self.dtype.itemsize, 0
+        pointers_at = HEADER.size + 4 * self.sequence_count
+        for start in range(0, self.sequence_count, SCAN_CHUNK):
+            lengths = self.sequence_lengths[start : start + SCAN_CHUNK].astype(np.int64)
+            pointers = self.sequence_pointers[start : start + SCAN_CHUNK]
+            ends = expected + np.cumsum(lengths * itemsize)
+            starts = ends - lengths * itemsize
+            bad = np.flatnonzero((lengths < 0) | (pointers != starts))
+            if bad.size:
+                at = int(bad[0])
+                if lengths[at] < 0:
+                    where, wanted, found = HEADER.size + 4 * (start + at), "a length >= 0", f"{lengths[at]}"
+                else:
+                    where, wanted, found = pointers_at + 8 * (start + at), f"pointer {starts[at]}", f"{pointers[at]}"
+                raise _damaged(path, where, f"{wanted} for sequence {start + at}", found, "the index is damaged; make it anew")
+            expected = int(ends[-1])
+        documents_at = HEADER.size + 12 * self.sequence_count
+        for start in range(0, self.document_count, SCAN_CHUNK):
+            chunk = self.document_indices[start : start + SCAN_CHUNK + 1]
+            falls = np.flatnonzero(chunk[1:] < chunk[:-1])
+            if falls.size:
+                at = start + int(falls[0]) + 1
+                wanted = f"document index {at} >= {self.document_indices[at - 1]}"
+                raise _damaged(path, documents_at + 8 * at, wanted, f"{self.document_indices[at]}", "the index is damaged; make it anew")
+        self.scanned = True
+
+    def sequence(self, index: int) -> NDArray[Any]:
+        """Tokens of one sequence, a view of the file."""
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.sequence_lengths[index])]
+
+    def document_start(self, document: int) -> int:
+        """Position in `tokens` of a document's first token."""
+        sequence = int(self.document_indices[document])
+        if sequence == self.sequence_count:
+            return self.token_count
+        return int(self.sequence_pointers[sequence]) // self.dtype.itemsize
+
+    def document(self, document: int) -> NDArray[Any]:
+        """Tokens of one document, a view of the file."""
+        return self.tokens[self.document_start(document) : self.document_start(document + 1)]
+
+    @property
+    def one_sequence_per_document(self) -> bool:
+        """True when document d is sequence d (what tokenizing text gives): D = S + 1 and every document has one sequence."""
+        if self.document_count != self.sequence_count:
+            return False
+        indices = self.document_indices
+        chunks = ((start, min(start + SCAN_CHUNK, indices.size)) for start in range(0, indices.size, SCAN_CHUNK))
+        return all(np.array_equal(indices[start:stop], np.arange(start, stop)) for start, stop in chunks)
+
+    def digest(self) -> str:
+        """Identity of the index's content: sizes and 256 evenly spaced 64 KiB blocks of .idx (all of it up to 16 MiB).
+
+        Reading all of a billion documents' index takes 20 GB on every rank; the sample index detects what this could miss.
+        """
+        state = hashlib.sha256(struct.pack("<QQ", self._map.size, self.token_count))
+        blocks = -(-self._map.size // DIGEST_BLOCK_BYTES)
+        for block in sorted({number * (blocks - 1) // max(DIGEST_BLOCKS - 1, 1) for number in range(DIGEST_BLOCKS)}) if blocks else ():
+            state.update(self._map[block * DIGEST_BLOCK_BYTES : (block + 1) * DIGEST_BLOCK_BYTES].tobytes())
+        return state.hexdigest()
+
+
+def _require_files(prefix: str) -> None:
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if not missing:
+        return
+    fix = "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
+    if prefix.endswith((".bin", ".idx")):
+        fix = f"give the path without its ending: {prefix[:-4]}"
+    raise DataError([Problem(str(path), "no such file", fix) for path in missing])
+
+
+def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]:
+    """(dtype code, S, D); raises DataError for anything that is not an MMIDIDX header."""
+    head = content[: HEADER.size].tobytes()
+    if head.startswith(LEGACY_MAGIC):
+        what = "is a legacy TNTIDX index (fairseq's cached format, before Megatron's MMIDIDX)"
+        raise DataError(what, where=str(path), fix="tokenize the text again with `frontier-llm data tokenize`")
+    if not head.startswith(MAGIC):
+        raise _damaged(path, 0, f"magic {MAGIC!r}", repr(head[:9]), "this is no Megatron .idx file; check the path")
+    if len(head) < HEADER.size:
+        raise _damaged(path, len(head), f"a header of {HEADER.size} bytes", f"{len(head)} bytes", "the file is truncated; make it anew")
+    _, version, code, sequences, documents = HEADER.unpack(head)
+    if version != VERSION:
+        raise _damaged(path, 9, f"version {VERSION}", str(version), "this file was written by something newer or is damaged")
+    if code not in DTYPES:
+        raise _damaged(path, 17, f"a dtype code in {sorted(DTYPES)}", str(code), "the header is damaged; make the file anew")
+    if documents < 1:
+        raise _damaged(path, 26, "at least 1 document index", str(documents), "the header is damaged; make the file anew")
+    return code, sequences, documents
+
+
+def _damaged(path: Path, offset: int, expected: str, found: str, fix: str) -> DataError:
+    return DataError(f"at byte {offset}: expected {expected}, found {found}", where=str(path), fix=fix)
+
+
+class IndexedWriter:
+    """Write a dataset one sequence at a time in bounded memory; nothing appears under the final names before `finish`.
+
+    Lengths and document indices are spooled to files beside the target, so a billion documents need no more memory than one.
+    As a context manager it finishes on success and leaves nothing behind on an error.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | str) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype.newbyteorder("=") not in DTYPE_CODES:
+            valid = ", ".join(sorted(str(dtype) for dtype in DTYPE_CODES))
+            raise DataError(f"the format has no code for dtype {self.dtype}", where=self.prefix, fix=f"use one of {valid}")
+        self.sequence_count = self.document_count = self.token_count = 0
+        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents")}
+        self._bin, self._lengths, self._documents = (
+            self._temporary[kind].open("w+b", buffering=1 << 20) for kind in ("bin", "lengths", "documents")
+        )
+        self._documents.write(struct.pack("<q", 0))
+
+    def add_sequence(self, tokens: NDArray[Any] | list[int]) -> None:
+        """Append one sequence to the document in progress. Raises DataError when a token does not fit the dtype."""
+        array = np.asarray(tokens)
+        converted = array.astype(self.dtype.newbyteorder("<"), copy=False)
+        if array.size and array.dtype != self.dtype and not np.array_equal(converted, array):
+            raise DataError(f"tokens up to {array.max()} do not fit {self.dtype}", where=self.prefix, fix="use optimal_dtype(vocab_size)")
+        self._bin.write(converted.tobytes())
+        self._lengths.write(struct.pack("<i", array.size))
+        self.sequence_count += 1
+        self.token_count += int(array.size)
+
+    def end_document(self) -> None:
+        """Close the document in progress; every document must be closed."""
+        self._documents.write(struct.pack("<q", self.sequence_count))
+        self.document_count += 1
+
+    def add_document(self, tokens: NDArray[Any] | list[int]) -> None:
+        """Append a document of one sequence."""
+        self.add_sequence(tokens)
+        self.end_document()
+
+    def append(self, other: IndexedDataset) -> None:
+        """Append all documents of another dataset of the same dtype, streaming."""
+        if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
+            raise DataError(f"is {other.dtype}, not {self.dtype}", where=other.prefix, fix="join datasets of one tokenizer only")
+        for start in range(0, other.token_count, SCAN_CHUNK):
+            self._bin.write(other.tokens[start : start + SCAN_CHUNK].tobytes())
+        for start in range(0, other.sequence_count, SCAN_CHUNK):
+            self._lengths.write(other.sequence_lengths[start : start + SCAN_CHUNK].tobytes())
+        for start in range(1, other.document_count + 1, SCAN_CHUNK):
+            self._documents.write((other.document_indices[start : start + SCAN_CHUNK] + self.sequence_count).astype("<i8").tobytes())
+        self.sequence_count += other.sequence_count
+        self.document_count += other.document_count
+        self.token_count += other.token_count
+
+    def finish(self) -> None:
+        """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the .bin."""
+        for spool in (self._bin, self._lengths, self._documents):
+            spool.flush()
+            os.fsync(spool.fileno())
+        with self._temporary["idx"].open("wb") as idx:
+            code = DTYPE_CODES[self.dtype.newbyteorder("=")]
+            idx.write(HEADER.pack(MAGIC, VERSION, code, self.sequence_count, self.document_count + 1))
+            self._lengths.seek(0)
+            while chunk := self._lengths.read(4 * SCAN_CHUNK):
+                idx.write(chunk)
+            self._lengths.seek(0)
+            pointer = 0
+            while chunk := self._lengths.read(4 * SCAN_CHUNK):
+                ends = pointer + np.cumsum(np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize)
+                idx.write(np.concatenate(([pointer], ends[:-1])).astype("<i8").tobytes())
+                pointer = int(ends[-1])
+            self._documents.seek(0)
+            while chunk := self._documents.read(8 * SCAN_CHUNK):
+                idx.write(chunk)
+            idx.flush()
+            os.fsync(idx.fileno())
+        idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never stand beside a new .bin
+        self._temporary["bin"].replace(bin_path(self.prefix))
+        self._temporary["idx"].replace(idx_path(self.prefix))
+        self.abort()
+
+    def abort(self) -> None:
+        """Close and remove the temporary files."""
+        for spool in (self._bin, self._lengths, self._documents):
+            spool.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            self.finish()
+        else:
+            self.abort()

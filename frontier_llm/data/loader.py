@@ -1,0 +1,216 @@
+"""From a run's data config to this rank's microbatches.
+
+Position is one integer, the number of samples consumed. A step consumes the next `global_batch` samples, and sample
+
+    consumed + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
+
+is row `row` of that microbatch on that data-parallel rank. So the union over ranks and microbatches is the same set of samples
+for every dp and micro_batch that divide the global batch, and pipeline and tensor ranks of one replica read the same rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm.config import DataConfig, DataSource, RunConfig
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.meta import DatasetMeta, read_meta
+from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples
+from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.errors import DataError, FrontierError, Problem
+
+KEPT_BYTES = 64 << 20
+VALIDATION_SEED_OFFSET = 1  # the validation stream's order has a seed of its own
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """B samples of S + 1 tokens: inputs are [:, :-1], targets [:, 1:].
+
+    With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0 (queries attend only keys of equal number)
+    and `loss_mask_BS` is False where the target begins another document than the input belongs to; both are None otherwise.
+    """
+
+    tokens_BS1: NDArray[np.int64]
+    documents_BS: NDArray[np.int32] | None = None
+    loss_mask_BS: NDArray[np.bool_] | None = None
+
+    @property
+    def target_count(self) -> int:
+        """Targets that count in the loss."""
+        return int(self.loss_mask_BS.sum()) if self.loss_mask_BS is not None else self.tokens_BS1.shape[0] * (self.tokens_BS1.shape[1] - 1)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Positions [B, S] that start at 0 in every document (in every row without `documents_BS`)."""
+        rows, columns = self.tokens_BS1.shape[0], self.tokens_BS1.shape[1] - 1
+        positions = np.broadcast_to(np.arange(columns), (rows, columns))
+        if self.documents_BS is None:
+            return positions.copy()
+        begins = np.diff(self.documents_BS, axis=1, prepend=-1) > 0
+        return positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+
+
+class Batches:
+    """This data-parallel rank's microbatches of a sample stream; a background thread reads ahead.
+
+    `microbatch(step, index)` has no state that matters: any call order gives the same answer.
+    """
+
+    def __init__(
+        self,
+        samples: SampleStream,
+        global_batch: int,
+        micro_batch: int,
+        dp_rank: int = 0,
+        dp: int = 1,
+        vocab_size: int | None = None,
+        reset_at_documents: bool = False,
+        read_ahead: int = 4,
+    ) -> None:
+        """`vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none)."""
+        if global_batch % (micro_batch * dp):
+            raise DataError(
+                f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp}", fix="see topology.make_plan"
+            )
+        self.samples = samples
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.dp_rank, self.dp = dp_rank, dp
+        self.microbatches = global_batch // (micro_batch * dp)  # per step
+        self.vocab_size = vocab_size
+        self.reset_at_documents = reset_at_documents
+        self._read_ahead = read_ahead
+        self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
+        # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
+        self._capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
+        self._kept: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def sample_ids(self, step: int, index: int) -> range:
+        """Global numbers of the samples in a microbatch of a step."""
+        first = step * self.global_batch + index * self.micro_batch * self.dp + self.dp_rank * self.micro_batch
+        return range(first, first + self.micro_batch)
+
+    def microbatch(self, step: int, index: int) -> Microbatch:
+        """Microbatch `index` (0 … microbatches - 1) of step `step` (0 …). Raises DataError for a token outside the vocabulary."""
+        if not 0 <= index < self.microbatches:
+            raise IndexError(f"microbatch {index} of {self.microbatches}")
+        if self._pool is None:
+            return self._make(step, index)
+        wanted = [(step, index)]
+        for _ in range(self._read_ahead):
+            last_step, last = wanted[-1]
+            wanted.append((last_step, last + 1) if last + 1 < self.microbatches else (last_step + 1, 0))
+        with self._lock:
+            steps = {key[0] for key in wanted}
+            for key in [key for key in self._kept if key[0] not in steps]:  # an older step, or one read ahead before a jump
+                self._kept.pop(key).cancel()
+            for key in wanted:
+                if key not in self._kept:
+                    self._kept[key] = self._pool.submit(self._make, *key)
+                self._kept.move_to_end(key)
+            while len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
+            future = self._kept[wanted[0]]
+        return future.result()
+
+    def _make(self, step: int, index: int) -> Microbatch:
+        ids = self.sample_ids(step, index)
+        tokens = np.empty((len(ids), self.samples.sequence_length + 1), np.int64)
+        lengths = [self.samples.fill(k, tokens[row]) for row, k in enumerate(ids)]
+        if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
+            row = int(np.flatnonzero(((tokens >= self.vocab_size) | (tokens < 0)).any(axis=1))[0])
+            what = f"sample {ids[row]} holds token {tokens[row].max()}, the vocabulary has {self.vocab_size}"
+            raise DataError(what, fix="train with the tokenizer that made the data, or raise model.vocab_size")
+        if not self.reset_at_documents:
+            return Microbatch(tokens)
+        documents = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in lengths])
+        return Microbatch(tokens, documents[:, :-1].copy(), documents[:, 1:] == documents[:, :-1])
+
+    def close(self) -> None:
+        """Stop the background thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _sources(config: DataConfig, split: str) -> tuple[DataSource, ...] | str | None:
+    return config.train if split == "train" else config.validation
+
+
+def open_samples(run: RunConfig, split: str = "train") -> SampleStream | None:
+    """The split's sample stream, or None when the config has no such split. Raises DataError for missing or damaged files."""
+    sources, seed = _sources(run.data, split), run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
+    if sources is None:
+        return None
+    if isinstance(sources, str):
+        return SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)
+    cache_dir = Path(run.data.cache_dir) if run.data.cache_dir else None
+    streams = [
+        DocumentSamples(IndexedDataset(source.path), run.model.sequence_length, seed, place, cache_dir)
+        for place, source in enumerate(sources)
+    ]
+    return streams[0] if len(streams) == 1 else BlendedSamples(streams, [source.weight for source in sources])
+
+
+def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches | None:
+    """This data-parallel rank's microbatches of a split ("train" or "validation"), or None when the config has no such split."""
+    samples = open_samples(run, split)
+    if samples is None:
+        return None
+    batch = run.batch
+    arguments = (batch.global_batch, batch.micro_batch, dp_rank, dp, run.model.vocab_size, run.data.reset_at_documents, read_ahead)
+    return Batches(samples, *arguments)
+
+
+def data_problems(run: RunConfig) -> list[Problem]:
+    """Everything wrong with the run's data, found by one process before ranks start.
+
+    Missing or damaged files, an empty dataset, a tokenizer that cannot be read, a tokenizer or vocabulary that does not match.
+    """
+    problems: list[Problem] = []
+    digest, vocab_size = None, None
+    if run.data.tokenizer is not None:
+        try:
+            tokenizer = load_tokenizer(run.data.tokenizer)
+            digest, vocab_size = tokenizer.digest, tokenizer.vocab_size
+        except FrontierError as error:
+            problems.extend(error.problems)
+    if vocab_size is not None and vocab_size > run.model.vocab_size:
+        what = f"{run.model.vocab_size} is less than the {vocab_size} ids of {run.data.tokenizer}"
+        problems.append(Problem("model.vocab_size", what, f"set model.vocab_size={vocab_size}"))
+    for split in ("train", "validation"):
+        sources = _sources(run.data, split)
+        if sources is None or isinstance(sources, str):
+            continue
+        try:
+            open_samples(run, split)
+        except FrontierError as error:
+            problems.extend(error.problems)
+        for source in sources:
+            try:
+                meta = read_meta(source.path)
+            except FrontierError as error:
+                problems.extend(error.problems)
+                continue
+            problems.extend(_mismatch(run, source.path, meta, digest))
+    return problems
+
+
+def _mismatch(run: RunConfig, path: str, meta: DatasetMeta | None, digest: str | None) -> list[Problem]:
+    """Dataset against model vocabulary and against the configured tokenizer."""
+    if meta is None:
+        return []
+    problems = []
+    if meta.vocab_size > run.model.vocab_size:
+        what = f"{run.model.vocab_size} is less than the {meta.vocab_size} ids of the tokenizer that made {path}"
+        problems.append(Problem("model.vocab_size", what, f"set model.vocab_size={meta.vocab_size}"))
+    if digest is not None and digest != meta.tokenizer_digest:
+        what = f"{run.data.tokenizer} (sha256 {digest[:12]}) did not make {path}: that was {meta.tokenizer} ({meta.tokenizer_digest[:12]})"
+        problems.append(Problem("data.tokenizer", what, f"set data.tokenizer to {meta.tokenizer}, or tokenize the text again"))
+    return problems

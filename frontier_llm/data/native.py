@@ -1,0 +1,71 @@
+"""The compiled sample index (csrc/sample_index.cpp) behind numpy: found once, loaded with ctypes, never compiled here.
+
+There is no slow Python path behind it: a missing library is an error that names the build command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm.errors import BackendError, DataError
+
+ABI = 1
+BUILD_COMMAND = "pip install --no-build-isolation .   (in a checkout: python setup.py build_ext --inplace)"
+FAILURES = {
+    -1: "a sequence has a negative length: the .idx is damaged",
+    -2: "the cached sample index belongs to another dataset: delete it",
+    -3: "a position lies past the end",
+    -4: "an argument is out of range",
+    -5: "the weights do not sum to the period",
+}
+_DIRECTORY = Path(__file__).resolve().parents[1] / "_native"
+_SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
+    "fl_permute": "uupup",
+    "fl_build": "ppuuuup",
+    "fl_pieces": "ppuuupuuppp",
+    "fl_blend": "puup",
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The shared library; raises BackendError with the build command when it is missing, foreign or of another version."""
+    found = sorted(_DIRECTORY.glob("libsample_index*.so"))
+    if not found:
+        raise BackendError(f"the compiled sample index is not there ({_DIRECTORY}/libsample_index*.so)", fix=f"build it: {BUILD_COMMAND}")
+    try:
+        loaded = ctypes.CDLL(str(found[0]))
+        version = loaded.fl_abi()
+    except (OSError, AttributeError) as error:
+        raise BackendError(f"cannot load: {error}", where=str(found[0]), fix=f"build it on this machine: {BUILD_COMMAND}") from error
+    if version != ABI:
+        raise BackendError(f"has interface {version}, expected {ABI}", where=str(found[0]), fix=f"build it again: {BUILD_COMMAND}")
+    for name, kinds in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype = ctypes.c_int64
+        function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_uint64 for kind in kinds]
+    return loaded
+
+
+def call(name: str, *arguments: Any, where: str = "") -> int:
+    """Call a library function; arrays go as pointers, None as null. Raises DataError(where) for a negative result."""
+    pointers = [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
+    result = int(getattr(library(), name)(*pointers))
+    if result < 0:
+        fix = "run `frontier-llm data inspect` on the dataset" if result != -2 else "delete the cache directory named in data.cache_dir"
+        raise DataError(FAILURES.get(result, f"{name} failed with code {result}"), where=where, fix=fix)
+    return result
+
+
+def permute(size: int, key: int, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Images of `positions` under the keyed permutation of [0, size)."""
+    positions = np.ascontiguousarray(positions, np.uint64)
+    images = np.empty_like(positions)
+    call("fl_permute", size, key, positions, positions.size, images)
+    return images

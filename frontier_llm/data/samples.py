@@ -1,0 +1,199 @@
+"""Sample k of a run is a pure function of (seed, k): random access into a shuffled, endless stream of documents.
+
+Epoch e is all documents, each ending in its end-of-document token, joined in the order of the permutation keyed by (seed, e).
+The stream of epochs is cut every S tokens; a cut gives S + 1 tokens, the last of them being the first of the next cut, so every
+token of an epoch is a model input exactly once and a target exactly once. Cuts cross documents and epochs. The samples that
+begin in epoch e come in the order of a second permutation keyed by (seed, e), so neighbours of one long document part.
+
+With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1: closed forms, so resuming at any k scans
+nothing. Both permutations are computed on the fly; the one stored table is the running token count at every 64th document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm import log
+from frontier_llm.data.blend import Blend
+from frontier_llm.data.cache import cached_array
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.native import ABI, call, permute
+from frontier_llm.errors import DataError
+from frontier_llm.units import format_count
+
+BLOCK = 64  # documents per entry of the index: 0.125 byte per document, and a lookup walks 64 documents (about 3 us)
+CACHE_FROM_DOCUMENTS = 1 << 20  # smaller indices are built in memory in a tenth of a second
+EPOCHS_IN_MEMORY = 3
+MAXIMUM_THREADS = 8
+
+
+class SampleStream(Protocol):
+    """Anything that gives samples of S + 1 tokens by number."""
+
+    sequence_length: int  # S
+
+    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Write sample k into `tokens_S1`; return the lengths of the pieces of documents it is made of (they sum to S + 1)."""
+        ...
+
+
+def derive_key(*parts: object) -> int:
+    """A 64-bit key from a purpose and its parameters; the same on every machine."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class EpochIndex:
+    """Where token p of epoch e lies: (document, offset) pieces, through the compiled index of that epoch."""
+
+    def __init__(self, dataset: IndexedDataset, key: int, cache_dir: Path | None = None) -> None:
+        """`key` decides the document order together with the epoch; `cache_dir` None = `index_cache` beside the data."""
+        self.dataset = dataset
+        self.key = key
+        self.cache_dir = cache_dir or Path(dataset.prefix).parent / "index_cache"
+        self._entries = -(-dataset.document_count // BLOCK) + 1
+        self._epochs: OrderedDict[int, NDArray[np.uint64]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def order_key(self, epoch: int) -> int:
+        """Key of the epoch's document permutation."""
+        return derive_key("documents", self.key, epoch)
+
+    def path(self, epoch: int) -> Path:
+        """Where this epoch's index is cached; the name is a digest of all that determines it."""
+        identity = f"{self.dataset.digest()}/{self.order_key(epoch)}/{BLOCK}/{ABI}"
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
+        return self.cache_dir / f"{Path(self.dataset.prefix).name}-epoch{epoch:04}-{digest}.npy"
+
+    def prefix(self, epoch: int) -> NDArray[np.uint64]:
+        """Tokens before every 64th position of the epoch's document order; u64[ceil(documents / 64) + 1]."""
+        with self._lock:
+            if epoch not in self._epochs:
+                if self.dataset.document_count < CACHE_FROM_DOCUMENTS:
+                    array = np.empty(self._entries, np.uint64)
+                    self._build(epoch, array)
+                else:
+                    array = cached_array(self.path(epoch), self._entries, np.uint64, lambda out: self._build(epoch, out))
+                self._epochs[epoch] = array
+                while len(self._epochs) > EPOCHS_IN_MEMORY:
+                    self._epochs.popitem(last=False)
+            self._epochs.move_to_end(epoch)
+            return self._epochs[epoch]
+
+    def _build(self, epoch: int, out: NDArray[np.uint64]) -> None:
+        dataset, started_s = self.dataset, time.monotonic()
+        if not dataset.scanned:
+            dataset.scan()
+        # one random read per document instead of two where sequences and documents are the same thing
+        documents = None if dataset.one_sequence_per_document else dataset.document_indices
+        threads = min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
+        arguments = (dataset.sequence_lengths, documents, dataset.document_count, self.order_key(epoch), BLOCK, threads, out)
+        call("fl_build", *arguments, where=dataset.prefix)
+        if dataset.document_count >= CACHE_FROM_DOCUMENTS:
+            count, elapsed_s = format_count(dataset.document_count), time.monotonic() - started_s
+            log.info(f"sample index of {dataset.prefix}, epoch {epoch}: {count} documents in {elapsed_s:.1f} s")
+
+    def pieces(self, epoch: int, token: int, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(documents, offsets, lengths) of tokens [token, token + wanted) of the epoch, as far as the epoch reaches."""
+        out = np.empty((3, wanted), np.int64)
+        dataset = self.dataset
+        tables = (dataset.sequence_lengths, dataset.document_indices, dataset.document_count, self.order_key(epoch), BLOCK)
+        count = call("fl_pieces", *tables, self.prefix(epoch), token, wanted, out[0], out[1], out[2], where=dataset.prefix)
+        return out[0, :count], out[1, :count], out[2, :count]
+
+
+class DocumentSamples:
+    """Samples of one indexed dataset."""
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, source: int = 0, cache_dir: Path | None = None) -> None:
+        """`source` is the dataset's place in its blend; two places have unrelated orders.
+
+        Raises DataError for a dataset without tokens or with tokens that are not whole numbers.
+        """
+        if dataset.token_count == 0:
+            raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
+        if dataset.dtype.kind not in "iu":
+            raise DataError(f"holds {dataset.dtype} values, not token ids", where=dataset.prefix, fix="give a token dataset")
+        self.dataset = dataset
+        self.sequence_length = sequence_length
+        self.key = derive_key("source", seed, source)
+        self.index = EpochIndex(dataset, self.key, cache_dir)
+
+    def first_of_epoch(self, epoch: int) -> int:
+        """Number of the first sample that begins in the epoch: ceil(epoch * T / S)."""
+        return -(-epoch * self.dataset.token_count // self.sequence_length)
+
+    def epoch_of(self, k: int) -> int:
+        """The epoch in which sample k begins."""
+        return k * self.sequence_length // self.dataset.token_count
+
+    def cut(self, k: int) -> tuple[int, int]:
+        """(epoch, first token within the epoch) of sample k."""
+        epoch = self.epoch_of(k)
+        first = self.first_of_epoch(epoch)
+        count = self.first_of_epoch(epoch + 1) - first
+        shuffled = int(permute(count, derive_key("samples", self.key, epoch), np.array([k - first], np.uint64))[0])
+        return epoch, (first + shuffled) * self.sequence_length - epoch * self.dataset.token_count
+
+    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See SampleStream."""
+        epoch, token = self.cut(k)
+        filled, lengths = 0, []
+        while filled < tokens_S1.size:
+            for document, offset, length in zip(*self.index.pieces(epoch, token, tokens_S1.size - filled), strict=True):
+                start = self.dataset.document_start(int(document)) + int(offset)
+                tokens_S1[filled : filled + length] = self.dataset.tokens[start : start + int(length)]
+                filled += int(length)
+                lengths.append(int(length))
+            epoch, token = epoch + 1, 0
+        return np.array(lengths, np.int64)
+
+
+class BlendedSamples:
+    """Samples of several streams in exact proportions."""
+
+    def __init__(self, streams: list[DocumentSamples], weights: list[float]) -> None:
+        self.streams = streams
+        self.blend = Blend(weights)
+        self.sequence_length = streams[0].sequence_length
+
+    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See SampleStream."""
+        source, index = self.blend.locate(k)
+        return self.streams[source].fill(index, tokens_S1)
+
+
+class SyntheticSamples:
+    """Pseudo-random tokens with structure that a model can learn, without any file; for benchmarks and tests.
+
+    A fixed cycle through (at most 1024 of) the vocabulary is walked; at each step, with probability 1/16, the walk jumps to a
+    random place and a new document begins. The best possible loss is about ln(16)/16 + (15/16) ln(16/15) + ln(V')/16 nats.
+    """
+
+    def __init__(self, sequence_length: int, seed: int, vocab_size: int) -> None:
+        self.sequence_length = sequence_length
+        self.key = derive_key("synthetic", seed)
+        self.places = min(vocab_size, 1024)
+        self._cycle = np.random.Philox(key=self.key).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
+
+    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See SampleStream."""
+        count = tokens_S1.size
+        # raw words of a counter-based generator: the same in every numpy version
+        words: Any = np.random.Philox(key=derive_key("sample", self.key, k)).random_raw(2 * count)
+        jumps = words[:count] >> np.uint64(60) == 0
+        jumps[0] = True
+        starts = np.flatnonzero(jumps)
+        run = np.cumsum(jumps) - 1
+        places = (words[count:] % np.uint64(self.places)).astype(np.int64)
+        tokens_S1[:] = self._cycle[(places[starts][run] + np.arange(count) - starts[run]) % self.places]
+        return np.diff(np.append(starts, count))

@@ -1,0 +1,103 @@
+"""A corpus that every machine has: the source files of its own Python standard library (about 30 MB of real text, no download).
+
+The files are listed in order of their relative path; one in twenty, chosen by the digest of that path, is held out for validation.
+The text is kept exactly (decode(encode(text)) == text), so that bits per byte means what it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.data.meta import DatasetMeta
+from frontier_llm.data.tokenize import TokenizeOptions, tokenize
+from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from frontier_llm.errors import DataError
+
+HELD_OUT_ONE_IN = 20  # 5 %
+SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
+TRAINING_BYTES = 8 << 20  # for the tokenizer: every n-th file until this much; takes about a second
+SHARD_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class StdlibCorpus:
+    """What `prepare` made: paths as a config wants them, and the records (with text bytes) of both splits."""
+
+    tokenizer: Path
+    train: str  # prefixes
+    validation: str
+    train_meta: DatasetMeta
+    validation_meta: DatasetMeta
+
+
+def source_files(root: Path | None = None) -> list[Path]:
+    """UTF-8 `.py` files with text in them below the standard library's directory, ordered by relative path.
+
+    Raises DataError when there are none.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in root.rglob("*.py") if not SKIPPED_DIRECTORIES & set(path.relative_to(root).parts)]
+    files = sorted((path for path in files if _text(path)), key=lambda path: path.relative_to(root).as_posix())
+    if len(files) < 2 * HELD_OUT_ONE_IN:
+        what = f"only {len(files)} Python source files"
+        raise DataError(what, where=str(root), fix="this Python ships without its sources; use `frontier-llm data tokenize` on other text")
+    return files
+
+
+def held_out(path: Path, root: Path) -> bool:
+    """Whether a file belongs to the validation split; depends on its relative path alone."""
+    digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+    return int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
+
+
+def prepare(directory: str | Path, vocab_size: int = 4096, root: Path | None = None, workers: int | None = None) -> StdlibCorpus:
+    """Tokenizer, train and validation datasets in `directory`; what is there and still fits is used again.
+
+    Raises DataError when the library has no sources, or the directory cannot be written.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    directory = Path(directory)
+    files = source_files(root)
+    train = [path for path in files if not held_out(path, root)]
+    validation = [path for path in files if held_out(path, root)]
+    try:
+        model = _tokenizer(directory, train, vocab_size)
+    except OSError as error:
+        raise DataError(f"cannot write: {error.strerror or error}", where=str(directory), fix="choose a directory you can write") from error
+    options = TokenizeOptions(shard_bytes=SHARD_BYTES)
+    prefixes = {"train": train, "validation": validation}
+    metas = {split: tokenize(paths, directory / split, model.name, options, workers) for split, paths in prefixes.items()}
+    return StdlibCorpus(Path(model.name), str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"])
+
+
+def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer:
+    """`tokenizer.model` of these files and this size; the digest of both stands beside it, so a stale one is made anew."""
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in train]
+    digest = hashlib.sha256(repr((stats, vocab_size, TRAINING_BYTES)).encode()).hexdigest()
+    path, record = directory / "tokenizer.model", directory / "tokenizer.made-from"
+    if path.exists() and record.exists() and record.read_text(encoding="utf-8") == digest:
+        return load_tokenizer(path)
+    log.info(f"training a tokenizer of {vocab_size} pieces on the Python standard library")
+    record.unlink(missing_ok=True)
+    model = train_sentencepiece(_spread(train), path, vocab_size, TRAINING_BYTES)
+    record.write_text(digest, encoding="utf-8")
+    return model
+
+
+def _spread(files: list[Path]) -> Iterator[str]:
+    """Texts of all files, in an order in which any beginning is a fair sample."""
+    for path in sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
+        yield _text(path)
+
+
+def _text(path: Path) -> str:
+    """The file's text, exactly; '' when it is not UTF-8."""
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return ""

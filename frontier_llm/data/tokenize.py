@@ -1,0 +1,269 @@
+"""Text files -> `<prefix>.bin/.idx/.meta.json`, in parallel, resumable, the same bytes for any number of workers.
+
+The inputs are cut into shards by their sizes alone. Each shard becomes a small dataset in `<prefix>.parts-<digest>/`; its `.json` is
+written last and vouches for it. A run that was killed finds those and makes only the rest. The parts are joined in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from frontier_llm import log
+from frontier_llm.data.indexed import IndexedDataset, IndexedWriter, optimal_dtype
+from frontier_llm.data.inputs import Damage, Piece, Text, cut, find_inputs, read
+from frontier_llm.data.meta import DatasetMeta, read_meta, write_json, write_meta
+from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
+from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.units import format_bytes, format_count
+
+EXAMPLES = 100  # damaged inputs that are kept by name
+VERSION = 1  # of the rules below; a change makes old parts useless
+
+Progress = Callable[[int, int], None]  # (input bytes done, tokens) more
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What decides the result, besides the inputs and the tokenizer."""
+
+    text_key: str = "text"  # JSON field or parquet column
+    documents: Literal["file", "line"] = "file"  # whether a text file is one document, or one per line
+    skip_damaged: bool = False  # False: the first damaged input ends the run
+    shard_bytes: int = 32 << 20  # of input per shard: a few seconds of work
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a finished shard reports."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    damaged: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard's work, small enough to send to a spawned process."""
+
+    pieces: tuple[Piece, ...]
+    prefix: str
+    tokenizer: str
+    tokenizer_digest: str
+    options: TokenizeOptions
+
+    @property
+    def size_bytes(self) -> int:
+        """Input bytes, for the progress bar."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+
+def tokenize(
+    inputs: Iterable[str | Path],
+    prefix: str | Path,
+    tokenizer: str,
+    options: TokenizeOptions | None = None,
+    workers: int | None = None,
+) -> DatasetMeta:
+    """Make the dataset `prefix` from files and directories; returns what is recorded beside it.
+
+    `workers` None = one per core this process may use. Nothing is done when the same inputs, tokenizer and options already made
+    it. Raises DataError for missing, empty or (unless skipped) damaged inputs and for a directory that cannot be written.
+    """
+    options = options or TokenizeOptions()
+    codec = load_tokenizer(tokenizer)
+    shards = plan_shards(find_inputs(inputs), options)
+    digest = _plan_digest(shards, codec, options)
+    done = read_meta(prefix) if Path(f"{prefix}.idx").exists() else None
+    if done is not None and done.inputs_digest == digest and IndexedDataset(prefix).token_count == done.tokens:
+        log.info(f"{prefix}: already made from these inputs, {format_count(done.tokens)} tokens")
+        return done
+    directory = Path(f"{prefix}.parts-{digest[:12]}")
+    jobs = [Job(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options) for number, pieces in enumerate(shards)]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
+        meta = _join(jobs, parts, str(prefix), codec, digest)
+        shutil.rmtree(directory)
+    except FrontierError:
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # when no part was finished
+        raise
+    except OSError as error:
+        fix = "check space and permissions, then run the same command again: finished parts are kept"
+        raise DataError(f"cannot write: {error.strerror or error}", where=str(prefix), fix=fix) from error
+    _report(str(prefix), meta)
+    return meta
+
+
+def plan_shards(files: list[Path], options: TokenizeOptions) -> list[tuple[Piece, ...]]:
+    """Pieces in input order, small ones grouped until a shard holds about `shard_bytes`."""
+    shards: list[tuple[Piece, ...]] = []
+    group: list[Piece] = []
+    held = 0
+    for piece in (piece for path in files for piece in cut(path, options.documents, options.shard_bytes)):
+        if group and held + piece.size_bytes > options.shard_bytes:
+            shards.append(tuple(group))
+            group, held = [], 0
+        group.append(piece)
+        held += piece.size_bytes
+    return [*shards, tuple(group)] if group else shards
+
+
+def _plan_digest(shards: list[tuple[Piece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
+    """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time are."""
+    paths = sorted({piece.path for shard in shards for piece in shard})
+    stats = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths]
+    plan = [VERSION, codec.digest, asdict(options), stats, [[asdict(piece) for piece in shard] for shard in shards]]
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+
+
+def _run(jobs: list[Job], workers: int, prefix: str) -> list[Part]:
+    """All parts, in order, making those that are not there yet."""
+    parts = [_finished(job) for job in jobs]
+    missing = [number for number, part in enumerate(parts) if part is None]
+    kept = len(jobs) - len(missing)
+    if kept:
+        log.info(f"{prefix}: {kept} of {len(jobs)} parts were finished before, resuming")
+    with _progress(sum(job.size_bytes for job in jobs)) as advance:
+        for job, part in zip(jobs, parts, strict=True):
+            if part is not None:
+                advance(job.size_bytes, part.tokens)
+        for number, part in _make_all(jobs, missing, min(workers, len(missing))):
+            parts[number] = part
+            advance(jobs[number].size_bytes, part.tokens)
+    return [part for part in parts if part is not None]
+
+
+def _make_all(jobs: list[Job], missing: list[int], workers: int) -> Iterator[tuple[int, Part]]:
+    if workers <= 1:
+        yield from ((number, make_part(jobs[number])) for number in missing)
+        return
+    # spawn, not fork: the parent may hold threads (a progress bar, a BLAS) that a forked child would inherit in mid-air
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    try:
+        futures = {pool.submit(make_part, jobs[number]): number for number in missing}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        fix = "run the same command again with fewer --workers: finished parts are kept"
+        raise DataError("a tokenization worker was killed (out of memory?)", fix=fix) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finished(job: Job) -> Part | None:
+    """The report of a part that an earlier run finished."""
+    path = Path(job.prefix + ".json")
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return Part(**{**content, "examples": tuple(content["examples"])})
+
+
+@functools.lru_cache(maxsize=2)
+def _codec(spec: str, digest: str) -> Tokenizer:
+    """A worker's tokenizer, loaded once. Raises DataError when the file is no longer the one the run began with."""
+    codec = load_tokenizer(spec)
+    if codec.digest != digest:
+        raise DataError("changed while tokenizing", where=spec, fix="run the command again")
+    return codec
+
+
+def make_part(job: Job) -> Part:
+    """Tokenize one shard into its part (in a worker process); the report file comes last."""
+    codec, skip = _codec(job.tokenizer, job.tokenizer_digest), job.options.skip_damaged
+    text_bytes = damaged = 0
+    examples: list[str] = []
+    with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
+        for item in (item for piece in job.pieces for item in read(piece, job.options.text_key)):
+            if isinstance(item, Damage):
+                if not skip:
+                    raise DataError(item.why, where=item.where, fix="mend the input, or leave such inputs out with --skip-damaged")
+                damaged += 1
+                examples += [f"{item.where}: {item.why}"] if len(examples) < EXAMPLES else []
+                continue
+            text_bytes += len(item.text.encode())
+            _write_text(writer, codec, item)
+    part = Part(writer.document_count, writer.token_count, text_bytes, damaged, tuple(examples))
+    write_json(Path(job.prefix + ".json"), asdict(part))
+    return part
+
+
+def _write_text(writer: IndexedWriter, codec: Tokenizer, item: Text) -> None:
+    ids = codec.encode(item.text)
+    if item.ends_document:
+        writer.add_document([*ids, codec.eod])
+    else:
+        writer.add_sequence(ids)
+
+
+def _join(jobs: list[Job], parts: list[Part], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
+    """The parts in order as one dataset, then its record."""
+    if not sum(part.documents for part in parts):
+        damaged = sum(part.damaged for part in parts)
+        what = "the corpus is empty: no document in it" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
+        raise DataError(what, where=prefix, fix="check the input paths and --text-key")
+    Path(f"{prefix}.meta.json").unlink(missing_ok=True)  # an old record must never stand beside new data
+    with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
+        for job in jobs:
+            writer.append(IndexedDataset(job.prefix))
+    meta = DatasetMeta(
+        tokenizer=codec.name,
+        tokenizer_digest=codec.digest,
+        vocab_size=codec.vocab_size,
+        eod=codec.eod,
+        documents=writer.document_count,
+        tokens=writer.token_count,
+        text_bytes=sum(part.text_bytes for part in parts),
+        damaged=sum(part.damaged for part in parts),
+        damaged_examples=tuple(example for part in parts for example in part.examples)[:EXAMPLES],
+        inputs_digest=digest,
+    )
+    write_meta(prefix, meta)
+    return meta
+
+
+def _report(prefix: str, meta: DatasetMeta) -> None:
+    for example in meta.damaged_examples[:20]:
+        log.warn(f"left out {example}")
+    if meta.damaged > 20:
+        log.warn(f"left out {meta.damaged} damaged inputs in all; the first {EXAMPLES} are named in {prefix}.meta.json")
+    documents, tokens, size = format_count(meta.documents), format_count(meta.tokens), format_bytes(meta.text_bytes)
+    log.info(f"{prefix}: {documents} documents, {tokens} tokens from {size} of text ({meta.bytes_per_token:.2f} bytes per token)")
+
+
+@contextlib.contextmanager
+def _progress(total_bytes: int) -> Iterator[Progress]:
+    """A bar on a terminal; nothing otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda size_bytes, tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("tokenizing", total=total_bytes, tokens="0")
+        counted = 0
+
+        def advance(size_bytes: int, tokens: int) -> None:
+            nonlocal counted
+            counted += tokens
+            bar.update(task, advance=size_bytes, tokens=format_count(counted))
+
+        yield advance

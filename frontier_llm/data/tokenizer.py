@@ -1,0 +1,231 @@
+"""One face over sentencepiece models, Hugging Face `tokenizer.json` files and raw bytes.
+
+A tokenizer's `digest` (sha256 of its file) is recorded beside every dataset it makes; `loader.data_problems` compares.
+Text is only ever text: a document that contains "<s>" or "<|endoftext|>" never yields the special id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from frontier_llm.errors import DataError
+
+META_SPACE = "\u2581"  # sentencepiece's sign for a space; a real one in the text would come back as a space
+END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
+SAMPLE_BYTES = 64 << 20  # training text read by default; more changes a vocabulary hardly, and costs memory
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `vocab_size` is one more than the largest id; `eod` ends every document."""
+
+    name: str
+    vocab_size: int
+    eod: int
+    digest: str
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special ids at the ends."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; special ids give nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """Each UTF-8 byte is an id, 256 ends a document; needs no file."""
+
+    name, vocab_size, eod = "bytes", 257, 256
+    digest = hashlib.sha256(b"frontier_llm bytes 257").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes of the text."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """UTF-8 bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the bytes; sequences that are not UTF-8 become U+FFFD."""
+        return bytes(number for number in ids if number < 256).decode(errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model`; documents end with its `</s>`."""
+
+    def __init__(self, path: str | Path) -> None:
+        import sentencepiece
+
+        self.name, self.digest = str(path), _digest(Path(path))
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"is no sentencepiece model: {error}", where=str(path), fix="give a .model file") from error
+        self.vocab_size, self.eod = self._model.vocab_size(), self._model.eos_id()
+        if self.eod < 0:
+            raise DataError("has no end-of-sentence id to end documents with", where=str(path), fix="train it with eos_id >= 0")
+        pieces = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in META_SPACE.encode()]
+        self._meta_space = pieces if all(self._model.is_byte(piece) for piece in pieces) else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; lossless for a model with byte fallback and identity normalisation."""
+        if self._meta_space is None or META_SPACE not in text:
+            return self._model.encode(text)
+        first, *rest = (self._model.encode(part) for part in text.split(META_SPACE))
+        return first + [number for part in rest for number in (*self._meta_space, *part)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        return self._model.decode([int(number) for number in ids])
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face `tokenizer.json`; the end-of-document id comes from tokenizer_config.json beside it, or from a usual name."""
+
+    def __init__(self, path: str | Path) -> None:
+        import tokenizers
+
+        self.name, self.digest = str(path), _digest(Path(path))
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"is no Hugging Face tokenizer: {error}", where=str(path), fix="give a tokenizer.json file") from error
+        self._model.no_padding()
+        self._model.no_truncation()
+        self._model.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
+        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+        self.eod = self._end_of_document(Path(path))
+
+    def _end_of_document(self, path: Path) -> int:
+        names: list[str] = []
+        config = path.with_name("tokenizer_config.json")
+        if config.is_file():
+            declared = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            declared = declared.get("content") if isinstance(declared, dict) else declared
+            names = [declared] if isinstance(declared, str) else []
+        for name in (*names, *END_OF_DOCUMENT_NAMES):
+            number = self._model.token_to_id(name)
+            if number is not None:
+                return int(number)
+        what = f"has none of the end-of-document tokens {', '.join((*names, *END_OF_DOCUMENT_NAMES))}"
+        raise DataError(what, where=str(path), fix="name it as eos_token in tokenizer_config.json beside it")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts."""
+        return [encoding.ids for encoding in self._model.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        return self._model.decode([int(number) for number in ids], skip_special_tokens=True)
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, or a directory that holds tokenizer.json / tokenizer.model.
+
+    Raises DataError for a missing or foreign file.
+    """
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        if not found:
+            raise DataError("holds neither tokenizer.json nor tokenizer.model", where=str(path), fix="give the tokenizer's file")
+        path = found[0]
+    if not path.is_file():
+        raise DataError("no such tokenizer", where=str(path), fix="train one with `frontier-llm data tokenizer`, or give `bytes`")
+    return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def take_bytes(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
+    """Texts until about `limit_bytes` of UTF-8 have passed."""
+    for text in texts:
+        if limit_bytes <= 0:
+            return
+        limit_bytes -= len(text.encode())
+        yield text
+
+
+def train_sentencepiece(
+    texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES
+) -> SentencePieceTokenizer:
+    """Train a lossless byte-pair model and write it to `path`: decode(encode(text)) == text for every text.
+
+    Byte fallback, no normalisation, no added or dropped spaces; a newline is a piece of its own. Raises DataError for an empty
+    corpus or a vocabulary too large for it.
+    """
+    import sentencepiece
+
+    lines = (line for text in take_bytes(texts, sample_bytes) for line in text.split("\n") if line and "\0" not in line)
+    first = next(lines, None)
+    if first is None:
+        raise DataError("the corpus holds no text", fix="check the input paths")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    options: dict[str, Any] = {
+        "model_type": "bpe", "vocab_size": vocab_size, "byte_fallback": True, "character_coverage": 0.9995,
+        "normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True, "user_defined_symbols": ["\n"], "max_sentence_length": 1 << 16,
+        "unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, "num_threads": 1, "minloglevel": 2,
+    }  # fmt: skip
+    try:
+        with temporary.open("wb") as model:
+            sentencepiece.SentencePieceTrainer.train(sentence_iterator=_chain(first, lines), model_writer=model, **options)
+        temporary.replace(path)
+    except RuntimeError as error:
+        raise DataError(
+            f"sentencepiece refused: {error}", fix=f"give more text, or fewer than {vocab_size} pieces (at least 300)"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return SentencePieceTokenizer(path)
+
+
+def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES) -> HuggingFaceTokenizer:
+    """Train a byte-level byte-pair tokenizer (GPT-2's kind, lossless) and write `tokenizer.json` to `path`."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    texts = iter(take_bytes(texts, sample_bytes))
+    first = next(texts, None)
+    if first is None:
+        raise DataError("the corpus holds no text", fix="check the input paths")
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    model.train_from_iterator(_chain(first, texts), trainer)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    model.save(str(temporary))
+    temporary.replace(path)
+    return HuggingFaceTokenizer(path)
+
+
+def _chain(first: str, rest: Iterable[str]) -> Iterator[str]:
+    yield first
+    yield from rest

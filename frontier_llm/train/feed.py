@@ -1,0 +1,52 @@
+"""From the data room's numpy microbatches to the model's tensors on this rank's device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frontier_llm.comm import Axis, all_reduce_
+from frontier_llm.data.loader import Microbatch as Samples
+from frontier_llm.model import Microbatch
+
+
+class BatchSource(Protocol):
+    """Where a rank's microbatches come from: data.loader.Batches, or a test's own."""
+
+    microbatches: int  # per step and replica
+    reset_at_documents: bool
+
+    def microbatch(self, step: int, index: int) -> Samples:
+        """Microbatch `index` of step `step` of this data-parallel rank."""
+
+
+class Feed:
+    """One rank's batches on its device."""
+
+    def __init__(self, source: BatchSource, targets_per_step: int, dp: Axis, device: torch.device) -> None:
+        """`targets_per_step`: global batch x sequence, the count where no target is masked."""
+        self._source, self._targets_per_step, self._dp, self._device = source, targets_per_step, dp, device
+
+    def microbatch(self, step: int, index: int) -> Microbatch:
+        """The microbatch with the sequence first."""
+        samples = self._source.microbatch(step, index)
+        tokens_S1B = samples.tokens_BS1.T
+        return Microbatch(
+            self._tensor(tokens_S1B[:-1]),
+            self._tensor(tokens_S1B[1:]),
+            None if samples.documents_BS is None else self._tensor(samples.documents_BS),
+            None if samples.loss_mask_BS is None else self._tensor(samples.loss_mask_BS.T),
+        )
+
+    def count_targets(self, step: int) -> int:
+        """Targets of the step's global batch that count in the loss. Collective over dp where documents are masked."""
+        if not self._source.reset_at_documents:
+            return self._targets_per_step
+        mine = sum(self._source.microbatch(step, index).target_count for index in range(self._source.microbatches))
+        return int(all_reduce_(torch.tensor(mine, dtype=torch.int64, device=self._device), self._dp))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
