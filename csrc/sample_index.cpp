@@ -113,7 +113,7 @@ int64_t block_tokens(const Corpus& corpus, const Permutation& order, uint64_t fi
 
 }  // namespace
 
-#pragma GCC visibility push(default)  // everything else is built with -fvisibility=hidden
+#pragma GCC visibility push(default)  // the build hides everything else
 extern "C" {
 
 int fl_abi() { return kAbi; }

@@ -166,13 +166,9 @@ class IndexedDataset:
         """True when document d is sequence d (what tokenizing text gives): D = S + 1 and every document has one sequence."""
         if self.document_count != self.sequence_count:
             return False
-        chunks = range(0, self.document_count, SCAN_CHUNK)
-        return all(
-            np.array_equal(
-                self.document_indices[start : start + SCAN_CHUNK], np.arange(start, min(start + SCAN_CHUNK, self.document_count))
-            )
-            for start in chunks
-        )
+        indices = self.document_indices
+        chunks = ((start, min(start + SCAN_CHUNK, indices.size)) for start in range(0, indices.size, SCAN_CHUNK))
+        return all(np.array_equal(indices[start:stop], np.arange(start, stop)) for start, stop in chunks)
 
     def digest(self) -> str:
         """Identity of the index's content: sizes and 256 evenly spaced 64 KiB blocks of .idx (all of it up to 16 MiB).

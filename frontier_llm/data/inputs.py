@@ -7,6 +7,7 @@ yielded where it is found, named by file and line, and left to the caller's poli
 
 from __future__ import annotations
 
+import importlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from frontier_llm.errors import DataError, Problem, suggest
+from frontier_llm.errors import BackendError, DataError, Problem, suggest
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -118,9 +119,16 @@ def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
 
 
 def _open_parquet(path: str | Path) -> Any:
-    import pyarrow.parquet
+    return _optional("pyarrow.parquet", path).ParquetFile(str(path))
 
-    return pyarrow.parquet.ParquetFile(str(path))
+
+def _optional(module: str, path: str | Path) -> Any:
+    """A package that only some kinds of input need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise BackendError(f"reading this needs {package}: {error}", where=str(path), fix="pip install 'frontier-llm[data]'") from error
 
 
 def read(piece: Piece, text_key: str = "text") -> Iterator[Text | Damage]:
@@ -255,8 +263,7 @@ def _blocks(piece: Piece) -> Iterator[bytes | Damage]:
 def _decompress(path: Path, raw: Iterator[bytes], handle: BinaryIO) -> Iterator[bytes | Damage]:
     """gzip members or zstd frames, one after another."""
     if path.suffix == ".zst":
-        import zstandard
-
+        zstandard = _optional("zstandard", path)
         errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
 
         def fresh() -> Any:
