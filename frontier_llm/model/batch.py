@@ -13,7 +13,8 @@ class Microbatch:
 
     tokens_SB: Tensor  # int64
     targets_SB: Tensor  # int64, the next tokens
-    documents_BS: Tensor | None = None  # int64 document number of each position; None = one document per sequence
+    documents_BS: Tensor | None = None  # document number of each position; None = one document per sequence
+    loss_mask_SB: Tensor | None = None  # False where a target does not count; None = all count
 
     @property
     def shape(self) -> tuple[int, int]:

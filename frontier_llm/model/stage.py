@@ -47,7 +47,7 @@ class Stage(nn.Module):
         """What this stage does for one microbatch.
 
         `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B, H), or on
-        the last stage this microbatch's share of the step's mean loss, a scalar in fp32 (fp64 under fp64).
+        the last stage this microbatch's share of the mean loss over the step's `global_tokens`, a scalar in fp32 (fp64 under fp64).
         """
         x = self.hidden(x, batch)
         return self.loss(x, batch, global_tokens) if self.spec.head else x
@@ -74,8 +74,11 @@ class Stage(nn.Module):
         return vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
 
     def loss(self, x: Tensor, batch: Microbatch, global_tokens: int) -> Tensor:
-        """This microbatch's share of the mean loss over the step's tokens."""
-        return mean_over_global_batch(self.token_losses(x, batch), global_tokens)
+        """This microbatch's share of the mean loss over the step's targets."""
+        loss_SB = self.token_losses(x, batch)
+        if batch.loss_mask_SB is not None:
+            loss_SB = loss_SB * batch.loss_mask_SB
+        return mean_over_global_batch(loss_SB, global_tokens)
 
     def _real_rows(self, weight_vH: ShardedParameter) -> int:
         """Rows of this rank's slice that stand for a token; the rest is padding and never enters a logit."""

@@ -95,17 +95,18 @@ class Engine:
             self._on_action(action)
             self._play[action.kind](action)
         self._sends.wait_all()
-        return self._flight.losses
+        losses, self._flight = self._flight.losses, _Flight()
+        return losses
 
     def _forward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
         x = None
         if previous_stage(self._pp.rank, action.chunk, self._pp.size) is not None:
             x = self._flight.receives.pop((Kind.RECV_FORWARD, *key)).wait().requires_grad_()
-        self._flight.inputs[key] = x
-        self._flight.outputs[key] = y = self._stages[action.chunk](x, action.microbatch)
+        y = self._stages[action.chunk](x, action.microbatch)
         if self._is_last(action.chunk):
             self._flight.losses.append(y.detach())
+        self._flight.inputs[key], self._flight.outputs[key] = x, y
 
     def _backward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)

@@ -1,7 +1,7 @@
 """A pipeline schedule as data: builders, checker, simulator, renderer."""
 
 from frontier_llm.schedule.actions import Action, Kind, Schedule, next_stage, previous_stage, virtual_stage
-from frontier_llm.schedule.build import ORDERS, build, with_communication
+from frontier_llm.schedule.build import ORDERS, build, forward_only, with_communication
 from frontier_llm.schedule.channels import Channel, channel_of, chunk_at_peer, peer_of, received_by, sent_by
 from frontier_llm.schedule.check import ScheduleError, check, in_flight, pending_receives
 from frontier_llm.schedule.render import render_png, render_text
@@ -19,6 +19,7 @@ __all__ = [
     "channel_of",
     "check",
     "chunk_at_peer",
+    "forward_only",
     "in_flight",
     "next_stage",
     "peer_of",

@@ -41,6 +41,13 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedul
     return Schedule(name, stages, microbatches, chunks, with_communication(orders, chunks))
 
 
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same pipeline without gradients, for evaluation: every microbatch forward, in GPipe's order (per chunk)."""
+    stages, microbatches, chunks = schedule.stages, schedule.microbatches, schedule.chunks
+    order = [Action(Kind.FORWARD, microbatch, chunk) for chunk in range(chunks) for microbatch in range(microbatches)]
+    return Schedule("forward-only", stages, microbatches, chunks, with_communication([order] * stages, chunks))
+
+
 # ------------------------------------------------------------------------------------------------- order of compute
 
 

@@ -56,7 +56,11 @@ def render_png(timeline: Timeline, path: Path) -> Path:
     except ImportError as error:
         raise BackendError("drawing needs matplotlib", "pip install matplotlib") from error
     schedule = timeline.schedule
-    figure = Figure(figsize=(min(24.0, 4 + 0.02 * schedule.stages * schedule.microbatches + 8), 1.2 + 0.45 * schedule.stages), dpi=110)
+    figure = Figure(
+        figsize=(min(24.0, 4 + 0.02 * schedule.stages * schedule.microbatches + 8), 1.2 + 0.45 * schedule.stages),
+        dpi=110,
+        layout="constrained",
+    )
     axes = figure.subplots()
     for stage in range(schedule.stages):
         spans = list(timeline.spans(stage))
@@ -77,6 +81,6 @@ def render_png(timeline: Timeline, path: Path) -> Path:
     for kind in COLORS:
         if any(action.kind is kind for action in schedule.actions[0]):
             axes.bar(0, 0, color=COLORS[kind], label=kind.name.lower().replace("_", " "))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
-    figure.savefig(path, bbox_inches="tight")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path)
     return path

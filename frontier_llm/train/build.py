@@ -14,7 +14,8 @@ from frontier_llm.config import RunConfig
 from frontier_llm.model import Microbatch, Stage, initial_rows, working_dtype
 from frontier_llm.ops import Ops, select_ops
 from frontier_llm.optim import AdamW, Bucket, GradientSync, LossScaler, build_buckets
-from frontier_llm.pipeline import Activation, Engine
+from frontier_llm.pipeline import Activation, Engine, StageFunction
+from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import ParallelPlan
@@ -40,8 +41,9 @@ class TrainState:
     optimizer: AdamW
     scaler: LossScaler
     engine: Engine
+    evaluator: Engine  # the same stages, forward only
     fetch: FetchMicrobatch
-    global_tokens: int  # targets per step over all replicas: what the loss is divided by
+    global_tokens: int  # targets of the step over all replicas: what the loss is divided by
     current_step: int = 0
     skipped_steps: int = 0
 
@@ -63,26 +65,34 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
                     gradients.collect_from_autograd(parameter, ops.accumulate_)
     sync = GradientSync(buckets, mesh, plan.microbatches)
     gradients.on_accumulated = sync.accumulated
-    state = TrainState(
-        config, plan, mesh, device, ops, stages, buckets, sync,
-        optimizer=AdamW(buckets, config.optimizer, mesh, ops),
-        scaler=LossScaler.create(config.precision),
-        engine=None,  # type: ignore[arg-type]  # set two lines below: its stages read the step from this state
-        fetch=fetch,
-        global_tokens=config.batch.global_batch * config.model.sequence_length,
-    )  # fmt: skip
-    state.engine = _build_engine(state, gradients, dtype)
-    return state
-
-
-def _build_engine(state: TrainState, gradients: WeightGradients, dtype: torch.dtype) -> Engine:
-    plan, model, batch = state.plan, state.config.model, state.config.batch
-    schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
-    sequence = model.sequence_length // (state.mesh.tp.size if plan.sequence_parallel else 1)
-    activation = Activation((sequence, batch.micro_batch, model.hidden), dtype, state.device)
+    global_tokens = config.batch.global_batch * config.model.sequence_length
 
     def run_stage(stage: Stage, x: Tensor | None, microbatch: int) -> Tensor:
         return stage(x, state.fetch(state.current_step, microbatch), state.global_tokens)
 
-    stages = [partial(run_stage, stage) for stage in state.stages]
-    return Engine(schedule, stages, state.mesh.pp, state.mesh.channels, gradients, activation)
+    engine, evaluator = _engines(config, plan, mesh, device, [partial(run_stage, stage) for stage in stages], gradients, dtype)
+    optimizer, scaler = AdamW(buckets, config.optimizer, mesh, ops), LossScaler.create(config.precision)
+    state = TrainState(
+        config, plan, mesh, device, ops, stages, buckets, sync, optimizer, scaler, engine, evaluator, fetch, global_tokens
+    )  # fmt: skip
+    return state
+
+
+def _engines(
+    config: RunConfig,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    device: torch.device,
+    stages: list[StageFunction],
+    gradients: WeightGradients,
+    dtype: torch.dtype,
+) -> tuple[Engine, Engine]:
+    """One that trains, and one that only evaluates."""
+    schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
+    sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
+    activation = Activation((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
+
+    def engine(schedule: Schedule) -> Engine:
+        return Engine(schedule, stages, mesh.pp, mesh.channels, gradients, activation)
+
+    return engine(schedule), engine(forward_only(schedule))

@@ -158,10 +158,14 @@ class LocalSlurm:
     def _spawn(self, name: str, command: list[str]) -> None:
         command[0] = _find(command[0]) or command[0]
         log = (self.root / "logs" / f"{name}.out").open("ab")
-        self.daemons[name] = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        self.daemons[name] = subprocess.Popen(
+            command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
         log.close()
 
-    def run(self, *command: str, cwd: Path | None = None, check: bool = True, env: dict[str, str] | None = None, timeout_s: float = 60) -> str:
+    def run(
+        self, *command: str, cwd: Path | None = None, check: bool = True, env: dict[str, str] | None = None, timeout_s: float = 60
+    ) -> str:
         """stdout of a command of this cluster; AssertionError with its stderr when it fails and `check`."""
         done = subprocess.run(command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
         assert not check or done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -234,7 +238,9 @@ def local_slurm(nodes: int = 4) -> Iterator[LocalSlurm]:
         cluster.start()
         yield cluster
     except AssertionError as error:
-        logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted((cluster.root / "logs").glob("*")))
+        logs = "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted((cluster.root / "logs").glob("*"))
+        )
         raise AssertionError(f"{error}\n{logs}") from error
     finally:
         cluster.stop()
