@@ -18,20 +18,8 @@ from frontier_llm.costs.time import step_s
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.machine.load import PLACES
 from frontier_llm.planner.datasets import shipped, stack_workloads
-from frontier_llm.planner.fit import KEYS, fit
+from frontier_llm.planner.fit import KEYS, fit, starting_point
 
-# where each constant starts, and what the weak prior holds it to; the file's own value would drift from fit to fit
-START = {
-    "gemm_efficiency": 0.8, "gemm_k_half": 100.0, "unaligned_penalty": 4.0, "flash_efficiency": 0.6, "flash_backward": 0.75,
-    "hbm_efficiency": 0.75, "kernel_s": 8e-6, "launch_s": 30e-6, "microbatch_s": 5e-4, "step_s": 2e-2, "fabric_latency_s": 20e-6,
-    "fabric_hop_s": 2e-6, "network_efficiency": 0.8, "network_crowding": 0.8, "network_latency_s": 25e-6,
-}  # fmt: skip
-START_OF = {
-    "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
-    "eos": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
-    "frontier": {"unaligned_penalty": 2.0},
-}
-FABRIC = {"A100": 240e9, "H100": 360e9}
 UNIT = {"_us": 1e6, "_gbps": 1e-9}
 
 
@@ -68,21 +56,12 @@ def main() -> None:
     parser.add_argument("machines", nargs="*")
     parser.add_argument("--dry-run", action="store_true", help="print, do not write")
     args = parser.parse_args()
-    from dataclasses import replace
-
     for (name, stack), keys in KEYS.items():
         if args.machines and name not in args.machines:
             continue
         rows = [row for row in shipped() if (row.machine, row.stack) == (name, stack)]
         train, unseen = [row for row in rows if row.fitted], [row for row in rows if not row.fitted]
-        machine = load_machine(name)
-        start = rates(machine, stack)
-        values = {**START, **START_OF.get(name, {})}
-        start = replace(start, **{key: values[key] for key in keys if key != "fabric_bytes_s"})
-        if "fabric_bytes_s" in keys:
-            speed = FABRIC["H100" if "H100" in machine.device.name else "A100"]
-            start = replace(start, fabric_bytes_s=tuple(speed for _ in start.fabric_bytes_s))
-        best = fit(train, start, keys)
+        best = fit(train, starting_point(name, rates(load_machine(name), stack), keys), keys)
         for title, part in (("fitted", train), ("unseen", unseen)):
             if part:
                 error = step_s(stack_workloads(part), best) / np.array([row.seconds for row in part]) - 1

@@ -33,7 +33,8 @@ class Measurement:
     model: str
     workload: Workload
     seconds: float  # per step
-    known: bool  # False: the source leaves parts of the layout out; it is scored apart and never fitted
+    known: bool  # False: the source leaves the degrees or the batch out; the row is never fitted
+    unstated: tuple[str, ...] = ()  # fields of the workload that the source does not give; the fastest that fits is assumed
     memory_gib: float | None = None
 
     @property
@@ -159,6 +160,16 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
         machine, stack = next(((name, software) for pattern, name, software in CLUSTERS if re.search(pattern, label)), ("", ""))
     if not machine:
         return None
+    unstated = tuple(
+        field
+        for field, missing in (
+            ("B", _number(row["MBS"]) == 0),
+            ("chunks", pp > 1 and stack == "megatron-core" and row["layers_per_virtual_stage"] == ""),
+            ("tp", row["TP"] == ""),
+            ("pp", row["PP"] == "" and row["TP"] == ""),
+        )
+        if missing
+    )
     workload = Workload(
         S=S, V=V, layers=layers, H=H, A=A, D=H / A, F=F, tp=tp, pp=pp, dp=dp, B=B, m=m, **_properties(row, tp, pp, layers, A)
     )
@@ -171,6 +182,7 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
         workload=workload,
         seconds=seconds,
         known=known,
+        unstated=unstated,
         memory_gib=_number(row["mem_gb_per_dev"]) or None,
     )
 
