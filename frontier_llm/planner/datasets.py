@@ -79,7 +79,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     if "iteration time (ms)" in columns:
         return [_vtrain(row) for row in rows]
     if {"id", "layers", "hidden", "TP", "PP"} <= columns:
-        return [found for row in rows if (found := _throughput(row)) is not None]
+        return [found for row in _with_heads(rows) if (found := _throughput(row)) is not None]
     raise DataError(
         f"has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): {header[:80]}",
         where=str(path),
@@ -90,6 +90,16 @@ def read_measurements(path: Path) -> list[Measurement]:
 def shipped() -> list[Measurement]:
     """Everything that comes with the package."""
     return [row for name in SHIPPED for row in read_measurements(PUBLISHED / name)]
+
+
+def _with_heads(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Tables give the head count where it changes: an empty cell means the one above, of the same source and hidden size or not."""
+    heads: dict[str, str] = {}
+    for row in rows:
+        source = (row.get("source") or "")[:60]
+        row["heads"] = row.get("heads") or heads.get(source, "")
+        heads[source] = row["heads"]
+    return rows
 
 
 def stack_workloads(rows: Sequence[Measurement]) -> Workload:
