@@ -20,6 +20,7 @@ def run_on_cpu() -> None:
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.synchronize = lambda *args: None
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
