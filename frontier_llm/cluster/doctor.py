@@ -120,8 +120,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
             "--gpus-per-node=0",
             "--cpu-bind=none",
             "--overlap",
-            "--unbuffered",
-            "--kill-on-bad-exit=0",
+                "--kill-on-bad-exit=0",
             f"--time={max(1, round(timeout_s / 60))}",
         ]
         command += [python, "-m", "frontier_llm.cluster.probe", file.name]
@@ -135,7 +134,9 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
                 offsets[stamp["host"]] = stamp["unix_s"] - time.time()
             elif line.startswith(FACTS_MARK):
                 row = json.loads(line.removeprefix(FACTS_MARK))
-                facts[row["host"]] = Facts(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+                facts[row["host"]] = Facts(
+                    **{**row, "gcd_memory_gib": tuple(row["gcd_memory_gib"]), "interfaces_down": tuple(row["interfaces_down"])}
+                )
         said = process.stderr.read()
         process.wait()
     if not facts:

@@ -167,11 +167,16 @@ def _storage(directory: Path, host: str) -> tuple[str, int, float]:
 
 def main(words: list[str]) -> int:
     """The time stamp goes first and alone: the reader notes when it arrives."""
-    print(TIME_MARK + json.dumps({"host": environ("SLURMD_NODENAME") or socket.gethostname(), "unix_s": time.time()}), flush=True)
+    _say(TIME_MARK, {"host": environ("SLURMD_NODENAME") or socket.gethostname(), "unix_s": time.time()})
     content = json.loads(Path(words[0]).read_text(encoding="utf-8"))
     settings = Settings(**{**content, "interfaces": tuple(content["interfaces"]), "variables": tuple(content["variables"])})
-    print(FACTS_MARK + json.dumps(asdict(probe(settings))), flush=True)
+    _say(FACTS_MARK, asdict(probe(settings)))
     return 0
+
+
+def _say(mark: str, content: dict[str, object]) -> None:
+    """One line in one write, so that srun cannot mix it with another node's."""
+    os.write(1, f"{mark}{json.dumps(content)}\n".encode())
 
 
 if __name__ == "__main__":

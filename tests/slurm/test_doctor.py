@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from conftest import ROOT
-
-from slurm import GPUS, LocalSlurm
+from tests.harness.slurm import GPUS, ROOT, LocalSlurm
 
 SITE = """
 name: planted
