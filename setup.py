@@ -86,7 +86,7 @@ def native_libraries() -> list[Extension]:
         )
     ]
     for name, source, links in (
-        ("libsample_index", "csrc/sample_index.cpp", []),
+        ("libsample_index", "csrc/sample_index.cpp", ["-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
         if (ROOT / source).exists():
