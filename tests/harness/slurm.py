@@ -116,12 +116,12 @@ class LocalSlurm:
             f"SlurmdLogFile={self.root}/logs/slurmd-%n.log",
             *(
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 Sockets=1 CoresPerSocket=64 "
-                f"ThreadsPerCore=1 RealMemory=500000 Gres=gpu:{GPUS} State=UNKNOWN"
+                f"ThreadsPerCore=1 RealMemory=500000 Gres=gpu:{GPUS} Features=nvme State=UNKNOWN"
                 for node, port in zip(self.nodes, ports[1:], strict=True)
             ),
             *(
                 f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 CPUs=64 Sockets=1 CoresPerSocket=64 ThreadsPerCore=1 "
-                f"RealMemory=500000 Gres=gpu:{GPUS} State=CLOUD"
+                f"RealMemory=500000 Gres=gpu:{GPUS} Features=nvme State=CLOUD"
                 for prefix, width, count in (("frontier", 5, FRONTIER_NODES), ("nid", 6, LUMI_NODES))
             ),
             f"PartitionName=local Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",
@@ -158,10 +158,14 @@ class LocalSlurm:
     def _spawn(self, name: str, command: list[str]) -> None:
         command[0] = _find(command[0]) or command[0]
         log = (self.root / "logs" / f"{name}.out").open("ab")
-        self.daemons[name] = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        self.daemons[name] = subprocess.Popen(
+            command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
         log.close()
 
-    def run(self, *command: str, cwd: Path | None = None, check: bool = True, env: dict[str, str] | None = None, timeout_s: float = 60) -> str:
+    def run(
+        self, *command: str, cwd: Path | None = None, check: bool = True, env: dict[str, str] | None = None, timeout_s: float = 60
+    ) -> str:
         """stdout of a command of this cluster; AssertionError with its stderr when it fails and `check`."""
         done = subprocess.run(command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
         assert not check or done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -234,7 +238,9 @@ def local_slurm(nodes: int = 4) -> Iterator[LocalSlurm]:
         cluster.start()
         yield cluster
     except AssertionError as error:
-        logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted((cluster.root / "logs").glob("*")))
+        logs = "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted((cluster.root / "logs").glob("*"))
+        )
         raise AssertionError(f"{error}\n{logs}") from error
     finally:
         cluster.stop()
