@@ -26,7 +26,7 @@ from frontier_llm import log
 from frontier_llm.data.blend import Blend
 from frontier_llm.data.cache import cached_array
 from frontier_llm.data.indexed import IndexedDataset
-from frontier_llm.data.native import ABI, call, permute
+from frontier_llm.data.native import ABI, call, library, permute
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 
@@ -134,6 +134,7 @@ class DocumentSamples:
             raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
         if dataset.dtype.kind not in "iu":
             raise DataError(f"holds {dataset.dtype} values, not token ids", where=dataset.prefix, fix="give a token dataset")
+        library()  # missing: refused before the first step
         self.dataset = dataset
         self.sequence_length = sequence_length
         self.key = derive_key("source", seed, source)
@@ -146,6 +147,14 @@ class DocumentSamples:
     def epoch_of(self, k: int) -> int:
         """The epoch in which sample k begins."""
         return k * self.sequence_length // self.dataset.token_count
+
+    def prepare(self, samples: int) -> None:
+        """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
+        if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
+            after = self.first_of_epoch(self.epoch_of(max(samples - 1, 0)) + 1)
+            # the shuffle may put the epoch's last cut, which reaches into the next epoch, anywhere among its samples
+            for epoch in range(after * self.sequence_length // self.dataset.token_count + 1):
+                self.index.prefix(epoch)
 
     def cut(self, k: int) -> tuple[int, int]:
         """(epoch, first token within the epoch) of sample k."""
@@ -176,6 +185,11 @@ class BlendedSamples:
         self.streams = streams
         self.blend = Blend(weights)
         self.sequence_length = streams[0].sequence_length
+
+    def prepare(self, samples: int) -> None:
+        """See DocumentSamples."""
+        for stream, weight in zip(self.streams, self.blend.counts, strict=True):
+            stream.prepare(-(-samples * weight // self.blend.period) + 1)
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
         """See SampleStream."""
