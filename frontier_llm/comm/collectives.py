@@ -9,6 +9,16 @@ from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.group import DONE, Pending
 
 
+class _Started:
+    """A collective under way; waiting is timed in the axis' ledger."""
+
+    def __init__(self, work: Pending, axis: Axis, operation: str) -> None:
+        self._work, self._axis, self._operation = work, axis, operation
+
+    def wait(self) -> None:
+        self._axis.ledger.wait(self._axis.name, self._operation, self._work)
+
+
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
@@ -24,7 +34,7 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.group is None:
         return DONE
     axis.ledger.add(axis.name, "all_reduce", _bytes(x))
-    return axis.group.start_all_reduce_(x, op)
+    return _Started(axis.group.start_all_reduce_(x, op), axis, "all_reduce")
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -47,7 +57,7 @@ def start_all_gather_into(gathered: Tensor, x: Tensor, axis: Axis) -> Pending:
     if axis.group is None:
         return DONE
     axis.ledger.add(axis.name, "all_gather", _bytes(gathered))
-    return axis.group.start_all_gather_into(gathered, x)
+    return _Started(axis.group.start_all_gather_into(gathered, x), axis, "all_gather")
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -70,7 +80,7 @@ def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pendi
     if axis.group is None:
         return DONE
     axis.ledger.add(axis.name, "reduce_scatter", _bytes(x))
-    return axis.group.start_reduce_scatter_into(scattered, x)
+    return _Started(axis.group.start_reduce_scatter_into(scattered, x), axis, "reduce_scatter")
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:

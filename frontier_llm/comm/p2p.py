@@ -14,12 +14,12 @@ from frontier_llm.comm.group import Pending
 class Receive:
     """A posted receive; `wait()` returns the tensor."""
 
-    def __init__(self, buffer: Tensor, work: Pending) -> None:
-        self._buffer, self._work = buffer, work
+    def __init__(self, buffer: Tensor, work: Pending, channel: Axis) -> None:
+        self._buffer, self._work, self._channel = buffer, work, channel
 
     def wait(self) -> Tensor:
         """The message, once it has arrived."""
-        self._work.wait()
+        self._channel.ledger.wait(self._channel.name, "recv", self._work)
         return self._buffer
 
 
@@ -39,7 +39,7 @@ class Sends:
         assert channel.group is not None, "an axis of one rank has no one to send to"
         queue = self._outstanding[channel.name]
         if len(queue) >= self._limit:
-            queue.popleft()[0].wait()
+            channel.ledger.wait(channel.name, "send", queue.popleft()[0])
         channel.ledger.add(channel.name, "send", x.numel() * x.element_size())
         queue.append((channel.group.send(x, to), x))
 
@@ -56,4 +56,4 @@ def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     assert channel.group is not None, "an axis of one rank has no one to receive from"
     buffer = torch.empty(shape, dtype=dtype, device=device)
     channel.ledger.add(channel.name, "recv", buffer.numel() * buffer.element_size())
-    return Receive(buffer, channel.group.receive(buffer, source))
+    return Receive(buffer, channel.group.receive(buffer, source), channel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from math import ceil
 from pathlib import Path
+from typing import IO
 
 from frontier_llm.errors import BackendError
 from frontier_llm.schedule.actions import Action, Kind
@@ -49,18 +50,17 @@ def _color(action: Action, chunks: int) -> tuple[float, float, float]:
     return (red + (1 - red) * lighter, green + (1 - green) * lighter, blue + (1 - blue) * lighter)
 
 
-def render_png(timeline: Timeline, path: Path) -> Path:
-    """Write the timeline as a figure; bars carry the microbatch number where there is room. Raises BackendError without matplotlib."""
+def render_figure(timeline: Timeline, path: Path | IO[str], file_format: str = "png") -> None:
+    """Write the timeline as a figure ("png", or "svg" into a text stream); bars carry the microbatch number where there is room.
+
+    Raises BackendError without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendError("drawing needs matplotlib", "pip install matplotlib") from error
     schedule = timeline.schedule
-    figure = Figure(
-        figsize=(min(24.0, 4 + 0.02 * schedule.stages * schedule.microbatches + 8), 1.2 + 0.45 * schedule.stages),
-        dpi=110,
-        layout="constrained",
-    )
+    figure = Figure(figsize=(min(24.0, 4 + 0.02 * schedule.stages * schedule.microbatches + 8), 1.2 + 0.45 * schedule.stages), dpi=110)
     axes = figure.subplots()
     for stage in range(schedule.stages):
         spans = list(timeline.spans(stage))
@@ -81,6 +81,5 @@ def render_png(timeline: Timeline, path: Path) -> Path:
     for kind in COLORS:
         if any(action.kind is kind for action in schedule.actions[0]):
             axes.bar(0, 0, color=COLORS[kind], label=kind.name.lower().replace("_", " "))
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path)
-    return path
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
+    figure.savefig(path, format=file_format, bbox_inches="tight")
