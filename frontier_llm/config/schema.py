@@ -146,6 +146,12 @@ class OpsConfig(Section):
     no_jit: bool = False  # any attempt to compile while training is an error
 
 
+class CommConfig(Section):
+    """How bytes move between ranks."""
+
+    transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
@@ -174,5 +180,6 @@ class RunConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     ops: OpsConfig = OpsConfig()
+    comm: CommConfig = CommConfig()
     train: TrainConfig = TrainConfig()
     machine: str = "local"  # name of a file in configs/machines, or a path
