@@ -154,6 +154,8 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
+        job_id=job.allocation.job_id,
+        stop_file=job.directory / run_dir.STOP_FILE,
     )
     log.info(f"attempt {incarnation}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     outcome = run_step(step)
