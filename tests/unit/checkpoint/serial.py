@@ -12,7 +12,7 @@ from frontier_llm import failpoints
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.comm import serial_mesh
-from frontier_llm.config import BatchConfig, OptimizerConfig, OpsConfig, RunConfig
+from frontier_llm.config import BatchConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import AdamW
 from tests.unit.checkpoint.simulated import TINY, Layout, buckets_of
@@ -22,7 +22,13 @@ CONFIG = RunConfig(model=TINY, batch=BatchConfig(global_batch=8))
 
 def progress(step: int) -> Progress:
     return Progress(
-        step=step, consumed_samples=step * 8, tokens=step * 256, optimizer_updates=step, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0
+        step=step,
+        consumed_samples=step * 8,
+        tokens=step * 256,
+        optimizer_updates=step,
+        loss_scale=1.0,
+        scaler_clean_steps=0,
+        skipped_steps=0,
     )
 
 

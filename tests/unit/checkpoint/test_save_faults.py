@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import frontier_llm
 from frontier_llm import failpoints
@@ -19,7 +18,16 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.serial import Run, in_child, progress
 
-BEFORE_RENAME = ["copied", "shard_created", "block_written", "shard_written", "shard_synced", "before_manifest", "manifest_written", "before_rename"]
+BEFORE_RENAME = [
+    "copied",
+    "shard_created",
+    "block_written",
+    "shard_written",
+    "shard_synced",
+    "before_manifest",
+    "manifest_written",
+    "before_rename",
+]
 AFTER_RENAME = ["before_latest", "latest_written", "latest_moved", "before_delete", "delete_renamed"]
 
 
@@ -124,7 +132,7 @@ def test_file_size_limit(tmp_path: Path) -> None:
 
 def test_unwritable_directory_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(CheckpointError, match="choose a train.run_dir that is writable"):
+    with pytest.raises(CheckpointError, match=r"choose a train\.run_dir that is writable"):
         Run(tmp_path)
 
 
@@ -172,7 +180,7 @@ Run(Path({str(tmp_path)!r})).save(2)
     events = []
     for line in trace.read_text().splitlines():
         match = re.search(r"(fsync|rename)\((.*)", line)
-        if match and "step_00000002" in line or match and "LATEST" in line or match and "/checkpoints>" in line:
+        if (match and "step_00000002" in line) or (match and "LATEST" in line) or (match and "/checkpoints>" in line):
             events.append(re.sub(r"\d+(?=<)", "", match[0]))
 
     def first(pattern: str) -> int:
@@ -195,7 +203,7 @@ def test_failpoint_rules() -> None:
         failpoints.hit("a.b")
     failpoints.hit("a.b")
     for _ in range(2):
-        with pytest.raises(OSError, match="failpoint a.c"):
+        with pytest.raises(OSError, match=r"failpoint a\.c"):
             failpoints.hit("a.c")
     failpoints.arm("a.b@1=error:boom", rank=0)
     failpoints.hit("a.b")
