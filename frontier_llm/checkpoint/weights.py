@@ -129,7 +129,9 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
         free.add("sequence_length")  # training may go on with another context
     ours, theirs = _resolved(run), _resolved(imported)
     return [
-        Problem(f"model.{field}", f"is {ours[field]!r}, the weights are of a model with {theirs[field]!r}", f"set model.{field}={theirs[field]}")
+        Problem(
+            f"model.{field}", f"is {ours[field]!r}, the weights are of a model with {theirs[field]!r}", f"set model.{field}={theirs[field]}"
+        )
         for field in ours
         if field not in free and ours[field] != theirs[field]
     ]
