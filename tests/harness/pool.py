@@ -1,0 +1,167 @@
+"""A pool of rank processes that is started once per test run, because starting ranks costs more than most tests.
+
+Each job is a world of its own: its ranks join a fresh default process group (gloo, loopback) under a key prefix that no other job
+uses, and leave it when the next job begins. So a job cannot see what an earlier one left behind, and destroys no group
+that a slower peer still needs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SIZE = 8
+GRACE_S = 2.0  # for the other ranks of a failed job to say what they saw
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+class Reply(NamedTuple):
+    """What a rank answers: its result, or the traceback and the moment of its failure."""
+
+    rank: int
+    failed_at: float | None
+    value: Any
+
+
+class RankError(AssertionError):
+    """A job failed; the message is the first failing rank's traceback, then one line per rank that failed after it."""
+
+    def __init__(self, failures: list[Reply], silent: list[int]) -> None:
+        first, *later = sorted(failures, key=lambda reply: reply.failed_at or 0.0)
+        lines = [f"rank {first.rank} failed first:\n{first.value}"]
+        lines += [
+            f"rank {reply.rank} failed {reply.failed_at - first.failed_at:.2f} s later (secondary): {_last_line(reply)}" for reply in later
+        ]
+        lines += [f"ranks {silent} were still waiting"] if silent else []
+        super().__init__("\n".join(lines))
+        self.first_rank = first.rank
+
+
+def _last_line(reply: Reply) -> str:
+    return str(reply.value).strip().splitlines()[-1]
+
+
+class RankPool:
+    """Ranks 0 … SIZE-1 as processes; started at the first `run`, killed and started again after a failure."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size, self._jobs = size, 0
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store: Any = None
+        self._stacks = Path(tempfile.mkdtemp(prefix="ranks-"))
+
+    def run(self, world_size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """`work(rank, *args)` on ranks 0 … world_size-1 of a fresh gloo world; the results by rank.
+
+        `work` is a module-level function; arguments and results are pickled. Raises RankError when any rank raises, dies, or
+        has not answered after `timeout_s` (then with the stack of every silent rank); the pool starts anew afterwards.
+        """
+        assert world_size <= self.size, f"the pool has {self.size} ranks"
+        if not self._processes:
+            self._start()
+        self._jobs += 1
+        job = pickle.dumps((f"job{self._jobs}", world_size, timeout_s, work, args))
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(job)
+        replies, silent = self._collect(world_size, time.monotonic() + timeout_s)
+        failures = [reply for reply in replies if reply.failed_at is not None]
+        if silent and not failures:
+            failures = [Reply(rank, 0.0, f"no answer after {timeout_s:.0f} s; it stands in\n{self._stack(rank)}") for rank in silent]
+            silent = []
+        if failures:
+            self.stop()
+            raise RankError(failures, silent)
+        return [reply.value for reply in sorted(replies)]
+
+    def stop(self) -> None:
+        """Kill the ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+    def _start(self) -> None:
+        """Fork from a server that has imported torch once: a second or two, against seven to fifteen for separate imports."""
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        before = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "frontier_llm.train.build"])
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs, self._store.port, str(self._stack_file(rank))), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def _collect(self, world_size: int, deadline_s: float) -> tuple[list[Reply], list[int]]:
+        """Replies until all are in or, once one rank failed, until a short grace is over; and the ranks that said nothing."""
+        waiting = dict(zip(self._pipes[:world_size], range(world_size), strict=True))
+        replies: list[Reply] = []
+        while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left_s):
+                rank = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    replies.append(pickle.loads(pipe.recv_bytes()))  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(GRACE_S)
+                    replies.append(Reply(rank, time.monotonic(), f"the process died with exit code {self._processes[rank].exitcode}"))
+                if replies[-1].failed_at is not None:
+                    deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+        return replies, sorted(waiting.values())
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._stacks / f"rank{rank}.txt"
+
+    def _stack(self, rank: int) -> str:
+        """Where a silent rank stands."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return self._stack_file(rank).read_text(encoding="utf-8")
+
+
+def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
+    """A rank's life: take a job, join its world, work, answer."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    stacks = open(stack_file, "w", encoding="utf-8")  # noqa: SIM115  # faulthandler needs it for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            prefix, world_size, timeout_s, work, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            own = dist.PrefixStore(prefix, store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+            reply = Reply(rank, None, work(rank, *args))
+        except BaseException:
+            reply = Reply(rank, time.monotonic(), traceback.format_exc())
+        sys.stdout.flush()
+        pipe.send_bytes(pickle.dumps(reply))

@@ -1,0 +1,202 @@
+"""The second witness: GPT, Llama, MPT and NeoX written from their formulas, serially, in float64, one head at a time.
+
+Imports nothing of the package; shares no code, no layout trick and no kernel with it. What the two have in common is only the
+contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G = key/value heads, A = query heads, D = head dim):
+
+    embedding.token.weight (Vp, H)             layers.i.attention.qkv.weight (G, A/G + 2, D, H): queries of the group, key, value
+    embedding.position.weight (S, H)           layers.i.attention.output.weight (H, A D)
+    layers.i.attention_norm.weight (H)         layers.i.mlp.up.weight (2, F, H) = gate, up for SwiGLU, else (F, H)
+    layers.i.mlp_norm.weight (H)               layers.i.mlp.down.weight (H, F)
+    final_norm.weight (H)                      head.weight (Vp, H), absent where embeddings are tied
+
+and `.bias` beside each of them where the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
+
+Sources: Vaswani et al. 2017 and Radford et al. 2019 (GPT-2), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (RoPE, in the
+rotate-half pairing of GPT-NeoX), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU), Ainslie et al. 2023 (grouped queries),
+Loshchilov & Hutter 2019 (AdamW).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Params = Mapping[str, Tensor]
+Config = Mapping[str, Any]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b."""
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+def _norm(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
+    """LayerNorm or RMSNorm over the last dim."""
+    if config["norm"] == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    scaled = x / (x.pow(2).mean(-1, keepdim=True) + config["norm_eps"]).sqrt() * params[f"{name}.weight"]
+    return scaled + params[f"{name}.bias"] if f"{name}.bias" in params else scaled
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def alibi_slopes(heads: int, max_bias: float) -> list[float]:
+    """Slopes of the ALiBi paper: a geometric series for a power of two, else the nearest lower power's, then every other of the next."""
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-max_bias * (i + 1) / power) for i in range(power)]
+    between = [2 ** (-max_bias * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
+    return (slopes + between)[:heads]
+
+
+def _rotate(x_SD: Tensor, positions: list[int], rotating: int, theta: float) -> Tensor:
+    """RoPE on the first `rotating` dims, dim j paired with dim j + rotating / 2, angle position * theta^(-2 j / rotating)."""
+    half = rotating // 2
+    columns = list(x_SD.unbind(-1))
+    for j in range(half):
+        angle = torch.tensor([position * theta ** (-2 * j / rotating) for position in positions], dtype=x_SD.dtype)
+        first, second = x_SD[:, j], x_SD[:, j + half]
+        columns[j] = first * angle.cos() - second * angle.sin()
+        columns[j + half] = second * angle.cos() + first * angle.sin()
+    return torch.stack(columns, -1)
+
+
+def _attention(x_SH: Tensor, params: Params, name: str, config: Config, documents: list[int], positions: list[int]) -> Tensor:
+    """Causal attention of one sequence, one head after the other, within documents."""
+    A, D = config["heads"], config["head_dim"] or config["hidden"] // config["heads"]
+    G, S = config["kv_heads"] or A, len(documents)
+    weight, bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
+    allowed = torch.tensor([[j <= i and documents[j] == documents[i] for j in range(S)] for i in range(S)])
+    distance = torch.tensor([[float(j - i) for j in range(S)] for i in range(S)], dtype=x_SH.dtype)
+    slopes = alibi_slopes(A, config["alibi_max_bias"])
+
+    def project(group: int, slot: int) -> Tensor:
+        return _linear(x_SH, weight[group, slot], None if bias is None else bias[group, slot])
+
+    def turn(x_SD: Tensor) -> Tensor:
+        rotates = config["position"] == "rope"
+        return _rotate(x_SD, positions, int(D * config["rope_fraction"]), config["rope_theta"]) if rotates else x_SD
+
+    heads = []
+    for head in range(A):
+        group, slot = divmod(head, A // G)
+        query, key, value = turn(project(group, slot)), turn(project(group, A // G)), project(group, A // G + 1)
+        scores = query @ key.T / math.sqrt(D)
+        if config["position"] == "alibi":
+            scores = scores + slopes[head] * distance
+        heads.append(scores.masked_fill(~allowed, -math.inf).softmax(-1) @ value)
+    return _linear(torch.cat(heads, -1), params[f"{name}.output.weight"], params.get(f"{name}.output.bias"))
+
+
+def _mlp(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
+    """Two linear layers with GELU between, or SwiGLU's three."""
+    weight, bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias")
+    if config["activation"] == "swiglu":
+        gate, up = (_linear(x, weight[part], None if bias is None else bias[part]) for part in (0, 1))
+        hidden = gate * torch.sigmoid(gate) * up
+    else:
+        hidden = {"gelu": _gelu, "gelu_tanh": _gelu_tanh}[config["activation"]](_linear(x, weight, bias))
+    return _linear(hidden, params[f"{name}.down.weight"], params.get(f"{name}.down.bias"))
+
+
+def logits(config: Config, params: Params, tokens_S: Tensor, documents: Sequence[int] | None = None) -> Tensor:
+    """(S, vocab_size) logits of one sequence; `documents` gives each position's document id (contiguous runs)."""
+    documents = [0] * len(tokens_S) if documents is None else [int(d) for d in documents]
+    positions = [i - documents.index(document) for i, document in enumerate(documents)]
+    x = params["embedding.token.weight"][tokens_S]
+    if config["position"] == "learned":
+        x = x + params["embedding.position.weight"][positions]
+    for i in range(config["layers"]):
+        layer = f"layers.{i}"
+        attended = _attention(
+            _norm(x, params, f"{layer}.attention_norm", config), params, f"{layer}.attention", config, documents, positions
+        )
+        middle = x + attended
+        mlp_input = _norm(x if config["parallel_residual"] else middle, params, f"{layer}.mlp_norm", config)
+        x = middle + _mlp(mlp_input, params, f"{layer}.mlp", config)
+    x = _norm(x, params, "final_norm", config)
+    head = params["embedding.token.weight" if config["tied_embeddings"] else "head.weight"]
+    return x @ head[: config["vocab_size"]].T
+
+
+def loss(config: Config, params: Params, tokens_BS1: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy over all target tokens; inputs are tokens[:, :-1], targets tokens[:, 1:]."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row, tokens in enumerate(tokens_BS1):
+        z = logits(config, params, tokens[:-1], None if documents_BS is None else documents_BS[row].tolist())
+        total = total + (z.logsumexp(-1) - z.gather(-1, tokens[1:, None])[:, 0]).sum()
+        count += len(tokens) - 1
+    return total / count
+
+
+def gradients(config: Config, params: Params, tokens_BS1: Tensor, documents_BS: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradient of each parameter)."""
+    leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
+    value = loss(config, leaves, tokens_BS1, documents_BS)
+    grads = torch.autograd.grad(value, list(leaves.values()))
+    return float(value.detach()), dict(zip(leaves, grads, strict=True))
+
+
+def global_norm(grads: Params) -> float:
+    """2-norm over all elements of all gradients."""
+    return math.sqrt(sum(float(grad.pow(2).sum()) for grad in grads.values()))
+
+
+def decays(name: str) -> bool:
+    """Weight decay is for the weights of linear layers and embeddings, not for biases and norms."""
+    return name.endswith(".weight") and "norm" not in name
+
+
+def learning_rate(update: int, lr: float, min_lr: float, warmup: int, decay: int) -> float:
+    """Linear warm-up, then half a cosine from lr to min_lr; `update` counts from 1."""
+    if update <= warmup:
+        return lr * update / warmup
+    if update >= decay:
+        return min_lr
+    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * (update - warmup) / (decay - warmup))) / 2
+
+
+def adamw_steps(
+    config: Config,
+    params: Params,
+    batches: Sequence[Tensor],
+    *,
+    rate: Callable[[int], float],
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    documents: Sequence[Tensor] | None = None,
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train on each batch of `batches` once; (losses, gradient norms before clipping, parameters after the last update).
+
+    `rate(update)` is the learning rate of update 1, 2, …; clip_norm 0 means no clipping.
+    """
+    now = {name: value.detach().to(torch.float64).clone() for name, value in params.items()}
+    first = {name: torch.zeros_like(value) for name, value in now.items()}
+    second = {name: torch.zeros_like(value) for name, value in now.items()}
+    losses, norms = [], []
+    for update, batch in enumerate(batches, start=1):
+        value, grads = gradients(config, now, batch, documents[update - 1] if documents else None)
+        norm = global_norm(grads)
+        scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+        for name in now:
+            grad = grads[name] * scale
+            first[name] = betas[0] * first[name] + (1 - betas[0]) * grad
+            second[name] = betas[1] * second[name] + (1 - betas[1]) * grad**2
+            direction = first[name] / (1 - betas[0] ** update) / ((second[name] / (1 - betas[1] ** update)).sqrt() + eps)
+            shrink = weight_decay if decays(name) else 0.0
+            now[name] = now[name] - rate(update) * (direction + shrink * now[name])
+        losses.append(value)
+        norms.append(norm)
+    return losses, norms, now

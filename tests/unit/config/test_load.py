@@ -1,0 +1,189 @@
+"""Composition of files, overrides, and what a user reads when something is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from frontier_llm.config import RunConfig, available, build, dump, find_file, load_model, load_run, model_problems
+from frontier_llm.config.load import merge, parse_overrides
+from frontier_llm.errors import ConfigError
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    return write(tmp_path / "run.yaml", "model: gpt-tiny\nbatch: {global_batch: 8}\n")
+
+
+def test_defaults_and_named_model(run_file: str) -> None:
+    config = load_run(run_file)
+    assert config.model.name == "gpt-tiny"
+    assert config.model.position == "learned"  # from gpt-22b, the base of gpt-tiny
+    assert config.model.layers == 4
+    assert config.parallel.schedule == "1f1b"
+
+
+def test_overrides_win_and_are_typed(run_file: str) -> None:
+    config = load_run(
+        run_file, ["train.steps=7", "optimizer.lr=1e-3", "data.validation=null", "parallel.stage_layers=[3,1]", "model.layers=2"]
+    )
+    assert (config.train.steps, config.optimizer.lr, config.data.validation) == (7, 1e-3, None)
+    assert config.parallel.stage_layers == (3, 1)
+    assert config.model.layers == 2 and config.model.name == "gpt-tiny"
+
+
+def test_a_model_can_be_replaced_by_override(run_file: str) -> None:
+    assert load_run(run_file, ["model=llama-tiny"]).model.position == "rope"
+
+
+def test_bases_compose_and_the_nearer_file_wins(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "ground.yaml", "model: gpt-tiny\nbatch: {global_batch: 8, micro_batch: 2}\ntrain: {steps: 3, seed: 1}\n")
+    write(tmp_path / "middle.yaml", "base: sub/ground.yaml\ntrain: {steps: 4}\n")
+    top = write(tmp_path / "top.yaml", "base: middle.yaml\nbatch: {global_batch: 16}\nmodel: {layers: 6}\n")
+    config = load_run(top)
+    assert (config.batch.global_batch, config.batch.micro_batch) == (16, 2)
+    assert (config.train.steps, config.train.seed, config.model.layers, config.model.hidden) == (4, 1, 6, 64)
+
+
+def test_bases_that_go_in_a_circle_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "base: b.yaml\n")
+    write(tmp_path / "b.yaml", "base: a.yaml\n")
+    with pytest.raises(ConfigError, match=r"circle: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
+        load_run(str(tmp_path / "a.yaml"))
+    write(tmp_path / "m.yaml", "base: m.yaml\nlayers: 3\n")
+    with pytest.raises(ConfigError, match="circle"):
+        load_model(str(tmp_path / "m.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.stpes=3", "train.stpes: unknown key\n.*did you mean 'steps'"),
+        ("model.hiden=3", "model.hiden: unknown key\n.*did you mean 'hidden'"),
+        ("lr=3", "lr: unknown key\n.*did you mean 'optimizer.lr'"),
+        ("tensor=2", "did you mean 'parallel.tensor'"),
+        ("optimiser.lr=3", "did you mean 'optimizer'"),
+    ],
+)
+def test_an_unknown_key_gets_the_closest_valid_one(run_file: str, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_run(run_file, [override])
+
+
+def test_all_violations_at_once(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "bad.yaml", "model: {base: gpt-tiny, layers: 0}\nbatch: {}\ntrain: {steps: soon, sped: 1}\nprecision: {dtype: fp8}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    places = [problem.where.removeprefix(f"{path}: ") for problem in caught.value.problems]
+    assert sorted(places) == ["batch.global_batch", "model.layers", "precision.dtype", "train.sped", "train.steps"]
+    assert "got 'soon'" in str(caught.value) and "got 0" in str(caught.value)
+
+
+def test_a_missing_section_says_what_to_add(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(write(tmp_path / "empty.yaml", "{}\n"))
+    assert "add `model:` or `model: NAME`" in str(caught.value) and "add `batch:`" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "key: [unclosed\n", "\xff"])
+def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"odd\.yaml"):
+        load_run(str(path))
+
+
+def test_an_unknown_name_gets_the_closest_file() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'llama-tiny'"):
+        find_file("llama-tinny", "models")
+
+
+@pytest.mark.parametrize("word", ["train.steps", "=3", "train..steps=3", ".steps=3"])
+def test_malformed_overrides_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="not of the form key=value"):
+        parse_overrides([word])
+
+
+def test_contradicting_overrides_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'train' is already given a value"):
+        parse_overrides(["train=3", "train.steps=4"])
+
+
+def test_all_malformed_overrides_are_reported() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(["a", "b", "train.steps=1"])
+    assert [problem.where for problem in caught.value.problems] == ["a", "b"]
+
+
+leaves = st.dictionaries(st.sampled_from("abc"), st.integers(), max_size=3)
+mappings = st.dictionaries(st.sampled_from("xyz"), leaves, max_size=3)
+
+
+@given(mappings, mappings, mappings)
+def test_merge_takes_every_key_and_the_right_side_wins(left: dict, middle: dict, right: dict) -> None:
+    merged = merge(left, right)
+    assert merged.keys() == left.keys() | right.keys()
+    for key, section in merged.items():
+        assert section == {**left.get(key, {}), **right.get(key, {})}
+    assert merge(merge(left, middle), right) == merge(left, merge(middle, right))
+
+
+def test_merge_replaces_what_is_not_a_mapping_on_both_sides() -> None:
+    assert merge({"a": {"b": 1}, "c": 1}, {"a": 2, "c": {"d": 3}}) == {"a": 2, "c": {"d": 3}}
+
+
+@pytest.mark.parametrize("name", available("models"))
+def test_every_shipped_model_is_valid(name: str) -> None:
+    model = load_model(name)
+    assert model.name == name
+    assert model_problems(model) == []
+    assert model.padded_vocab_size % model.vocab_multiple == 0 <= model.padded_vocab_size - model.vocab_size < model.vocab_multiple
+
+
+def test_the_shapes_of_ornl_have_their_names_sizes() -> None:
+    """Parameters from 12 L H^2 + V H: 22 B, 175 B, 1 T within 4 %."""
+    for name, published in (("gpt-22b", 22e9), ("gpt-175b", 175e9), ("gpt-1t", 1e12)):
+        model = load_model(name)
+        parameters = 12 * model.layers * model.hidden**2 + model.padded_vocab_size * model.hidden
+        assert parameters == pytest.approx(published, rel=0.04)
+
+
+def test_a_dumped_config_loads_back_equal(run_file: str, tmp_path: Path) -> None:
+    config = load_run(run_file, ["data.train=[{path: a, weight: 2}]", "parallel.pipeline=2"])
+    assert load_run(write(tmp_path / "again.yaml", dump(config))) == config
+    assert build(RunConfig, yaml.safe_load(dump(config))) == config
+
+
+def test_configs_are_frozen(run_file: str) -> None:
+    config = load_run(run_file)
+    with pytest.raises(ValidationError):
+        config.train.steps = 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "fix"),
+    [
+        ({"heads": 7, "position": "alibi"}, "model.heads", r"one of \[4, 8\]"),
+        ({"kv_heads": 3}, "model.kv_heads", r"one of \[2, 4\]"),
+        ({"rope_fraction": 0.2}, "model.rope_fraction", "even"),
+        ({"norm_bias": True}, "model.norm_bias", "norm: layernorm"),
+    ],
+)
+def test_impossible_shapes_are_explained(overrides: dict, where: str, fix: str) -> None:
+    (problem, *others) = model_problems(load_model("llama-tiny", {"kv_heads": None, **overrides}))
+    assert (problem.where, others) == (where, [])
+    assert re.search(fix, problem.fix), problem.fix
