@@ -92,9 +92,7 @@ class HuggingFaceModel:
 
     def _check_tensors(self) -> None:
         expected = {
-            self._name(name): shape
-            for rule in self.rules.values()
-            for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)
+            self._name(name): shape for rule in self.rules.values() for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)
         }
         problems = []
         for name, shape in expected.items():
@@ -141,7 +139,9 @@ def family_for(model: ModelConfig) -> Family:
     for family in FAMILIES:
         if not reasons[family.architecture]:
             return family
-    raise CheckpointError([Problem(f"as {name}", "; ".join(why), "train a model of one of these families") for name, why in reasons.items()])
+    raise CheckpointError(
+        [Problem(f"as {name}", "; ".join(why), "train a model of one of these families") for name, why in reasons.items()]
+    )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -149,7 +149,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError("is not a Hugging Face model: it has no config.json", where=str(directory), fix="give the directory that holds it") from error
+        raise CheckpointError(
+            "is not a Hugging Face model: it has no config.json", where=str(directory), fix="give the directory that holds it"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"is not JSON: {error}", where=str(path), fix="fetch the file again") from error
     if not isinstance(content, dict):

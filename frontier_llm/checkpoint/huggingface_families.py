@@ -267,7 +267,14 @@ def _read_mpt(f: Fields) -> ModelConfig:
 
 
 def _write_mpt(m: ModelConfig) -> dict[str, Any]:
-    attention = {"model_type": "", "attn_type": "multihead_attention", "attn_impl": "torch", "attn_pdrop": 0, "alibi": True, "alibi_bias_max": 8}
+    attention = {
+        "model_type": "",
+        "attn_type": "multihead_attention",
+        "attn_impl": "torch",
+        "attn_pdrop": 0,
+        "alibi": True,
+        "alibi_bias_max": 8,
+    }
     return {
         "d_model": m.hidden, "n_heads": m.heads, "n_layers": m.layers, "expansion_ratio": MPT_EXPANSION,
         "max_seq_len": m.sequence_length, "layer_norm_epsilon": m.norm_eps, "no_bias": True, "learned_pos_emb": False,

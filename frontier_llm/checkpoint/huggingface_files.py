@@ -82,7 +82,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
     pickles = [path.name for path in directory.glob("*.bin")] + [path.name for path in directory.glob("*.pt")]
     why = f"; {pickles[0]} is a pickle, which can run code and is never opened" if pickles else ""
     fix = "convert it where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
-    raise CheckpointError(f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix if pickles else "give the model's directory")
+    raise CheckpointError(
+        f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix if pickles else "give the model's directory"
+    )
 
 
 @dataclass(frozen=True)

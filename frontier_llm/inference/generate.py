@@ -31,10 +31,7 @@ def generate(model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: 
             if token is not None:
                 row.append(token)
     stops = set(sampling.stop_tokens)
-    return [
-        Completion(tuple(row[:-1]), "stop") if row and row[-1] in stops else Completion(tuple(row), "length")
-        for row in rows
-    ]
+    return [Completion(tuple(row[:-1]), "stop") if row and row[-1] in stops else Completion(tuple(row), "length") for row in rows]
 
 
 @torch.inference_mode()
@@ -114,6 +111,8 @@ def _check(model: InferenceModel, prompts: Sequence[Sequence[int]]) -> None:
         elif len(prompt) >= S:
             problems.append(Problem(where, f"{len(prompt)} tokens leave no room in a context of {S}", f"give at most {S - 1}"))
         if prompt and not 0 <= min(prompt) <= max(prompt) < V:
-            problems.append(Problem(where, f"holds token {max(prompt)}, the vocabulary has {V}", "use the tokenizer that made the training data"))
+            problems.append(
+                Problem(where, f"holds token {max(prompt)}, the vocabulary has {V}", "use the tokenizer that made the training data")
+            )
     if problems or not prompts:
         raise ConfigError(problems or "there is no prompt", fix="give one")

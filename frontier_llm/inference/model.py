@@ -80,7 +80,9 @@ class InferenceModel:
         return logits_VSB.permute(1, 2, 0).to(torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
-def build_inference_model(source: WeightSource, plan: ParallelPlan, mesh: Mesh, device: torch.device, dtype: str, ops: OpsConfig) -> InferenceModel:
+def build_inference_model(
+    source: WeightSource, plan: ParallelPlan, mesh: Mesh, device: torch.device, dtype: str, ops: OpsConfig
+) -> InferenceModel:
     """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a missing op."""
     working = working_dtype(dtype)
     selected = select_ops(ops, device.type, working)

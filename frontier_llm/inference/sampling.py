@@ -32,7 +32,9 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("repetition_penalty", self.repetition_penalty > 0, "more than 0; 1 is off"),
         ]
-        problems = [Problem(name, f"{getattr(self, name)} is not {rule}", f"give a value {rule}") for name, holds, rule in rules if not holds]
+        problems = [
+            Problem(name, f"{getattr(self, name)} is not {rule}", f"give a value {rule}") for name, holds, rule in rules if not holds
+        ]
         if problems:
             raise ConfigError(problems)
 
