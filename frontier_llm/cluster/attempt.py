@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from frontier_llm import log
 from frontier_llm.cluster import hostlist, slurm
 from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment
@@ -21,6 +23,7 @@ from frontier_llm.cluster.run_dir import write_atomically
 from frontier_llm.errors import FrontierError
 
 REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to change something: trying again is useless
+INTERRUPTED = 75  # EX_TEMPFAIL: a rank saved at a signal and is not done
 # what a rank says when another one is gone; its own traceback is not the cause
 _SECONDARY = re.compile(
     r"Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog", re.IGNORECASE
@@ -44,6 +47,8 @@ class Step:
     log_dir: Path
     variables: Mapping[str, str]
     deadline_s: float | None  # end the step when it runs longer
+    job_id: str
+    stop_file: Path
 
     def srun(self) -> list[str]:
         """The command line; one task per GCD, every task dies with the first that fails."""
@@ -112,9 +117,8 @@ def run_step(step: Step) -> Outcome:
     said: list[str] = []
     reader = threading.Thread(target=_copy, args=(process.stderr, said), daemon=True)
     reader.start()
-    try:
-        code = process.wait(step.deadline_s)
-    except subprocess.TimeoutExpired:
+    code = _wait(process, step)
+    if code is None:
         process.send_signal(signal.SIGTERM)
         return Outcome("walltime", 1, "the ranks were still running when the walltime was about to end; raise --signal's lead time")
     reader.join(5.0)
@@ -125,12 +129,29 @@ def run_step(step: Step) -> Outcome:
     return outcome
 
 
+def _wait(process: subprocess.Popen[str], step: Step, poll_s: float = 2.0) -> int | None:
+    """srun's exit code, or None at the deadline; tells the ranks when somebody has made the stop file."""
+    end_s = None if step.deadline_s is None else time.monotonic() + step.deadline_s
+    told = False
+    while end_s is None or time.monotonic() < end_s:
+        try:
+            return process.wait(poll_s)
+        except subprocess.TimeoutExpired:
+            if step.stop_file.exists() and not told:
+                log.info(f"{step.stop_file} exists: asking the ranks to save and end")
+                slurm.signal_steps(step.job_id, "USR1")
+                told = True
+    return None
+
+
 def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
     """From srun's exit code and messages and the ranks' logs: which rank failed first, where, and why."""
     fates: dict[int, tuple[str, str]] = {}  # task -> (host, how), in the order in which srun noticed
     for match in filter(None, map(_TASK_ERROR.match, said)):
         for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
             fates.setdefault(int(task), (match["host"], match["how"]))
+    if fates and f"exit code {INTERRUPTED}" in next(iter(fates.values()))[1]:
+        return Outcome("interrupted", INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
     rank, secondary, message = first_traceback(log_dir)
     if rank is None or secondary:
         # the cause left no traceback of its own: a killed rank or a dead node

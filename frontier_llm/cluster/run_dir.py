@@ -92,7 +92,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
     """Training rows of metrics.jsonl, one per step: what a later incarnation has redone replaces the earlier row."""
     rows: dict[int, dict[str, Any]] = {}
     for row in read_jsonl(run_dir / "metrics.jsonl"):
-        if isinstance(row.get("step"), int) and "loss" in row:
+        if row.get("kind", "step") == "step" and isinstance(row.get("step"), int) and "loss" in row:
             rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]
 

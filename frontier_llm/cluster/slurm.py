@@ -99,3 +99,8 @@ def is_active(job_id: str) -> bool:
 def requeue(job_id: str) -> None:
     """Put this job back into the queue; Slurm then ends the batch shell, the caller included."""
     call(["scontrol", "requeue", job_id])
+
+
+def signal_steps(job_id: str, name: str) -> None:
+    """Send a signal to every rank of the job, not to its batch shell."""
+    call(["scancel", f"--signal={name}", job_id])

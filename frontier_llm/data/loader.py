@@ -168,6 +168,15 @@ def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", re
     return Batches(samples, *arguments)
 
 
+def prepare_indices(run: RunConfig) -> None:
+    """Build the sample indices of the whole run ahead of it, on one core of any node; the ranks then only map them."""
+    samples = {"train": run.train.steps * run.batch.global_batch, "validation": run.train.eval_samples + run.batch.global_batch}
+    for split, count in samples.items():
+        stream = open_samples(run, split)
+        if isinstance(stream, DocumentSamples | BlendedSamples):
+            stream.prepare(count)
+
+
 def data_problems(run: RunConfig) -> list[Problem]:
     """Everything wrong with the run's data, found by one process before ranks start.
 

@@ -103,5 +103,5 @@ def _materialise(stage: Stage, device: torch.device) -> list[ShardedParameter]:
             if declared not in real:
                 data = torch.empty(declared.spec.shape, dtype=declared.dtype, device=device)
                 real[declared] = ShardedParameter.create(data, declared.spec, declared.layer_accumulates, declared.uses)
-            module._parameters[name] = real[declared]  # type: ignore[assignment]
+            module._parameters[name] = real[declared]
     return list(real.values())

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from frontier_llm.cluster import job, run_dir
+from frontier_llm.cluster.attempt import INTERRUPTED
 from frontier_llm.cluster.rank_env import discover, environ
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.config import load_run
@@ -40,8 +41,9 @@ def train(words: list[str]) -> int:
                 with (directory / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
                 run_dir.write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
+        done = step >= config.train.steps
         print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
-    return 0
+    return 0 if done else INTERRUPTED
 
 
 if __name__ == "__main__":

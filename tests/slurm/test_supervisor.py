@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.sbatch import JobScript, render
 from frontier_llm.cluster.sites import load_site
-from slurm import LocalSlurm
+from tests.harness.slurm import ROOT, LocalSlurm
 
 SMALL = ("model=gpt-tiny", "parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=64")
 
@@ -105,6 +104,15 @@ def test_stop_file_ends_the_chain(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, 1, 1, ("train.steps=3",), {})
     assert run.wait()["JobState"] == "COMPLETED"
     assert "stopped at step 0" in run.text()
+
+
+def test_stop_file_ends_a_running_job_in_order(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 2, 2, ("train.steps=4000",), {})
+    run.wait_step(2)
+    (run.directory / run_dir.STOP_FILE).touch()
+    assert run.wait()["JobState"] == "COMPLETED", run.text()
+    assert run.causes() == ["interrupted"]
+    assert "asked by SIGUSR1" in run.text() and cluster.queued() == []
 
 
 def test_second_job_in_a_run_directory_is_refused(cluster: LocalSlurm, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ def step(**changes: object) -> Step:
         "log_dir": Path("/logs"),
         "variables": {},
         "deadline_s": None,
+        "job_id": "1",
+        "stop_file": Path("/run/STOP"),
     }
     return Step(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -66,3 +68,8 @@ def test_survivors_only_means_that_a_node_may_be_dead(tmp_path: Path) -> None:
 def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
     write(tmp_path, 0, "error: model.layers: is required\n", 100)
     assert diagnose(143, ["srun: error: n0: task 0: Exited with exit code 2"], tmp_path).cause == "refused"
+
+
+def test_a_save_at_a_signal_is_no_failure(tmp_path: Path) -> None:
+    said = ["srun: error: n0: task 3: Exited with exit code 75", "srun: error: n2: tasks 8-15: Killed"]
+    assert diagnose(137, said, tmp_path).cause == "interrupted"

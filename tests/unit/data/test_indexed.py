@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from itertools import chain
 from pathlib import Path
@@ -144,6 +145,14 @@ def test_damage_is_named(small: Path, offset: int, data: bytes, message: str) ->
     patch(small.with_suffix(".idx"), offset, data)
     with pytest.raises(DataError, match=message):
         IndexedDataset(small)
+
+
+def test_read_is_a_slice_and_notices_a_file_that_shrank(small: Path) -> None:
+    dataset = IndexedDataset(small)
+    assert dataset.read(2, 3).tolist() == dataset.tokens[2:5].tolist() == [3, 4, 5]
+    os.truncate(small.with_suffix(".bin"), 8)
+    with pytest.raises(DataError, match="at byte 4: expected 6 bytes, found 4"):
+        dataset.read(2, 3)
 
 
 def test_scan_can_wait(small: Path) -> None:

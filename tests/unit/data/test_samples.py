@@ -75,9 +75,10 @@ def test_an_epoch_covers_every_token_once(tmp_path_factory: pytest.TempPathFacto
 def test_pieces_name_the_documents(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [[5], [0], [7, 2], [1]] * 40)
     stream = DocumentSamples(dataset, 8, 0)
-    documents, offsets, lengths = stream.index.pieces(0, 3, 200)
+    documents, offsets, lengths, starts = stream.index.pieces(0, 3, 200)
     tokens = np.concatenate([dataset.document(d)[o : o + n] for d, o, n in zip(documents, offsets, lengths, strict=True)])
     assert tokens.tolist() == order(dataset, stream, 0)[3:203]
+    assert [dataset.document_start(d) + o for d, o in zip(documents, offsets, strict=True)] == starts.tolist()
     assert lengths.min() > 0
     assert lengths.sum() == 200
 
