@@ -87,6 +87,7 @@ def native_libraries() -> list[Extension]:
     ]
     for name, source, links in (
         ("libsample_index", "csrc/sample_index.cpp", []),
+        ("libshm_collectives", "csrc/shm_collectives.cpp", ["-lrt", "-lpthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
         if (ROOT / source).exists():
