@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+
 from frontier_llm.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from frontier_llm.errors import DataError
 
@@ -110,4 +111,3 @@ def _sentencepiece(path: Path) -> tuple[str, str]:
     result.add_special_tokens([AddedToken(pieces[n], special=True, normalized=False) for n in special])
     result.add_tokens([AddedToken(pieces[n], special=False, normalized=False) for n in symbols])
     return str(result.to_str(pretty=True)), str(pieces[source.eos_id()])
-

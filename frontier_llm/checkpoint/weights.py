@@ -171,7 +171,7 @@ def _write_shard(path: Path, source: WeightSource, tensors: Sequence[tuple[str, 
         put(memoryview(head))
         for name, shape in tensors:
             values = source.rectangle(name, (0,) * len(shape), shape).to(torch.float64 if dtype == "F64" else torch.float32)
-            put(values.contiguous().view(torch.uint8).numpy().data)
+            put(values.reshape(-1).view(torch.uint8).numpy().data)
         left = sum(prod(shape) for _, shape in tensors) * ITEM_BYTES[dtype] * (len(KINDS) - 1)
         while left:
             put(zeros[: min(left, BLOCK_BYTES)])
