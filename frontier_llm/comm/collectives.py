@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.group import DONE, Pending
+from frontier_llm.comm.group import DONE, Group, Pending
 
 
 class _Started:
@@ -16,7 +18,18 @@ class _Started:
         self._work, self._axis, self._operation = work, axis, operation
 
     def wait(self) -> None:
-        self._axis.ledger.wait(self._axis.name, self._operation, self._work)
+        with self._axis.ledger.blocked(self._axis.name, self._operation):
+            self._work.wait()
+
+
+def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Group], Pending]) -> Pending:
+    """Count a collective and begin it. Some transports do their work in the start, others while they are waited for: both are timed."""
+    if axis.group is None:
+        return DONE
+    axis.ledger.add(axis.name, operation, size_bytes)
+    with axis.ledger.blocked(axis.name, operation):
+        work = start(axis.group)
+    return _Started(work, axis, operation)
 
 
 def _bytes(x: Tensor) -> int:
@@ -31,10 +44,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin an in-place all-reduce of a contiguous tensor."""
-    if axis.group is None:
-        return DONE
-    axis.ledger.add(axis.name, "all_reduce", _bytes(x))
-    return _Started(axis.group.start_all_reduce_(x, op), axis, "all_reduce")
+    return _start(axis, "all_reduce", _bytes(x), lambda group: group.start_all_reduce_(x, op))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -54,10 +64,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 def start_all_gather_into(gathered: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin an all-gather into a given buffer; `x` may be this rank's part of `gathered` itself."""
-    if axis.group is None:
-        return DONE
-    axis.ledger.add(axis.name, "all_gather", _bytes(gathered))
-    return _Started(axis.group.start_all_gather_into(gathered, x), axis, "all_gather")
+    return _start(axis, "all_gather", _bytes(gathered), lambda group: group.start_all_gather_into(gathered, x))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -77,10 +84,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin a summing reduce-scatter into a given buffer; it may be this rank's part of `x` itself."""
-    if axis.group is None:
-        return DONE
-    axis.ledger.add(axis.name, "reduce_scatter", _bytes(x))
-    return _Started(axis.group.start_reduce_scatter_into(scattered, x), axis, "reduce_scatter")
+    return _start(axis, "reduce_scatter", _bytes(x), lambda group: group.start_reduce_scatter_into(scattered, x))
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:

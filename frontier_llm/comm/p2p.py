@@ -19,7 +19,8 @@ class Receive:
 
     def wait(self) -> Tensor:
         """The message, once it has arrived."""
-        self._channel.ledger.wait(self._channel.name, "recv", self._work)
+        with self._channel.ledger.blocked(self._channel.name, "recv"):
+            self._work.wait()
         return self._buffer
 
 
@@ -39,7 +40,8 @@ class Sends:
         assert channel.group is not None, "an axis of one rank has no one to send to"
         queue = self._outstanding[channel.name]
         if len(queue) >= self._limit:
-            channel.ledger.wait(channel.name, "send", queue.popleft()[0])
+            with channel.ledger.blocked(channel.name, "send"):
+                queue.popleft()[0].wait()
         channel.ledger.add(channel.name, "send", x.numel() * x.element_size())
         queue.append((channel.group.send(x, to), x))
 

@@ -164,6 +164,7 @@ class TrainConfig(Section):
     eval_samples: NonNegativeInt = 64
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     tensorboard: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file

@@ -60,7 +60,11 @@ def render_figure(timeline: Timeline, path: Path | IO[str], file_format: str = "
     except ImportError as error:
         raise BackendError("drawing needs matplotlib", "pip install matplotlib") from error
     schedule = timeline.schedule
-    figure = Figure(figsize=(min(24.0, 4 + 0.02 * schedule.stages * schedule.microbatches + 8), 1.2 + 0.45 * schedule.stages), dpi=110)
+    figure = Figure(
+        figsize=(min(24.0, 4 + 0.02 * schedule.stages * schedule.microbatches + 8), 1.2 + 0.45 * schedule.stages),
+        dpi=110,
+        layout="constrained",
+    )
     axes = figure.subplots()
     for stage in range(schedule.stages):
         spans = list(timeline.spans(stage))
@@ -81,5 +85,5 @@ def render_figure(timeline: Timeline, path: Path | IO[str], file_format: str = "
     for kind in COLORS:
         if any(action.kind is kind for action in schedule.actions[0]):
             axes.bar(0, 0, color=COLORS[kind], label=kind.name.lower().replace("_", " "))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
-    figure.savefig(path, format=file_format, bbox_inches="tight")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, format=file_format)
