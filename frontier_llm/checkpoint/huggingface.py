@@ -64,12 +64,17 @@ def load_weights(source: WeightSource, parameters: Iterable[HasSpec]) -> None:
 class HuggingFaceModel:
     """A directory with config.json and safetensors, seen as one of our models."""
 
-    def __init__(self, directory: str | Path) -> None:
-        """Raises CheckpointError: unknown architecture, a value with no counterpart, missing or damaged shards, wrong shapes."""
+    def __init__(self, directory: str | Path, vocab_multiple: int | None = None) -> None:
+        """`vocab_multiple` is what the vocabulary is padded to (None: ModelConfig's default).
+
+        Raises CheckpointError: unknown architecture, a value with no counterpart, missing or damaged shards, wrong shapes.
+        """
         self.directory = Path(directory)
         self.config = _read_config(self.directory)
         self.family = family_of(self.config, str(self.directory / CONFIG))
         self._model = read_model_config(self.directory)
+        if vocab_multiple is not None:
+            self._model = self._model.model_copy(update={"vocab_multiple": vocab_multiple})
         self.rules = {rule.ours: rule for rule in self.family.rules(self._model)}
         self._reader = ShardedReader(self.directory)
         bare = all(not name.startswith(self.family.prefix) for name in self._reader.files)

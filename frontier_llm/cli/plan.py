@@ -37,6 +37,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page")
     parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto")
     parser.add_argument("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)")
+    parser.add_argument("--leave-models-out", action="store_true", help="with --validate: also cross-validate by leaving out whole models")
+    parser.add_argument("--rows", action="store_true", help="with --validate: print every prediction")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.validate is not None:
         from frontier_llm.planner.validate import validate_command
 
-        return validate_command([Path(name) for name in args.validate], as_json=args.json)
+        return validate_command([Path(name) for name in args.validate], as_json=args.json, cross=args.leave_models_out, show_rows=args.rows)
     return _plan(args)
 
 

@@ -30,6 +30,7 @@ from frontier_llm.topology import plan_problems
 
 TRAIN = ("-m", "frontier_llm.cli.main", "train")
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
+LOCK_STALE_S = 65.0  # checkpoint/lock.py takes a silent holder on another host for dead after 60 s
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 
 
@@ -138,6 +139,7 @@ def nothing_to_do(job: Job) -> str:
 
 def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     """One srun of all ranks, recorded in attempts.jsonl."""
+    let_the_lock_go_stale(job, nodes[0])
     started_s, start_step = time.time(), run_dir.latest_step(job.directory)
     incarnation = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     left_s = slurm.time_left_s(job.allocation.job_id)
@@ -183,6 +185,16 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     if outcome.cause not in ("finished", "interrupted"):
         outcome.write(job.directory / "failure.json")
     return outcome
+
+
+def let_the_lock_go_stale(job: Job, first: str) -> None:
+    """Rank 0 holds the checkpoints' lock. After a crash its next host can only tell by the silence that the old one is dead."""
+    made = run_dir.attempts(job.directory)
+    if made and made[-1].cause not in ("finished", "interrupted") and made[-1].nodes[0] != first:
+        left_s = made[-1].ended_unix_s + LOCK_STALE_S - time.time()
+        if left_s > 0:
+            log.info(f"rank 0 moves from {made[-1].nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale")
+            time.sleep(left_s)
 
 
 def warned(job: Job) -> bool:

@@ -116,7 +116,9 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
 
 
 def render(job: JobScript, site: Site) -> str:
-    """The whole script."""
+    """The whole script. Raises ConfigError for text that could end its comment line."""
+    if not job.about.isprintable():
+        raise ConfigError(f"{job.about!r} has characters that cannot be printed", "give the model a plain name", "job")
     lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
     return _TEMPLATE.format(
         about=job.about,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.group import DONE, Pending
+from frontier_llm.comm.group import DONE, Group, Pending
 
 
 class _Started:
@@ -22,10 +22,13 @@ class _Started:
             self._work.wait()
 
 
-def _start(axis: Axis, operation: str, start: Callable[[], Pending]) -> Pending:
-    """Some transports do their work in the start, others while they are waited for: both are timed."""
+def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Group], Pending]) -> Pending:
+    """Count a collective and begin it. Some transports do their work in the start, others while they are waited for: both are timed."""
+    if axis.group is None:
+        return DONE
+    axis.ledger.add(axis.name, operation, size_bytes)
     with axis.ledger.blocked(axis.name, operation):
-        work = start()
+        work = start(axis.group)
     return _Started(work, axis, operation)
 
 
@@ -41,10 +44,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin an in-place all-reduce of a contiguous tensor."""
-    if axis.group is None:
-        return DONE
-    axis.ledger.add(axis.name, "all_reduce", _bytes(x))
-    return _start(axis, "all_reduce", lambda: axis.group.start_all_reduce_(x, op))
+    return _start(axis, "all_reduce", _bytes(x), lambda group: group.start_all_reduce_(x, op))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -64,10 +64,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 def start_all_gather_into(gathered: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin an all-gather into a given buffer; `x` may be this rank's part of `gathered` itself."""
-    if axis.group is None:
-        return DONE
-    axis.ledger.add(axis.name, "all_gather", _bytes(gathered))
-    return _start(axis, "all_gather", lambda: axis.group.start_all_gather_into(gathered, x))
+    return _start(axis, "all_gather", _bytes(gathered), lambda group: group.start_all_gather_into(gathered, x))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -87,10 +84,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin a summing reduce-scatter into a given buffer; it may be this rank's part of `x` itself."""
-    if axis.group is None:
-        return DONE
-    axis.ledger.add(axis.name, "reduce_scatter", _bytes(x))
-    return _start(axis, "reduce_scatter", lambda: axis.group.start_reduce_scatter_into(scattered, x))
+    return _start(axis, "reduce_scatter", _bytes(x), lambda group: group.start_reduce_scatter_into(scattered, x))
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:

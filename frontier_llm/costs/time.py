@@ -86,15 +86,25 @@ def gradient_reduction_s(w: Workload, rates: Rates, parameters: Number) -> tuple
     return np.where(sharded, scattered, summed), np.where(sharded, gathered, 0.0)
 
 
+def overlap_windows(w: Workload) -> Number:
+    """Backwards of a whole stage that run after the first gradients of the step are complete, in units of one microbatch's.
+
+    Without chunks the last microbatch's backward; interleaved, the last round: pp microbatches of every chunk but one.
+    """
+    pp, v = np.asarray(w.pp, dtype=float), np.asarray(w.chunks, dtype=float)
+    return np.minimum((pp * (v - 1) + 1) / v, np.maximum(np.asarray(w.m, dtype=float), 1.0))
+
+
 def tail(w: Workload, rates: Rates, parameters: Number, last_backward_s: Number, first_forward_s: Number) -> StepTail:
-    """The step's end for a stage of `parameters` (this rank's part)."""
+    """The step's end for a stage of `parameters` (this rank's part); the seconds are one microbatch's over the whole stage."""
     reduce_s, gather_s = gradient_reduction_s(w, rates, parameters)
+    windows = overlap_windows(w)
     owned = parameters / np.where(np.asarray(w.zero) >= 1, np.asarray(w.dp, dtype=float), 1.0)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(parameters * 2.0 * rates.gradient_bytes, 2, rates)
     return StepTail(
-        reduce_s=np.maximum(reduce_s * (1 - rates.dp_overlap), reduce_s - last_backward_s),
+        reduce_s=np.maximum(reduce_s * (1 - rates.dp_overlap), reduce_s - windows * last_backward_s),
         optimizer_s=update_s + rates.step_s,
-        gather_s=np.maximum(gather_s * (1 - rates.gather_overlap), gather_s - first_forward_s),
+        gather_s=np.maximum(gather_s * (1 - rates.gather_overlap), gather_s - windows * first_forward_s),
     )
 
 

@@ -157,6 +157,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         accumulate_bytes=s.accumulate_bytes,
         optimizer_bytes=s.optimizer_bytes,
         p2p_split=s.p2p_split,
+        blocking_messages=s.blocking_messages,
         last_stage_recomputes=s.last_stage_recomputes,
         dp_overlap=s.dp_overlap.value,
         gather_overlap=s.gather_overlap.value,

@@ -55,6 +55,7 @@ class Rates:
     dp_overlap: float  # share of the gradient reduction that may hide under the last backward
     gather_overlap: float  # share of the weight all-gather that may hide under the first forward
     tp_overlap: float  # share of tp communication hidden under its matrix product
+    blocking_messages: bool  # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
     last_stage_recomputes: bool  # False: the last stage keeps its activations, whose backward follows at once
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations

@@ -82,6 +82,7 @@ class Stack(Section):
     accumulate_bytes: NonNegativeFloat = 8.0
     optimizer_bytes: NonNegativeFloat = 30.0
     p2p_split: bool = False
+    blocking_messages: bool = False
     last_stage_recomputes: bool = True
     gemm_efficiency: Number
     gemm_k_half: Number

@@ -33,7 +33,8 @@ class Measurement:
     model: str
     workload: Workload
     seconds: float  # per step
-    known: bool  # False: the source leaves parts of the layout out; it is scored apart and never fitted
+    known: bool  # False: the source leaves the degrees or the batch out; the row is never fitted
+    unstated: tuple[str, ...] = ()  # fields of the workload that the source does not give; the fastest that fits is assumed
     memory_gib: float | None = None
 
     @property
@@ -78,7 +79,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     if "iteration time (ms)" in columns:
         return [_vtrain(row) for row in rows]
     if {"id", "layers", "hidden", "TP", "PP"} <= columns:
-        return [found for row in rows if (found := _throughput(row)) is not None]
+        return [found for row in _with_heads(rows) if (found := _throughput(row)) is not None]
     raise DataError(
         f"has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): {header[:80]}",
         where=str(path),
@@ -89,6 +90,16 @@ def read_measurements(path: Path) -> list[Measurement]:
 def shipped() -> list[Measurement]:
     """Everything that comes with the package."""
     return [row for name in SHIPPED for row in read_measurements(PUBLISHED / name)]
+
+
+def _with_heads(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Tables give the head count where it changes: an empty cell means the one above, of the same source and hidden size or not."""
+    heads: dict[str, str] = {}
+    for row in rows:
+        source = (row.get("source") or "")[:60]
+        row["heads"] = row.get("heads") or heads.get(source, "")
+        heads[source] = row["heads"]
+    return rows
 
 
 def stack_workloads(rows: Sequence[Measurement]) -> Workload:
@@ -159,6 +170,16 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
         machine, stack = next(((name, software) for pattern, name, software in CLUSTERS if re.search(pattern, label)), ("", ""))
     if not machine:
         return None
+    unstated = tuple(
+        field
+        for field, missing in (
+            ("B", _number(row["MBS"]) == 0),
+            ("chunks", pp > 1 and stack == "megatron-core" and row["layers_per_virtual_stage"] == ""),
+            ("tp", row["TP"] == ""),
+            ("pp", row["PP"] == "" and row["TP"] == ""),
+        )
+        if missing
+    )
     workload = Workload(
         S=S, V=V, layers=layers, H=H, A=A, D=H / A, F=F, tp=tp, pp=pp, dp=dp, B=B, m=m, **_properties(row, tp, pp, layers, A)
     )
@@ -171,6 +192,7 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
         workload=workload,
         seconds=seconds,
         known=known,
+        unstated=unstated,
         memory_gib=_number(row["mem_gb_per_dev"]) or None,
     )
 

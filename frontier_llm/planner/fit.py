@@ -15,21 +15,22 @@ import numpy as np
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.datasets import Measurement, stack_workloads
+from frontier_llm.planner.predict import complete
 
 KNEE = 0.03  # of log time
 PRIOR = 0.003  # weight of (log constant - log start)² against one row
 CEILING = 1.0  # efficiencies are shares
 
 COMPUTE = ("gemm_efficiency", "gemm_k_half", "hbm_efficiency", "kernel_s", "step_s")
-TENSOR = ("fabric_bytes_s", "fabric_latency_s")
+TENSOR = ("fabric_bytes_s/2", "fabric_bytes_s/4", "fabric_bytes_s/8", "fabric_latency_s")
 SPREAD = ("network_efficiency", "network_crowding")
 
 # what the rows of each (machine, stack) can determine
 KEYS: dict[tuple[str, str], tuple[str, ...]] = {
     ("vtrain-a100", "megatron-lm"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s"),
     ("vtrain-a100-node", "megatron-lm"): (*COMPUTE, *TENSOR, "launch_s", "microbatch_s", "fabric_hop_s"),
-    ("selene", "megatron-lm"): ("gemm_efficiency", "hbm_efficiency", "kernel_s", *TENSOR, *SPREAD),
-    ("jean-zay", "megatron-deepspeed"): (*COMPUTE, *TENSOR, *SPREAD, "unaligned_penalty"),
+    ("selene", "megatron-lm"): ("gemm_efficiency", "hbm_efficiency", "kernel_s", "fabric_bytes_s", "fabric_latency_s", *SPREAD),
+    ("jean-zay", "megatron-deepspeed"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s", "unaligned_penalty"),
     ("llm-foundry-a100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward"),
     ("llm-foundry-a100-40", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
     ("llm-foundry-h100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
@@ -40,8 +41,34 @@ KEYS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
+# where each constant starts, and what the weak prior holds it to; the file's own value would drift from fit to fit
+START = {
+    "gemm_efficiency": 0.8, "gemm_k_half": 100.0, "unaligned_penalty": 4.0, "flash_efficiency": 0.6, "flash_backward": 0.75,
+    "hbm_efficiency": 0.75, "kernel_s": 8e-6, "launch_s": 30e-6, "microbatch_s": 5e-4, "step_s": 2e-2, "fabric_latency_s": 20e-6,
+    "fabric_hop_s": 2e-6, "network_efficiency": 0.8, "network_crowding": 0.8, "network_latency_s": 25e-6,
+}  # fmt: skip
+START_OF = {
+    "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
+    "eos": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
+    "frontier": {"unaligned_penalty": 2.0},
+}
+FABRIC_START, FABRIC_CEILING = 240e9, 300e9  # NVLink 3 on A100: what large messages reach, and the link rate, bytes/s
+
+
+def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
+    """`numbers` with the constants that are to be fitted set back to where every fit starts."""
+    values = {**START, **START_OF.get(machine, {})}
+    start = replace(numbers, **{key: values[key] for key in keys if "fabric_bytes" not in key})
+    return (
+        replace(start, fabric_bytes_s=tuple(FABRIC_START for _ in start.fabric_bytes_s))
+        if any("fabric_bytes" in key for key in keys)
+        else start
+    )
+
+
 def fit(rows: Sequence[Measurement], start: Rates, keys: Sequence[str], iterations: int = 100) -> Rates:
     """`start` with `keys` changed to suit `rows` best."""
+    rows = [replace(row, workload=complete(row, start)) for row in rows]
     workload, seconds = stack_workloads(rows), np.array([row.seconds for row in rows])
 
     def residual(x: np.ndarray) -> np.ndarray:
@@ -58,12 +85,19 @@ def soften(error: np.ndarray) -> np.ndarray:
 
 
 def apply(start: Rates, keys: Sequence[str], x: np.ndarray) -> Rates:
-    """`start` with each key multiplied by exp(x); a tuple is scaled as a whole, shares stay at most 1."""
+    """`start` with each key multiplied by exp(x); shares stay at most 1.
+
+    A tuple is scaled as a whole, or, with the key's suffix "/N", in its entry for groups of N devices.
+    """
     changes: dict[str, float | tuple[float, ...]] = {}
     for key, shift in zip(keys, x, strict=True):
-        value = getattr(start, key)
-        if isinstance(value, tuple):
-            changes[key] = tuple(float(one * np.exp(shift)) for one in value)
+        name, _, ranks = key.partition("/")
+        value = changes.get(name, getattr(start, name))
+        if ranks:
+            at = start.fabric_size.index(int(ranks))
+            changes[name] = (*value[:at], min(float(value[at] * np.exp(shift)), FABRIC_CEILING), *value[at + 1 :])
+        elif isinstance(value, tuple):
+            changes[key] = tuple(min(float(one * np.exp(shift)), FABRIC_CEILING) for one in value)
         else:
             grown = float(value * np.exp(shift))
             changes[key] = min(grown, CEILING) if key.endswith(("efficiency", "crowding")) else grown

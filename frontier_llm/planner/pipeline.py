@@ -62,7 +62,7 @@ def stage_times(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tup
     forward, backward = (float(value) for value in totals(terms))
     weight = float(weight_gradient_s(w, rates))
     embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
-    host = rates.microbatch_s / 2 / float(w.chunks)
+    host = rates.microbatch_s / 2 / float(w.chunks) + (float(p2p_s(w, rates)) if rates.blocking_messages else 0.0)
     times = []
     for stage in stages:
         skip = float(terms["recompute"][1]) if stage.head and len(stages) > 1 and not rates.last_stage_recomputes else 0.0
@@ -79,7 +79,7 @@ def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec,
     """Simulate one step of the layout `w` (plain numbers) with these virtual stages."""
     pp, m, v = int(w.pp), int(w.m), int(w.chunks)
     times = stage_times(w, rates, stages)
-    message = float(p2p_s(w, rates))
+    message = 0.0 if rates.blocking_messages else float(p2p_s(w, rates))
     round_size = pp if v > 1 else 1
     length = m
     if m > pp + 2 * STEADY_MICROBATCHES + round_size:
@@ -165,7 +165,7 @@ def _with_tail(
         held = [stages[virtual_stage(rank, chunk, pp)] for chunk in range(v)]
         mine = [times[virtual_stage(rank, chunk, pp)] for chunk in range(v)]
         parameters = sum(float(stage_parameters(w, stage.num_layers, stage.embedding, stage.head)) for stage in held)
-        end = tail(w, rates, parameters, sum(one.backward_s for one in mine) / v, sum(one.forward_s for one in mine) / v)
+        end = tail(w, rates, parameters, sum(one.backward_s for one in mine), sum(one.forward_s for one in mine))
         finish = max(finish, ends[rank] + float(end.reduce_s))
         optimizer, gather = max(optimizer, float(end.optimizer_s)), max(gather, float(end.gather_s))
     pipeline = max(ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,16 +29,19 @@ from frontier_llm.train.step import train_step
 EXIT_INTERRUPTED = 75
 
 
-def train(config: RunConfig, place: RankEnv | None) -> int:
-    """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal."""
+def train(config: RunConfig, place: RankEnv | None, allow_changes: Collection[str] = ()) -> int:
+    """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal.
+
+    allow_changes: keys that may differ from the checkpoint's although they change the mathematics (checkpoint.drift).
+    """
     with joined_state(config, place) as state:
-        return _Session(state).run()
+        return _Session(state, allow_changes).run()
 
 
 class _Session:
     """What one process of the run holds from start to end."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, allow_changes: Collection[str]) -> None:
         self.state, self.config, self.mesh = state, state.config, state.mesh
         self.run_dir = Path(self.config.train.run_dir)
         self.is_first = self.mesh.world.rank == 0
@@ -49,6 +53,7 @@ class _Session:
             state.optimizer,
             config=self.config,
             keep=self.config.train.keep_checkpoints,
+            allow_changes=allow_changes,
         )
         self.metrics: Metrics | None = None
 
@@ -63,7 +68,7 @@ class _Session:
             interrupted = self._train_until_end(signals)
         if not interrupted and self.validation is not None:
             self._evaluate()
-        self._save()
+        self._note_saved(self.checkpoints.save(self._progress()))
         self.checkpoints.close()
         if self.metrics is not None:
             self.metrics.close()
@@ -84,8 +89,9 @@ class _Session:
                 return True
             if _due(state.current_step, train.eval_interval, train.steps) and self.validation is not None:
                 self._evaluate()
+            self._note_saved(self.checkpoints.poll())
             if _due(state.current_step, train.save_interval, train.steps):
-                self._save()
+                self.checkpoints.start_save(self._progress())  # training goes on while it is written
         return False
 
     def _agreed(self, wish: bool) -> bool:
@@ -114,10 +120,10 @@ class _Session:
         known = [meta for meta in metas if meta is not None and meta.text_bytes]
         return sum(meta.text_bytes for meta in known) / sum(meta.tokens for meta in known) if len(known) == len(metas) else None
 
-    def _save(self) -> None:
+    def _progress(self) -> Progress:
         state = self.state
         samples = state.current_step * self.config.batch.global_batch
-        progress = Progress(
+        return Progress(
             step=state.current_step,
             consumed_samples=samples,
             tokens=samples * self.config.model.sequence_length,
@@ -126,10 +132,14 @@ class _Session:
             scaler_clean_steps=state.scaler.clean_steps,
             skipped_steps=state.skipped_steps,
         )
-        path = self.checkpoints.save(progress)
+
+    def _note_saved(self, path: Path | None) -> None:
+        """`path` is where a save has become durable, or None."""
+        if path is None:
+            return
         log.info(f"saved {path}")
         if self.metrics is not None:
-            self.metrics.event("save", state.current_step, {"path": str(path)})
+            self.metrics.event("save", self.state.current_step, {"path": str(path)})
 
     def _resume(self) -> None:
         progress = self.checkpoints.load_latest()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).resolve().parents[2]
 FRONTIER_NODES = 9408
 LUMI_NODES = 2978
 GPUS = 8

@@ -2,15 +2,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
-
-from slurm import LocalSlurm, local_slurm, why_unavailable
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.slurm import ROOT, LocalSlurm, local_slurm, why_unavailable
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import ROOT
 
 from frontier_llm.cluster.sbatch import JOBS, render
 from frontier_llm.cluster.sites import load_site
-from slurm import LocalSlurm
+from tests.harness.slurm import ROOT, LocalSlurm
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)

@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.sbatch import JobScript, render
 from frontier_llm.cluster.sites import load_site
-from slurm import LocalSlurm
+from tests.harness.slurm import ROOT, LocalSlurm
 
 SMALL = ("model=gpt-tiny", "parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=64")
 

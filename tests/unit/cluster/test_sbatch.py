@@ -67,6 +67,11 @@ def test_no_option_smuggles_more_than_a_word(evil: str) -> None:
         sbatch.render(replace(sbatch.JOBS[0], name=evil), FRONTIER)
 
 
+def test_no_comment_ends_early() -> None:
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        sbatch.render(replace(sbatch.JOBS[0], about="x\nreboot"), FRONTIER)
+
+
 def test_site_values_expand_names_and_nothing_else(tmp_path: Path) -> None:
     site = FRONTIER.model_copy(
         update={"modules": (), "environment": {"A": "$HOME/x:$UNSET_NAME", "B": 'a"$(touch evil)`touch evil`\\ $HOME', "C": "$(id)"}}
