@@ -113,6 +113,7 @@ int64_t block_tokens(const Corpus& corpus, const Permutation& order, uint64_t fi
 
 }  // namespace
 
+#pragma GCC visibility push(default)  // everything else is built with -fvisibility=hidden
 extern "C" {
 
 int fl_abi() { return kAbi; }
@@ -216,3 +217,4 @@ int64_t fl_blend(const uint64_t* weights, uint64_t members, uint64_t period, uin
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

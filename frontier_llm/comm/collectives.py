@@ -28,6 +28,16 @@ class _Done:
 DONE: Pending = _Done()
 
 
+class _Started:
+    """A collective under way; waiting is timed in the axis' ledger."""
+
+    def __init__(self, work: Any, axis: Axis, operation: str) -> None:
+        self._work, self._axis, self._operation = work, axis, operation
+
+    def wait(self) -> None:
+        self._axis.ledger.wait(self._axis.name, self._operation, self._work)
+
+
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
@@ -43,7 +53,7 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return DONE
     axis.ledger.add(axis.name, "all_reduce", _bytes(x))
-    return dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True)
+    return _Started(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True), axis, "all_reduce")
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -66,7 +76,7 @@ def start_all_gather_into(gathered: Tensor, x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return DONE
     axis.ledger.add(axis.name, "all_gather", _bytes(gathered))
-    return dist.all_gather_into_tensor(gathered, x, group=axis.group, async_op=True)
+    return _Started(dist.all_gather_into_tensor(gathered, x, group=axis.group, async_op=True), axis, "all_gather")
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -89,7 +99,8 @@ def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pendi
     if axis.size == 1:
         return DONE
     axis.ledger.add(axis.name, "reduce_scatter", _bytes(x))
-    return dist.reduce_scatter_tensor(scattered, x, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    work = dist.reduce_scatter_tensor(scattered, x, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return _Started(work, axis, "reduce_scatter")
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:

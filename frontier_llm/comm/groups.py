@@ -64,12 +64,16 @@ def build_mesh(grid: Grid, global_rank: int, chunks: int = 1, tied_embeddings: b
     is_end = global_rank in (pipeline[0], pipeline[-1])
     tied = tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) if tied_embeddings and is_end else (global_rank,)
     names = CHANNELS + (WRAP_CHANNELS if chunks > 1 else ()) if grid.pp > 1 else ()
+    tied_axis = axis("tied", tied)
+    if tied_embeddings and not is_end:
+        # torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many
+        _new_group((global_rank,), timeout_s)
     return Mesh(
         tp=axis("tp", grid.group("tp", global_rank)),
         pp=axis("pp", pipeline),
         dp=axis("dp", grid.group("dp", global_rank)),
         world=axis("world", tuple(range(grid.world_size))),
-        tied=axis("tied", tied),
+        tied=tied_axis,
         channels={name: axis(f"pp.{name}", pipeline) for name in names},
         ledger=ledger,
     )

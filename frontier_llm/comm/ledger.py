@@ -1,9 +1,11 @@
-"""What was moved: calls and bytes per (axis, operation), counted where the call is made."""
+"""What was moved and how long it was waited for: calls, bytes and blocked seconds per (axis, operation)."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -16,16 +18,24 @@ class Ledger:
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    blocked_s: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, axis: str, operation: str, size_bytes: int) -> None:
         """Record one call."""
         self.calls[axis, operation] += 1
         self.bytes[axis, operation] += size_bytes
 
+    def wait(self, axis: str, operation: str, work: Any) -> None:
+        """Wait for `work` and record how long this rank stood still. On a GPU only the stream waits: blocked time is then the host's."""
+        begin = time.perf_counter()
+        work.wait()
+        self.blocked_s[axis, operation] += time.perf_counter() - begin
+
     def reset(self) -> None:
         """Start counting anew, e.g. at a step's begin."""
         self.calls.clear()
         self.bytes.clear()
+        self.blocked_s.clear()
 
     def as_rows(self) -> list[tuple[str, str, int, int]]:
         """(axis, operation, calls, bytes), sorted."""

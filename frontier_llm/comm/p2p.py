@@ -15,12 +15,12 @@ from frontier_llm.comm.axis import Axis
 class Receive:
     """A posted receive; `wait()` returns the tensor."""
 
-    def __init__(self, buffer: Tensor, work: Any) -> None:
-        self._buffer, self._work = buffer, work
+    def __init__(self, buffer: Tensor, work: Any, channel: Axis) -> None:
+        self._buffer, self._work, self._channel = buffer, work, channel
 
     def wait(self) -> Tensor:
         """The message, once it has arrived."""
-        self._work.wait()
+        self._channel.ledger.wait(self._channel.name, "recv", self._work)
         return self._buffer
 
 
@@ -39,7 +39,7 @@ class Sends:
         """Send a contiguous tensor to axis rank `to`."""
         queue = self._outstanding[channel.name]
         if len(queue) >= self._limit:
-            queue.popleft()[0].wait()
+            channel.ledger.wait(channel.name, "send", queue.popleft()[0])
         channel.ledger.add(channel.name, "send", x.numel() * x.element_size())
         queue.append((dist.isend(x, channel.ranks[to], group=channel.group), x))
 
@@ -55,4 +55,4 @@ def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     """Post a receive from axis rank `source`; it overlaps with whatever is computed until `wait()`."""
     buffer = torch.empty(shape, dtype=dtype, device=device)
     channel.ledger.add(channel.name, "recv", buffer.numel() * buffer.element_size())
-    return Receive(buffer, dist.irecv(buffer, channel.ranks[source], group=channel.group))
+    return Receive(buffer, dist.irecv(buffer, channel.ranks[source], group=channel.group), channel)

@@ -141,6 +141,7 @@ class OpsConfig(Section):
     activation: Literal["auto", "reference", "cpu", "triton"] = "auto"
     cross_entropy: Literal["auto", "reference", "cpu", "triton"] = "auto"
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"
+    linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
     no_jit: bool = False  # any attempt to compile while training is an error
 

@@ -14,7 +14,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "activation": ("swiglu", "gelu"),
     "cross_entropy": ("cross_entropy_stats", "cross_entropy_backward_"),
     "adamw": ("adamw_", "sum_of_squares"),
-    "accumulate": ("accumulate_weight_gradient_", "accumulate_", "embedding_backward_"),
+    "linear": ("linear", "linear_input_gradient", "accumulate_weight_gradient_"),
+    "accumulate": ("accumulate_", "embedding_backward_"),
 }
 
 Op = Callable[..., Any]
@@ -38,6 +39,8 @@ class Ops:
     cross_entropy_backward_: Op
     adamw_: Op
     sum_of_squares: Op
+    linear: Op
+    linear_input_gradient: Op
     accumulate_weight_gradient_: Op
     accumulate_: Op
     embedding_backward_: Op

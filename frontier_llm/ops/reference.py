@@ -174,6 +174,16 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
 
 
+def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None = None) -> Tensor:
+    """x @ weightᵀ + bias for x [..., k]."""
+    return F.linear(x, weight_ok, bias_o)
+
+
+def linear_input_gradient(grad_output: Tensor, weight_ok: Tensor) -> Tensor:
+    """grad_output @ weight: what `linear` passes back to its input, for backwards that are written by hand."""
+    return grad_output @ weight_ok
+
+
 def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
     """main_grad += grad_outputᵀ @ x, summed in main_grad's type (fp32, or fp64); leading dims are flattened to N."""
     with torch.no_grad():

@@ -11,7 +11,7 @@ from frontier_llm import log
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError, Problem
 
-from . import reference, sdpa
+from . import native, reference, sdpa
 from .face import GROUPS, Op, Ops
 
 _LOW = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -53,6 +53,12 @@ def _functions(module: object) -> dict[str, Op]:
     return {op: getattr(module, op) for ops in GROUPS.values() for op in ops if hasattr(module, op)}
 
 
+def _load_cpu() -> dict[str, Op]:
+    from . import cpu  # after its library: the module binds torch.ops.frontier_llm
+
+    return _functions(cpu)
+
+
 PROVIDERS: dict[str, Provider] = {
     "reference": Provider(
         name="reference",
@@ -75,6 +81,17 @@ PROVIDERS: dict[str, Provider] = {
         build="",
     ),
 }
+
+PROVIDERS["cpu"] = Provider(
+    name="cpu",
+    groups=tuple(GROUPS),
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16}),
+    version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
+    missing=native.load_cpu_library,
+    load=_load_cpu,
+    build=native.BUILD_COMMAND,
+)
 
 # What `auto` tries, best first, by device.
 _PREFERENCE: dict[str, tuple[str, ...]] = {

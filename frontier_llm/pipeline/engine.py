@@ -64,12 +64,14 @@ class Engine:
         channels: Mapping[str, Axis],
         deferral: Deferral,
         activation: Activation,
-        on_action: Callable[[Action], object] = lambda action: None,
+        on_action: Callable[[Action | None], object] = lambda action: None,
     ) -> None:
-        """`stages[chunk]` are this rank's virtual stages; `on_action` is told each action before it is played (timelines)."""
+        """`stages[chunk]` are this rank's virtual stages; `on_action` is told each action before it is played, and None
+        after the last (timelines)."""
         assert len(stages) == schedule.chunks and pp.size == schedule.stages
         self._schedule, self._stages, self._pp, self._channels = schedule, stages, pp, channels
-        self._deferral, self._activation, self._on_action = deferral, activation, on_action
+        self._deferral, self._activation = deferral, activation
+        self.on_action = on_action
         self._play = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -92,9 +94,10 @@ class Engine:
         """
         self._flight, self._loss_scale = _Flight(), loss_scale
         for action in self._schedule.actions[self._pp.rank]:
-            self._on_action(action)
+            self.on_action(action)
             self._play[action.kind](action)
         self._sends.wait_all()
+        self.on_action(None)
         losses, self._flight = self._flight.losses, _Flight()
         return losses
 

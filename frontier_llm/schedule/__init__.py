@@ -4,7 +4,7 @@ from frontier_llm.schedule.actions import Action, Kind, Schedule, next_stage, pr
 from frontier_llm.schedule.build import ORDERS, build, forward_only, with_communication
 from frontier_llm.schedule.channels import Channel, channel_of, chunk_at_peer, peer_of, received_by, sent_by
 from frontier_llm.schedule.check import ScheduleError, check, in_flight, pending_receives
-from frontier_llm.schedule.render import render_png, render_text
+from frontier_llm.schedule.render import render_figure, render_text
 from frontier_llm.schedule.simulate import Timeline, simulate
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "pending_receives",
     "previous_stage",
     "received_by",
-    "render_png",
+    "render_figure",
     "render_text",
     "sent_by",
     "simulate",

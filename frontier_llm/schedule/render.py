@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from math import ceil
 from pathlib import Path
+from typing import IO
 
 from frontier_llm.errors import BackendError
 from frontier_llm.schedule.actions import Action, Kind
@@ -49,8 +50,11 @@ def _color(action: Action, chunks: int) -> tuple[float, float, float]:
     return (red + (1 - red) * lighter, green + (1 - green) * lighter, blue + (1 - blue) * lighter)
 
 
-def render_png(timeline: Timeline, path: Path) -> Path:
-    """Write the timeline as a figure; bars carry the microbatch number where there is room. Raises BackendError without matplotlib."""
+def render_figure(timeline: Timeline, path: Path | IO[str], file_format: str = "png") -> None:
+    """Write the timeline as a figure ("png", or "svg" into a text stream); bars carry the microbatch number where there is room.
+
+    Raises BackendError without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -82,5 +86,4 @@ def render_png(timeline: Timeline, path: Path) -> Path:
         if any(action.kind is kind for action in schedule.actions[0]):
             axes.bar(0, 0, color=COLORS[kind], label=kind.name.lower().replace("_", " "))
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path)
-    return path
+    figure.savefig(path, format=file_format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Microbatch, Stage, initial_rows, working_dtype
+from frontier_llm.model import Stage, initial_rows, working_dtype
 from frontier_llm.ops import Ops, select_ops
 from frontier_llm.optim import AdamW, Bucket, GradientSync, LossScaler, build_buckets
 from frontier_llm.pipeline import Activation, Engine, StageFunction
@@ -19,11 +18,10 @@ from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import ParallelPlan
+from frontier_llm.train.feed import BatchSource, Feed
 
 # 40 M elements, Megatron-LM's default bucket: 160 MB of fp32 gradients, far into the flat part of RCCL's bandwidth curve
 BUCKET_NUMEL = 40_000_000
-
-FetchMicrobatch = Callable[[int, int], Microbatch]  # (step, index) → this rank's microbatch
 
 
 @dataclass
@@ -42,13 +40,17 @@ class TrainState:
     scaler: LossScaler
     engine: Engine
     evaluator: Engine  # the same stages, forward only
-    fetch: FetchMicrobatch
-    global_tokens: int  # targets of the step over all replicas: what the loss is divided by
+    feed: Feed
+    global_tokens: int = 0  # targets of the current step over all replicas: what the loss is divided by
     current_step: int = 0
     skipped_steps: int = 0
 
+    def new_feed(self, source: BatchSource) -> Feed:
+        """Another stream of batches for this rank, e.g. the held-out one."""
+        return Feed(source, self.config.batch.global_batch * self.config.model.sequence_length, self.mesh.dp, self.device)
 
-def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, fetch: FetchMicrobatch) -> TrainState:
+
+def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource) -> TrainState:
     """One rank's part of the run, with initial weights. Raises BackendError when a chosen op is not there."""
     dtype = working_dtype(config.precision.dtype)
     ops = select_ops(config.ops, device.type, dtype)
@@ -65,16 +67,15 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
                     gradients.collect_from_autograd(parameter, ops.accumulate_)
     sync = GradientSync(buckets, mesh, plan.microbatches)
     gradients.on_accumulated = sync.accumulated
-    global_tokens = config.batch.global_batch * config.model.sequence_length
+    targets = config.batch.global_batch * config.model.sequence_length
 
     def run_stage(stage: Stage, x: Tensor | None, microbatch: int) -> Tensor:
-        return stage(x, state.fetch(state.current_step, microbatch), state.global_tokens)
+        return stage(x, state.feed.microbatch(state.current_step, microbatch), state.global_tokens)
 
     engine, evaluator = _engines(config, plan, mesh, device, [partial(run_stage, stage) for stage in stages], gradients, dtype)
     optimizer, scaler = AdamW(buckets, config.optimizer, mesh, ops), LossScaler.create(config.precision)
-    state = TrainState(
-        config, plan, mesh, device, ops, stages, buckets, sync, optimizer, scaler, engine, evaluator, fetch, global_tokens
-    )  # fmt: skip
+    feed = Feed(source, targets, mesh.dp, device)
+    state = TrainState(config, plan, mesh, device, ops, stages, buckets, sync, optimizer, scaler, engine, evaluator, feed)
     return state
 
 

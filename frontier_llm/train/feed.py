@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from frontier_llm.comm import Axis, all_reduce_
-from frontier_llm.data.loader import Batches
+from frontier_llm.data.loader import Microbatch as Samples
 from frontier_llm.model import Microbatch
-from frontier_llm.train.build import FetchMicrobatch
 
 
-def fetch_from(batches: Batches, device: torch.device) -> FetchMicrobatch:
-    """(step, index) → the microbatch with the sequence first, on `device`."""
+class BatchSource(Protocol):
+    """Where a rank's microbatches come from: data.loader.Batches, or a test's own."""
 
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    microbatches: int  # per step and replica
+    reset_at_documents: bool
 
-    def fetch(step: int, index: int) -> Microbatch:
-        batch = batches.microbatch(step, index)
-        tokens_S1B = batch.tokens_BS1.T
+    def microbatch(self, step: int, index: int) -> Samples:
+        """Microbatch `index` of step `step` of this data-parallel rank."""
+
+
+class Feed:
+    """One rank's batches on its device."""
+
+    def __init__(self, source: BatchSource, targets_per_step: int, dp: Axis, device: torch.device) -> None:
+        """`targets_per_step`: global batch x sequence, the count where no target is masked."""
+        self._source, self._targets_per_step, self._dp, self._device = source, targets_per_step, dp, device
+
+    def microbatch(self, step: int, index: int) -> Microbatch:
+        """The microbatch with the sequence first."""
+        samples = self._source.microbatch(step, index)
+        tokens_S1B = samples.tokens_BS1.T
         return Microbatch(
-            tensor(tokens_S1B[:-1]),
-            tensor(tokens_S1B[1:]),
-            None if batch.documents_BS is None else tensor(batch.documents_BS),
-            None if batch.loss_mask_BS is None else tensor(batch.loss_mask_BS.T),
+            self._tensor(tokens_S1B[:-1]),
+            self._tensor(tokens_S1B[1:]),
+            None if samples.documents_BS is None else self._tensor(samples.documents_BS),
+            None if samples.loss_mask_BS is None else self._tensor(samples.loss_mask_BS.T),
         )
 
-    return fetch
+    def count_targets(self, step: int) -> int:
+        """Targets of the step's global batch that count in the loss. Collective over dp where documents are masked."""
+        if not self._source.reset_at_documents:
+            return self._targets_per_step
+        mine = sum(self._source.microbatch(step, index).target_count for index in range(self._source.microbatches))
+        return int(all_reduce_(torch.tensor(mine, dtype=torch.int64, device=self._device), self._dp))
 
-
-def count_targets(batches: Batches, step: int, dp: Axis) -> int:
-    """Targets of a step's global batch that count in the loss. Collective over dp where documents are masked."""
-    if not batches.reset_at_documents:
-        return batches.global_batch * batches.samples.sequence_length
-    mine = sum(batches.microbatch(step, index).target_count for index in range(batches.microbatches))
-    return int(all_reduce_(torch.tensor(mine, dtype=torch.int64), dp))
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

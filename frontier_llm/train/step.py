@@ -31,6 +31,7 @@ def train_step(state: TrainState) -> StepResult:
     """
     optimizer, scaler, config = state.optimizer, state.scaler, state.config.optimizer
 
+    state.global_tokens = state.feed.count_targets(state.current_step)
     state.sync.begin()
     losses = state.engine.run(loss_scale=scaler.scale)
     state.sync.finish()

@@ -24,7 +24,7 @@ from frontier_llm.schedule import (
     in_flight,
     peer_of,
     pending_receives,
-    render_png,
+    render_figure,
     render_text,
     simulate,
     with_communication,
@@ -344,5 +344,6 @@ def test_long_text_is_cut_and_says_so() -> None:
 
 def test_png_is_written(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    path = render_png(simulate(build("interleaved", 2, 4, 2), lambda _, action: UNIT[action.kind]), tmp_path / "timeline.png")
+    path = tmp_path / "timeline.png"
+    render_figure(simulate(build("interleaved", 2, 4, 2), lambda _, action: UNIT[action.kind]), path)
     assert path.read_bytes().startswith(b"\x89PNG")

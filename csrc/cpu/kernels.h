@@ -1,0 +1,94 @@
+// The table of CPU kernels. Each instruction set fills one (kernels.inc); dispatch.cpp picks the best that this CPU can run.
+// Pointers, sizes and row strides only: no torch here, so the kernels compile in seconds. Lengths and strides are in elements.
+#pragma once
+
+#include <stdint.h>
+
+namespace frontier {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// One attention problem: heads of one batch entry that share a key/value head. Row s of head h of q is q + s * q_row + h * q_head.
+template <class T>
+struct AttentionArgs {
+  const T *q, *k, *v;
+  int64_t q_row, q_head, k_row, v_row;
+  int64_t sequence, group, head_dim;  // group: query heads on this key/value head
+  float scale;
+  const float* slopes;       // [group] ALiBi, or null
+  const int32_t* documents;  // [sequence], or null
+  T* o;                      // forward: written; backward: read
+  int64_t o_row, o_head;
+  float* logsumexp;  // [group][sequence]
+};
+
+template <class T>
+struct AttentionGradArgs {
+  const T* grad_o;
+  int64_t grad_o_row, grad_o_head;
+  T *grad_q, *grad_k, *grad_v;
+  int64_t grad_q_row, grad_q_head, grad_k_row, grad_v_row;
+};
+
+struct GeluArgs {
+  int64_t columns;
+  bool tanh;
+};
+
+struct AdamWArgs {
+  float lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale;
+};
+
+// C[m, n] = (accumulate ? C : 0) + A[m, k] B[k, n]; element (i, j) of A is a[i * a_row + j * a_column], likewise B.
+template <class T>
+struct GemmArgs {
+  const T *a, *b;
+  float* c;
+  int64_t m, n, k, a_row, a_column, b_row, b_column, c_row;
+  bool accumulate;
+};
+
+template <class T>
+struct Kernels {
+  // Norms: rows x columns, contiguous. total = x + residual where residual is not null, else x. mean is null for RMSNorm.
+  void (*norm)(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean, float* scale, int64_t rows,
+               int64_t columns, float eps);
+  // grad_x = gradient through the norm (+ grad_total where not null); grad_weight/grad_bias (fp32) are added to.
+  void (*norm_backward)(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean, const float* scale, T* grad_x,
+                        float* grad_weight, float* grad_bias, int64_t rows, int64_t columns);
+  // One position: heads of x at x + h * x_head, rotated by angle (sign -1 turns back), rest copied; cos/sin [half].
+  void (*rope)(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads, int64_t head_dim, int64_t half);
+  void (*swiglu)(const T* x, T* out, int64_t rows, int64_t columns);                               // x [rows][2][columns]
+  void (*swiglu_backward)(const T* grad, const T* x, T* grad_x, int64_t rows, int64_t columns);
+  void (*gelu)(const T* x, const T* bias, T* out, int64_t rows, GeluArgs args);                    // bias may be null
+  void (*gelu_backward)(const T* grad, const T* x, const T* bias, T* grad_x, float* grad_bias, int64_t rows, GeluArgs args);
+  void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats, int64_t stats_stride,
+                              int64_t rows, int64_t columns);
+  void (*cross_entropy_backward)(T* logits, int64_t row_stride, const int64_t* targets, int64_t first, const float* logsumexp,
+                                 const float* grad_loss, int64_t rows, int64_t columns);
+  void (*adamw)(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count, AdamWArgs args);
+  double (*sum_of_squares)(const T* x, int64_t count);
+  void (*accumulate)(float* main_grad, const T* grad, int64_t count);
+  void (*gemm)(const GemmArgs<T>& args);
+  void (*attention)(const AttentionArgs<T>& args);
+  void (*attention_backward)(const AttentionArgs<T>& args, const AttentionGradArgs<T>& grads);
+};
+
+struct KernelSet {
+  const char* isa;
+  Kernels<float> f32;
+  Kernels<bf16> b16;
+};
+
+// The set for this CPU, chosen at the first call. FRONTIER_LLM is not asked: the fastest that runs is the only sensible one,
+// tests name the others through kernel_set_by_name.
+const KernelSet& kernels();
+const KernelSet* kernel_set_by_name(const char* isa);  // null where this CPU cannot run it
+void use_kernel_set(const KernelSet& set);
+
+template <class T>
+const Kernels<T>& kernels_for();
+
+}  // namespace frontier

@@ -1,0 +1,3 @@
+#define FRONTIER_ISA generic
+#define FRONTIER_ISA_NAME "generic"
+#include "kernels.inc"

@@ -1,0 +1,474 @@
+// The CPU kernels as torch operators (torch.ops.frontier_llm.*): checks, outputs, and work split over torch's own threads.
+// Autograd is in frontier_llm/ops/cpu.py; these functions are the forwards and backwards it calls.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace frontier {
+namespace {
+
+using at::Tensor;
+
+// Rows per task below which a second thread costs more than it brings (about 10 us of work).
+constexpr int64_t kElementsPerTask = 32768;
+
+int64_t grain(int64_t row_elements) { return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_elements)); }
+
+void check_same(const Tensor& x, const Tensor& y, const char* name) {
+  TORCH_CHECK(y.scalar_type() == x.scalar_type(), name, " is ", y.scalar_type(), ", expected ", x.scalar_type());
+}
+
+void check_fp32(const Tensor& x, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), name, " must be contiguous fp32");
+}
+
+template <class T>
+T* data(const Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+template <class T>
+T* data(const std::optional<Tensor>& x) {
+  return x ? data<T>(*x) : nullptr;
+}
+
+// Calls body(T{}) with the element type of x.
+template <class Body>
+void by_type(const Tensor& x, Body body) {
+  if (x.scalar_type() == at::kFloat)
+    body(float{});
+  else if (x.scalar_type() == at::kBFloat16)
+    body(bf16{});
+  else
+    TORCH_CHECK(false, "the CPU ops take fp32 and bf16, not ", x.scalar_type());
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& x) { return x ? std::optional<Tensor>(x->contiguous()) : x; }
+
+Tensor fp32_like(const Tensor& x, at::IntArrayRef shape) { return at::empty(shape, x.options().dtype(at::kFloat)); }
+
+// Splits rows over threads, each with its own fp32 sums [columns] that are added up in order: the result depends on the number of
+// threads only. body(begin, end, sums).
+template <class Body>
+void with_partial_sums(int64_t rows, int64_t sums, Tensor& total, Body body) {
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), rows / grain(sums)));
+  Tensor partial = at::zeros({parts, sums}, total.options());
+  at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part)
+      body(rows * part / parts, rows * (part + 1) / parts, data<float>(partial) + part * sums);
+  });
+  total = parts == 1 ? partial[0] : partial.sum(0);
+}
+
+// ---- norms ----
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm(const Tensor& x_in, const std::optional<Tensor>& residual_in, const Tensor& weight_in,
+                                                const std::optional<Tensor>& bias_in, double eps, bool centred) {
+  const Tensor x = x_in.contiguous(), weight = weight_in.contiguous();
+  const auto residual = contiguous(residual_in), bias = contiguous(bias_in);
+  check_same(x, weight, "weight");
+  if (residual) check_same(x, *residual, "residual");
+  if (bias) check_same(x, *bias, "bias");
+  const int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0;
+  TORCH_CHECK(weight.numel() == columns, "weight has ", weight.numel(), " elements, the last dim of x is ", columns);
+  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  const Tensor out = at::empty_like(x), total = residual ? at::empty_like(x) : x;
+  const Tensor mean = fp32_like(x, {centred ? rows : 0}), scale = fp32_like(x, {rows});
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+      const int64_t at = begin * columns;
+      kernels_for<T>().norm(data<T>(x) + at, residual ? data<T>(*residual) + at : nullptr, data<T>(weight), data<T>(bias), data<T>(out) + at,
+                            residual ? data<T>(total) + at : nullptr, centred ? data<float>(mean) + begin : nullptr,
+                            data<float>(scale) + begin, end - begin, columns, static_cast<float>(eps));
+    });
+  });
+  return {out, total, mean, scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad_in, const std::optional<Tensor>& grad_total_in, const Tensor& total,
+                                                 const Tensor& weight_in, const Tensor& mean, const Tensor& scale, bool has_bias) {
+  const Tensor grad = grad_in.contiguous(), weight = weight_in.contiguous();
+  const auto grad_total = contiguous(grad_total_in);
+  check_same(total, grad, "grad");
+  const int64_t columns = total.size(-1), rows = scale.numel();
+  const Tensor grad_x = at::empty_like(total);
+  const bool centred = mean.numel() > 0;
+  Tensor sums = fp32_like(total, {0});
+  by_type(total, [&](auto type) {
+    using T = decltype(type);
+    with_partial_sums(rows, 2 * columns, sums, [&](int64_t begin, int64_t end, float* partial) {
+      const int64_t at = begin * columns;
+      kernels_for<T>().norm_backward(data<T>(grad) + at, grad_total ? data<T>(*grad_total) + at : nullptr, data<T>(total) + at, data<T>(weight),
+                                     centred ? data<float>(mean) + begin : nullptr, data<float>(scale) + begin, data<T>(grad_x) + at, partial,
+                                     has_bias ? partial + columns : nullptr, end - begin, columns);
+    });
+  });
+  return {grad_x, sums.narrow(0, 0, columns), sums.narrow(0, columns, columns)};
+}
+
+// ---- pointwise ----
+
+Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, double sign) {
+  const Tensor x = x_in.stride(-1) == 1 ? x_in : x_in.contiguous();
+  const Tensor cos = cos_in.to(at::kFloat).contiguous(), sin = sin_in.to(at::kFloat).contiguous();
+  TORCH_CHECK(x.dim() == 4 && cos.sizes() == sin.sizes() && cos.size(0) == x.size(0), "rope wants x [S, B, a, D] and cos, sin [S, R] or [S, B, R]");
+  const int64_t batch = x.size(1), heads = x.size(2), head_dim = x.size(3), half = cos.size(-1);
+  const bool per_sample = cos.dim() == 3;
+  TORCH_CHECK(2 * half <= head_dim && (!per_sample || cos.size(1) == batch), "cos has shape ", cos.sizes(), " for x of shape ", x.sizes());
+  const Tensor out = at::empty(x.sizes(), x.options());
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, x.size(0) * batch, grain(heads * head_dim), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t s = row / batch, b = row % batch, angle = (per_sample ? row : s) * half;
+        kernels_for<T>().rope(data<T>(x) + s * x.stride(0) + b * x.stride(1), x.stride(2), data<T>(out) + row * heads * head_dim,
+                              data<float>(cos) + angle, data<float>(sin) + angle, static_cast<float>(sign), heads, head_dim, half);
+      }
+    });
+  });
+  return out;
+}
+
+Tensor swiglu(const Tensor& x_in) {
+  const Tensor x = x_in.contiguous();
+  TORCH_CHECK(x.dim() >= 2 && x.size(-2) == 2, "swiglu wants [..., 2, f], not ", x.sizes());
+  auto shape = x.sizes().vec();
+  shape.erase(shape.end() - 2);
+  const Tensor out = at::empty(shape, x.options());
+  const int64_t columns = x.size(-1), rows = columns ? out.numel() / columns : 0;
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, rows, grain(2 * columns), [&](int64_t begin, int64_t end) {
+      kernels_for<T>().swiglu(data<T>(x) + 2 * begin * columns, data<T>(out) + begin * columns, end - begin, columns);
+    });
+  });
+  return out;
+}
+
+Tensor swiglu_backward(const Tensor& grad_in, const Tensor& x_in) {
+  const Tensor grad = grad_in.contiguous(), x = x_in.contiguous(), grad_x = at::empty_like(x);
+  check_same(x, grad, "grad");
+  const int64_t columns = x.size(-1), rows = columns ? grad.numel() / columns : 0;
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, rows, grain(4 * columns), [&](int64_t begin, int64_t end) {
+      kernels_for<T>().swiglu_backward(data<T>(grad) + begin * columns, data<T>(x) + 2 * begin * columns, data<T>(grad_x) + 2 * begin * columns,
+                                       end - begin, columns);
+    });
+  });
+  return grad_x;
+}
+
+Tensor gelu(const Tensor& x_in, const std::optional<Tensor>& bias_in, bool tanh) {
+  const Tensor x = x_in.contiguous(), out = at::empty_like(x);
+  const auto bias = contiguous(bias_in);
+  if (bias) check_same(x, *bias, "bias");
+  const int64_t columns = x.dim() ? x.size(-1) : 1, rows = columns ? x.numel() / columns : 0;
+  TORCH_CHECK(!bias || bias->numel() == columns, "bias has ", bias->numel(), " elements, the last dim of x is ", columns);
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+      kernels_for<T>().gelu(data<T>(x) + begin * columns, data<T>(bias), data<T>(out) + begin * columns, end - begin, {columns, tanh});
+    });
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> gelu_backward(const Tensor& grad_in, const Tensor& x_in, const std::optional<Tensor>& bias_in, bool tanh) {
+  const Tensor grad = grad_in.contiguous(), x = x_in.contiguous(), grad_x = at::empty_like(x);
+  const auto bias = contiguous(bias_in);
+  check_same(x, grad, "grad");
+  const int64_t columns = x.dim() ? x.size(-1) : 1, rows = columns ? x.numel() / columns : 0;
+  Tensor grad_bias = fp32_like(x, {0});
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    with_partial_sums(rows, columns, grad_bias, [&](int64_t begin, int64_t end, float* partial) {
+      const int64_t at = begin * columns;
+      kernels_for<T>().gelu_backward(data<T>(grad) + at, data<T>(x) + at, data<T>(bias), data<T>(grad_x) + at, partial, end - begin, {columns, tanh});
+    });
+  });
+  return {grad_x, grad_bias};
+}
+
+// ---- cross-entropy ----
+
+void check_logits(const Tensor& logits, const Tensor& targets) {
+  TORCH_CHECK(logits.dim() == 2 && (logits.size(1) <= 1 || logits.stride(1) == 1), "logits must be [N, v] with v contiguous");
+  TORCH_CHECK(targets.scalar_type() == at::kLong && targets.is_contiguous() && targets.numel() == logits.size(0),
+              "targets must be N contiguous int64");
+}
+
+Tensor cross_entropy_stats(const Tensor& logits, const Tensor& targets, int64_t first_vocab) {
+  check_logits(logits, targets);
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  const Tensor stats = fp32_like(logits, {3, rows});
+  by_type(logits, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+      kernels_for<T>().cross_entropy_stats(data<T>(logits) + begin * logits.stride(0), logits.stride(0), data<int64_t>(targets) + begin, first_vocab,
+                                           data<float>(stats) + begin, rows, end - begin, columns);
+    });
+  });
+  return stats;
+}
+
+Tensor cross_entropy_backward_(Tensor logits, const Tensor& targets, int64_t first_vocab, const Tensor& logsumexp, const Tensor& grad_loss) {
+  check_logits(logits, targets);
+  check_fp32(logsumexp, "logsumexp");
+  check_fp32(grad_loss, "grad_loss");
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  TORCH_CHECK(logsumexp.numel() == rows && grad_loss.numel() == rows, "logsumexp and grad_loss must have N = ", rows, " elements");
+  by_type(logits, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+      kernels_for<T>().cross_entropy_backward(data<T>(logits) + begin * logits.stride(0), logits.stride(0), data<int64_t>(targets) + begin,
+                                              first_vocab, data<float>(logsumexp) + begin, data<float>(grad_loss) + begin, end - begin, columns);
+    });
+  });
+  return logits;
+}
+
+// ---- gradients and optimizer ----
+
+void adamw_(const Tensor& master, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& weights, double lr,
+            double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale) {
+  check_fp32(master, "master");
+  check_fp32(grad, "grad");
+  check_fp32(exp_avg, "exp_avg");
+  check_fp32(exp_avg_sq, "exp_avg_sq");
+  TORCH_CHECK(weights.is_contiguous() && step >= 1, "weights_out must be contiguous and step >= 1");
+  const int64_t count = master.numel();
+  for (const Tensor* other : {&grad, &exp_avg, &exp_avg_sq, &weights})
+    TORCH_CHECK(other->numel() == count, "all slices must have ", count, " elements");
+  const AdamWArgs args{static_cast<float>(lr),  static_cast<float>(beta1),        static_cast<float>(beta2),
+                       static_cast<float>(eps), static_cast<float>(weight_decay), static_cast<float>(1 - std::pow(beta1, step)),
+                       static_cast<float>(1 - std::pow(beta2, step)), static_cast<float>(grad_scale)};
+  by_type(weights, [&](auto type) {
+    using T = decltype(type);
+    const bool alias = weights.data_ptr() == master.data_ptr();
+    at::parallel_for(0, count, kElementsPerTask, [&](int64_t begin, int64_t end) {
+      kernels_for<T>().adamw(data<float>(master) + begin, data<float>(grad) + begin, data<float>(exp_avg) + begin, data<float>(exp_avg_sq) + begin,
+                             alias ? nullptr : data<T>(weights) + begin, end - begin, args);
+    });
+  });
+}
+
+Tensor sum_of_squares(const Tensor& x_in) {
+  const Tensor x = x_in.contiguous();
+  const int64_t parts = (x.numel() + kElementsPerTask - 1) / kElementsPerTask;  // fixed parts: the sum does not depend on the threads
+  std::vector<double> partial(parts);
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t at = part * kElementsPerTask;
+        partial[part] = kernels_for<T>().sum_of_squares(data<T>(x) + at, std::min(kElementsPerTask, x.numel() - at));
+      }
+    });
+  });
+  const Tensor total = at::zeros({}, x.options().dtype(at::kDouble));
+  for (const double part : partial) *data<double>(total) += part;
+  return total;
+}
+
+void accumulate_(const Tensor& main_grad, const Tensor& grad_in) {
+  check_fp32(main_grad, "main_grad");
+  const Tensor grad = grad_in.contiguous();
+  TORCH_CHECK(grad.numel() == main_grad.numel(), "main_grad has ", main_grad.numel(), " elements, grad ", grad.numel());
+  by_type(grad, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, grad.numel(), kElementsPerTask, [&](int64_t begin, int64_t end) {
+      kernels_for<T>().accumulate(data<float>(main_grad) + begin, data<T>(grad) + begin, end - begin);
+    });
+  });
+}
+
+void embedding_backward_(const Tensor& main_grad, const Tensor& ids_in, const Tensor& grad_in, int64_t first_vocab) {
+  check_fp32(main_grad, "main_grad");
+  const Tensor ids = ids_in.to(at::kLong).contiguous(), grad = grad_in.contiguous();
+  const int64_t rows = main_grad.size(0), columns = main_grad.size(1);
+  TORCH_CHECK(grad.numel() == ids.numel() * columns, "grad must have one row of ", columns, " per token");
+  by_type(grad, [&](auto type) {
+    using T = decltype(type);
+    // Threads split the columns, so two tokens of one row never race and the order of the sums is fixed.
+    at::parallel_for(0, columns, grain(ids.numel()), [&](int64_t begin, int64_t end) {
+      for (int64_t token = 0; token < ids.numel(); ++token) {
+        const int64_t row = data<int64_t>(ids)[token] - first_vocab;
+        if (row >= 0 && row < rows)
+          kernels_for<T>().accumulate(data<float>(main_grad) + row * columns + begin, data<T>(grad) + token * columns + begin, end - begin);
+      }
+    });
+  });
+}
+
+// c (+)= a @ b with fp32 sums; a [m, k] and b [k, n] may be transposed views.
+void gemm(const Tensor& a_in, const Tensor& b_in, const Tensor& c, bool accumulate) {
+  const auto unit_stride = [](const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); };
+  TORCH_CHECK(a_in.dim() == 2 && b_in.dim() == 2 && c.dim() == 2, "gemm wants matrices");
+  const Tensor a = unit_stride(a_in), b = unit_stride(b_in);
+  check_same(a, b, "b");
+  const int64_t m = c.size(0), n = c.size(1), k = a.size(1);
+  TORCH_CHECK(a.size(0) == m && b.size(0) == k && b.size(1) == n && c.scalar_type() == at::kFloat && (n <= 1 || c.stride(1) == 1),
+              "gemm: a ", a.sizes(), ", b ", b.sizes(), ", c ", c.sizes(), " (c must be fp32 with contiguous rows)");
+  by_type(a, [&](auto type) {
+    using T = decltype(type);
+    const int64_t flops_per_row = std::max<int64_t>(1, 2 * n * k);
+    at::parallel_for(0, m, std::max<int64_t>(64, 2'000'000 / flops_per_row), [&](int64_t begin, int64_t end) {
+      kernels_for<T>().gemm({data<T>(a) + begin * a.stride(0), data<T>(b), data<float>(c) + begin * c.stride(0), end - begin, n, k, a.stride(0),
+                             a.stride(1), b.stride(0), b.stride(1), c.stride(0), accumulate});
+    });
+  });
+}
+
+// ---- attention ----
+
+Tensor last_dim_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& slopes, const std::optional<Tensor>& documents) {
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) && q.size(1) == k.size(1) && q.size(3) == k.size(3),
+              "attention wants q [S, B, a, D] and k, v [S, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
+  TORCH_CHECK(k.size(2) > 0 && q.size(2) % k.size(2) == 0, q.size(2), " query heads are not a multiple of ", k.size(2), " key/value heads");
+  TORCH_CHECK(q.size(0) > 0, "attention over an empty sequence");
+  check_same(q, k, "k");
+  check_same(q, v, "v");
+  TORCH_CHECK(!slopes || (slopes->scalar_type() == at::kFloat && slopes->is_contiguous() && slopes->numel() == q.size(2)),
+              "alibi_slopes must be one fp32 per query head");
+  TORCH_CHECK(!documents || (documents->scalar_type() == at::kInt && documents->is_contiguous() && documents->dim() == 2 &&
+                             documents->size(0) == q.size(1) && documents->size(1) == q.size(0)),
+              "documents must be int32 [B, S]");
+}
+
+template <class T>
+AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const std::optional<Tensor>& slopes,
+                           const std::optional<Tensor>& documents, const Tensor& o, const Tensor& logsumexp, int64_t index) {
+  const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads, b = index / kv_heads, g = index % kv_heads, sequence = q.size(0);
+  return {data<T>(q) + b * q.stride(1) + g * group * q.stride(2),
+          data<T>(k) + b * k.stride(1) + g * k.stride(2),
+          data<T>(v) + b * v.stride(1) + g * v.stride(2),
+          q.stride(0),
+          q.stride(2),
+          k.stride(0),
+          v.stride(0),
+          sequence,
+          group,
+          q.size(3),
+          static_cast<float>(scale),
+          slopes ? data<float>(*slopes) + g * group : nullptr,
+          documents ? data<int32_t>(*documents) + b * sequence : nullptr,
+          data<T>(o) + b * o.stride(1) + g * group * o.stride(2),
+          o.stride(0),
+          o.stride(2),
+          data<float>(logsumexp) + (b * q.size(2) + g * group) * sequence};
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, double scale, const std::optional<Tensor>& slopes,
+                                     const std::optional<Tensor>& documents) {
+  const Tensor q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
+  check_attention(q, k, v, slopes, documents);
+  const Tensor o = at::empty(q.sizes(), q.options()), logsumexp = fp32_like(q, {q.size(1), q.size(2), q.size(0)});
+  by_type(q, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, q.size(1) * k.size(2), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index)
+        kernels_for<T>().attention(head_args<T>(q, k, v, scale, slopes, documents, o, logsumexp, index));
+    });
+  });
+  return {o, logsumexp};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                                      const Tensor& o, const Tensor& logsumexp, double scale, const std::optional<Tensor>& slopes,
+                                                      const std::optional<Tensor>& documents) {
+  const Tensor grad = last_dim_contiguous(grad_in), q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
+  check_attention(q, k, v, slopes, documents);
+  check_same(q, grad, "grad");
+  const Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()), grad_v = at::empty(v.sizes(), v.options());
+  by_type(q, [&](auto type) {
+    using T = decltype(type);
+    const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads;
+    at::parallel_for(0, q.size(1) * kv_heads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) {
+        const int64_t b = index / kv_heads, g = index % kv_heads;
+        const AttentionGradArgs<T> grads{data<T>(grad) + b * grad.stride(1) + g * group * grad.stride(2),
+                                         grad.stride(0),
+                                         grad.stride(2),
+                                         data<T>(grad_q) + b * grad_q.stride(1) + g * group * grad_q.stride(2),
+                                         data<T>(grad_k) + b * grad_k.stride(1) + g * grad_k.stride(2),
+                                         data<T>(grad_v) + b * grad_v.stride(1) + g * grad_v.stride(2),
+                                         grad_q.stride(0),
+                                         grad_q.stride(2),
+                                         grad_k.stride(0),
+                                         grad_v.stride(0)};
+        kernels_for<T>().attention_backward(head_args<T>(q, k, v, scale, slopes, documents, o, logsumexp, index), grads);
+      }
+    });
+  });
+  return {grad_q, grad_k, grad_v};
+}
+
+// ---- the instruction set ----
+
+std::string instruction_set() { return kernels().isa; }
+
+void use_instruction_set(const std::string& name) {
+  const KernelSet* set = kernel_set_by_name(name.c_str());
+  TORCH_CHECK(set, "this CPU cannot run the ", name, " kernels");
+  use_kernel_set(*set);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(frontier_llm, m) {
+  m.def("norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor mean, Tensor scale, bool has_bias) -> (Tensor, Tensor, Tensor)");
+  m.def("rope(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor");
+  m.def("swiglu(Tensor x) -> Tensor");
+  m.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor");
+  m.def("gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
+  m.def("gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
+  m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first_vocab) -> Tensor");
+  m.def("cross_entropy_backward_(Tensor(a!) logits, Tensor targets, int first_vocab, Tensor logsumexp, Tensor grad_loss) -> Tensor(a!)");
+  m.def("adamw_(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) weights, float lr, float beta1, float beta2, "
+        "float eps, float weight_decay, int step, float grad_scale) -> ()");
+  m.def("sum_of_squares(Tensor x) -> Tensor");
+  m.def("accumulate_(Tensor(a!) main_grad, Tensor grad) -> ()");
+  m.def("embedding_backward_(Tensor(a!) main_grad, Tensor ids, Tensor grad, int first_vocab) -> ()");
+  m.def("gemm(Tensor a, Tensor b, Tensor(a!) c, bool accumulate) -> ()");
+  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? slopes, Tensor? documents) -> (Tensor, Tensor)");
+  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, float scale, Tensor? slopes, Tensor? documents) "
+        "-> (Tensor, Tensor, Tensor)");
+  m.def("instruction_set() -> str", &instruction_set);
+  m.def("use_instruction_set(str name) -> ()", &use_instruction_set);
+}
+
+TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {
+  m.impl("norm", &norm);
+  m.impl("norm_backward", &norm_backward);
+  m.impl("rope", &rope);
+  m.impl("swiglu", &swiglu);
+  m.impl("swiglu_backward", &swiglu_backward);
+  m.impl("gelu", &gelu);
+  m.impl("gelu_backward", &gelu_backward);
+  m.impl("cross_entropy_stats", &cross_entropy_stats);
+  m.impl("cross_entropy_backward_", &cross_entropy_backward_);
+  m.impl("adamw_", &adamw_);
+  m.impl("sum_of_squares", &sum_of_squares);
+  m.impl("accumulate_", &accumulate_);
+  m.impl("embedding_backward_", &embedding_backward_);
+  m.impl("gemm", &gemm);
+  m.impl("attention", &attention);
+  m.impl("attention_backward", &attention_backward);
+}
+
+}  // namespace frontier

@@ -1,0 +1,49 @@
+// Passes over the flat gradient and optimizer buffers; all are bound by memory, so each reads and writes once.
+#pragma once
+
+#include "vec.h"
+
+namespace frontier::FRONTIER_ISA {
+
+// AdamW (decoupled weight decay): unscale and clip by grad_scale, both moments, the master weights, and their rounded copy.
+template <class T>
+void adamw(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count, AdamWArgs args) {
+  const float step_size = args.lr / args.correction1, root = 1.0f / __builtin_sqrtf(args.correction2), keep = 1.0f - args.lr * args.weight_decay;
+  for_vectors(count, [&](int64_t, auto load, auto store) {
+    const vf g = load(grad) * args.grad_scale;
+    const vf m = load(exp_avg) * args.beta1 + g * (1.0f - args.beta1);
+    const vf v = load(exp_avg_sq) * args.beta2 + g * g * (1.0f - args.beta2);
+    const vf p = load(master) * keep - step_size * m / (sqrt(v) * root + args.eps);
+    store(exp_avg, m);
+    store(exp_avg_sq, v);
+    store(master, p);
+    if (weights) store(weights, p);
+  });
+}
+
+// The square of an fp32 number is exact in fp64, so each vector is widened before it is squared and added.
+template <class T>
+double sum_of_squares(const T* x, int64_t count) {
+  typedef float half_float __attribute__((vector_size(kVectorBytes / 2)));
+  typedef double wide __attribute__((vector_size(kVectorBytes)));
+  wide low{}, high{};
+  for_vectors(count, [&](int64_t, auto load, auto) {
+    const vf values = load(x);
+    half_float halves[2];
+    memcpy(halves, &values, sizeof values);
+    const wide a = __builtin_convertvector(halves[0], wide), b = __builtin_convertvector(halves[1], wide);
+    low += a * a;
+    high += b * b;
+  });
+  low += high;
+  double total = 0;
+  for (int lane = 0; lane < kLanes / 2; ++lane) total += low[lane];
+  return total;
+}
+
+template <class T>
+void accumulate(float* main_grad, const T* grad, int64_t count) {
+  for_vectors(count, [&](int64_t, auto load, auto store) { store(main_grad, load(main_grad) + load(grad)); });
+}
+
+}  // namespace frontier::FRONTIER_ISA

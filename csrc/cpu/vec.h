@@ -1,0 +1,138 @@
+// Vectors of floats as wide as the instruction set of the translation unit, from the compiler's own vector types, so that one
+// source serves AVX-512, AVX2 and any other machine. Everything here lives in the namespace of one instruction set
+// (FRONTIER_ISA): the same templates compiled with other flags must never be merged by the linker.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace frontier::FRONTIER_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+constexpr int kLanes = kVectorBytes / 4;
+
+typedef float vf __attribute__((vector_size(kVectorBytes)));
+typedef int32_t vi __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t vu __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t vh __attribute__((vector_size(kVectorBytes / 2)));
+typedef float vf_memory __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+typedef int32_t vi_memory __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+typedef uint16_t vh_memory __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+
+ALWAYS_INLINE vf splat(float x) { return x - vf{}; }
+
+ALWAYS_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_memory*>(p); }
+ALWAYS_INLINE vi load(const int32_t* p) { return *reinterpret_cast<const vi_memory*>(p); }
+ALWAYS_INLINE vf load(const bf16* p) {
+  return reinterpret_cast<vf>(__builtin_convertvector(*reinterpret_cast<const vh_memory*>(p), vu) << 16);
+}
+
+ALWAYS_INLINE void store(float* p, vf x) { *reinterpret_cast<vf_memory*>(p) = x; }
+ALWAYS_INLINE void store(bf16* p, vf x) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+  memcpy(p, &rounded, sizeof rounded);
+#else
+  const vu bits = reinterpret_cast<vu>(x);
+  const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const vu quiet_nan = vu{} + 0x7fc0;
+  *reinterpret_cast<vh_memory*>(p) = __builtin_convertvector(x == x ? rounded : quiet_nan, vh);
+#endif
+}
+
+// The last, shorter vector of a row; the missing lanes are 0.
+template <class T>
+ALWAYS_INLINE vf load_part(const T* p, int64_t count) {
+  T lanes[kLanes] = {};
+  memcpy(lanes, p, count * sizeof(T));
+  return load(lanes);
+}
+template <class T>
+ALWAYS_INLINE void store_part(T* p, vf x, int64_t count) {
+  T lanes[kLanes];
+  store(lanes, x);
+  memcpy(p, lanes, count * sizeof(T));
+}
+
+// Calls body(i, load, store) for each vector of [0, count): load(p) and store(p, x) act at p + i and know the tail.
+template <class Body>
+ALWAYS_INLINE void for_vectors(int64_t count, Body body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    body(i, [i](const auto* p) { return load(p + i); }, [i](auto* p, vf x) { store(p + i, x); });
+  if (const int64_t rest = count - i; rest > 0)
+    body(i, [i, rest](const auto* p) { return load_part(p + i, rest); }, [i, rest](auto* p, vf x) { store_part(p + i, x, rest); });
+}
+
+ALWAYS_INLINE float sum(vf x) {
+  float total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += x[lane];
+  return total;
+}
+ALWAYS_INLINE vf max(vf a, vf b) { return a < b ? b : a; }
+ALWAYS_INLINE vf min(vf a, vf b) { return b < a ? b : a; }
+ALWAYS_INLINE float max_lane(vf x) {
+  float best = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) best = x[lane] > best ? x[lane] : best;
+  return best;
+}
+ALWAYS_INLINE vf sqrt(vf x) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vf>(_mm512_sqrt_ps(reinterpret_cast<__m512>(x)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vf>(_mm256_sqrt_ps(reinterpret_cast<__m256>(x)));
+#else
+  for (int lane = 0; lane < kLanes; ++lane) x[lane] = __builtin_sqrtf(x[lane]);
+  return x;
+#endif
+}
+
+// e^x to about 1 ulp: x = n ln 2 + r, polynomial of Cephes' expf on |r| <= ln 2 / 2, then n into the exponent.
+// Below -87.3 (where the result would be denormal) it is exactly 0; inf and NaN come out as they should.
+ALWAYS_INLINE vf exp(vf x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+  const vf clamped = min(max(x, splat(-87.3f)), splat(88.7f));
+  const vf shifted = clamped * 1.44269504088896341f + magic;
+  const vf n = shifted - magic;
+  const vf r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const vi exponent = reinterpret_cast<vi>(shifted) - reinterpret_cast<vi>(splat(magic));
+  vf result = reinterpret_cast<vf>(reinterpret_cast<vi>(p) + (exponent << 23));
+  result = x < -87.3f ? vf{} : result;
+  result = x > 88.7f ? splat(__builtin_inff()) : result;
+  return x == x ? result : x;
+}
+
+// The normal distribution's cdf at x and exp(-x^2 / 2), for exact GELU: Abramowitz & Stegun 7.1.26, |error| < 1.5e-7.
+ALWAYS_INLINE void normal_cdf(vf x, vf& cdf, vf& bell) {
+  const vf a = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+  bell = exp(-a * a);
+  const vf t = 1.0f / (1.0f + 0.3275911f * a);
+  vf p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const vf tail = 0.5f * p * t * bell;  // P(X > |x|)
+  cdf = x < 0.0f ? tail : 1.0f - tail;
+}
+
+}  // namespace frontier::FRONTIER_ISA

@@ -1,0 +1,32 @@
+"""frontier-llm bench step|ops|comm: measurements as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+
+# bench → (module, one line of help); each module has add_arguments(parser) and run(args) -> int
+BENCHES = {
+    "step": ("frontier_llm.cli.bench_step", "the training step against this device's own matrix-product rate"),
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the command and its benches."""
+    parser = subparsers.add_parser("bench", help="measure the training step, the ops or the communication")
+    benches = parser.add_subparsers(dest="bench", required=True)
+    for name, (module, line) in BENCHES.items():
+        bench = benches.add_parser(name, help=line, description=line)
+        bench.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+        importlib.import_module(module).add_arguments(bench)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen bench."""
+    return int(importlib.import_module(BENCHES[args.bench][0]).run(args))
+
+
+def print_json(result: object) -> None:
+    """A result on stdout."""
+    print(json.dumps(result, indent=1))

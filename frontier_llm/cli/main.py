@@ -1,0 +1,67 @@
+"""The command line: one table of commands, each in a module that is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from frontier_llm import __version__
+from frontier_llm.errors import FrontierError, suggest
+
+# name → (module with add_parser and run, one line of help). `--help` must answer in under 0.3 s, so it reads only this table.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("frontier_llm.cli.plan", "choose tensor, pipeline and data parallelism for a model on a machine"),
+    "train": ("frontier_llm.cli.train", "train a run file; joins a launcher's ranks or starts local ones"),
+    "submit": ("frontier_llm.cli.submit", "queue a run on a Slurm site"),
+    "status": ("frontier_llm.cli.status", "what runs, how far it is, when it ends"),
+    "doctor": ("frontier_llm.cli.doctor", "check this node or every node of an allocation"),
+    "scaling": ("frontier_llm.cli.scaling", "weak and strong scaling experiments"),
+    "data": ("frontier_llm.cli.data", "train tokenizers, tokenize text, inspect datasets"),
+    "checkpoint": ("frontier_llm.cli.checkpoint", "list, verify, compare, import and export checkpoints"),
+    "evaluate": ("frontier_llm.cli.evaluate", "held-out loss and in-context tasks of a checkpoint"),
+    "generate": ("frontier_llm.cli.generate", "continue a prompt with a checkpoint"),
+    "report": ("frontier_llm.cli.report", "write a run directory's report.html"),
+    "bench": ("frontier_llm.cli.bench", "measure the training step, the ops or the communication"),
+    "calibrate": ("frontier_llm.cli.calibrate", "measure this machine and write its machine file"),
+    "ops": ("frontier_llm.cli.ops", "which fused op runs with which back-end, and why"),
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items())
+    return f"usage: frontier-llm <command> [options]\n\n{lines}\n\nfrontier-llm <command> --help explains a command; --version prints {__version__}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors that the user can mend are printed without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(prog="frontier-llm")
+    module.add_parser(parser.add_subparsers(dest="command", required=True))
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(module.run(parsed) or 0)
+    except FrontierError as error:
+        print(f"frontier-llm {name}: error\n{error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""frontier-llm report RUN_DIR …: one self-contained page over one or several runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("report", help="write a run directory's report.html")
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories; the curves of several share the axes")
+    parser.add_argument("--output", type=Path, help="default: report.html in the first run directory")
+    parser.add_argument("--sample", type=Path, help="a text file whose content is shown as a generated sample")
+    parser.add_argument("--next", dest="next_command", help="a command to suggest at the end of the page")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and print its path."""
+    from frontier_llm.train.report import write_report
+
+    sample = args.sample.read_text(encoding="utf-8") if args.sample else None
+    print(write_report(args.runs, args.output or args.runs[0] / "report.html", sample, args.next_command))
+    return 0

@@ -1,0 +1,1 @@
+"""FLOPs, bytes and seconds in closed form or by table."""

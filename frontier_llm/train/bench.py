@@ -1,0 +1,159 @@
+"""`bench step`: how fast this rank's device multiplies matrices of the model's own shapes, and what share of that the step reaches.
+
+Both are measured in the same run, interleaved, because a busy or throttled machine moves both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from frontier_llm.comm import Ledger, barrier
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.flops import model_flops_per_token
+from frontier_llm.model import working_dtype
+from frontier_llm.schedule import Action, Kind
+from frontier_llm.train.build import TrainState
+from frontier_llm.train.step import train_step
+from frontier_llm.units import TERA
+
+T = TypeVar("T")
+
+
+class PhaseClock:
+    """Seconds by phase on this rank, what it was blocked in communication left out (the ledger has that, by axis).
+
+    On a GPU the device is synchronised at each boundary, so only benches use it.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._ledger, self._phase = ledger, ""
+        self._since, self._blocked_since = time.perf_counter(), 0.0
+
+    def enter(self, phase: str) -> None:
+        """The previous phase ends here."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now, blocked = time.perf_counter(), sum(self._ledger.blocked_s.values())
+        self.seconds[self._phase] += now - self._since - (blocked - self._blocked_since)
+        self._phase, self._since, self._blocked_since = phase, now, blocked
+
+    def on_action(self, action: Action | None) -> None:
+        """For `Engine`: forward and backward by the kind of action; what follows the last one is the optimizer's."""
+        if action is None:
+            self.enter("optimizer")
+        elif action.kind.computes:
+            self.enter("forward" if action.kind is Kind.FORWARD else "backward")
+
+    def timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
+        """`function`, its time booked to `phase` instead of the phase that calls it."""
+
+        def run(*arguments: Any) -> T:
+            caller = self._phase
+            self.enter(phase)
+            result = function(*arguments)
+            self.enter(caller)
+            return result
+
+        return run
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """One rank's measurement, medians over the measured steps."""
+
+    tokens_per_s: float  # of the job
+    step_time_s: float
+    model_tflops: float  # per device, full-attention convention (costs.flops)
+    gemm_tflops: float  # the model's products weighted by their FLOPs
+    fraction_of_gemm: float
+    phases_s: dict[str, float]  # of this rank: compute by phase, and the time blocked on each axis
+    gemms: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
+    """(name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank; backward has twice as many FLOPs."""
+    H, D, F = model.hidden, model.dim_per_head, model.ffn_hidden
+    qkv = (model.heads + 2 * model.num_kv_heads) * D // tp
+    return [
+        ("qkv", tokens, qkv, H, model.layers),
+        ("attention output", tokens, H, model.heads * D // tp, model.layers),
+        ("mlp up", tokens, (2 if model.gated else 1) * F // tp, H, model.layers),
+        ("mlp down", tokens, H, F // tp, model.layers),
+        ("head", tokens, model.vocab_size // tp, H, 1),
+    ]
+
+
+def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
+    """TFLOP/s of each forward, input-gradient and weight-gradient product as torch gives them, in the working precision."""
+    config = state.config
+    dtype = working_dtype(config.precision.dtype)
+    tokens = config.batch.micro_batch * config.model.sequence_length
+    results = []
+    for name, M, N, K, count in gemm_shapes(config.model, tokens, state.mesh.tp.size):
+        x, w, g = (torch.randn(shape, dtype=dtype, device=state.device) for shape in ((M, K), (N, K), (M, N)))
+        products: tuple[Callable[[], torch.Tensor], ...] = (lambda: x @ w.T, lambda: g @ w, lambda: g.T @ x)  # noqa: B023
+        seconds = sum(_time(product, repeats, state.device) for product in products)
+        results.append({"name": name, "M": M, "N": N, "K": K, "count": count, "tflops": 6 * M * N * K / seconds / TERA, "seconds": seconds})
+    return results
+
+
+def _time(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    once()
+    return median(once() for _ in range(repeats))
+
+
+def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
+    """Time `steps` training steps after `warmup`. Collective over the world."""
+    for _ in range(warmup):
+        train_step(state)
+    ledger = state.mesh.ledger
+    ledger.reset()
+    clock = PhaseClock(ledger)
+    state.engine.on_action = clock.on_action
+    state.feed.microbatch = clock.timed("data", state.feed.microbatch)  # type: ignore[method-assign]
+    times, gemm_rounds = [], []
+    for _ in range(steps):
+        clock.enter("bench")
+        gemm_rounds.append(measure_gemms(state, repeats=2))
+        barrier(state.mesh.world)
+        clock.enter("optimizer")  # the gradients' reset comes before the first action
+        begin = time.perf_counter()
+        train_step(state)
+        clock.enter("bench")
+        times.append(time.perf_counter() - begin)
+    phases = {name: clock.seconds[name] / steps for name in ("forward", "backward", "optimizer", "data")}
+    for (axis, _), seconds in ledger.blocked_s.items():
+        phase = f"{axis.split('.')[0]} (blocked)"
+        phases[phase] = phases.get(phase, 0.0) + seconds / steps
+    return _summarise(state, times, gemm_rounds, phases)
+
+
+def _summarise(state: TrainState, times: list[float], gemm_rounds: list[list[dict[str, Any]]], phases: dict[str, float]) -> StepBench:
+    config, devices, step_s = state.config, state.mesh.world.size, median(times)
+    tokens = config.batch.global_batch * config.model.sequence_length
+    achieved = tokens * model_flops_per_token(config.model) / step_s / devices / TERA
+    best = [max(rounds, key=lambda gemm: gemm["tflops"]) for rounds in zip(*gemm_rounds, strict=True)]
+    flops = sum(6.0 * gemm["M"] * gemm["N"] * gemm["K"] * gemm["count"] for gemm in best)
+    rate = flops / sum(gemm["seconds"] * gemm["count"] for gemm in best) / TERA
+    return StepBench(tokens / step_s, step_s, achieved, rate, achieved / rate, phases, best)

@@ -1,0 +1,54 @@
+"""From "I am rank r of n" to a built rank: device, rendezvous, mesh, data, model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.cluster.rank_env import RankEnv
+from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, serial_mesh
+from frontier_llm.config import RunConfig
+from frontier_llm.data.loader import open_batches
+from frontier_llm.errors import FrontierError
+from frontier_llm.topology import ParallelPlan, make_plan
+from frontier_llm.train.build import TrainState, build_state
+
+
+@contextmanager
+def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainState]:
+    """Join the job's ranks and build this rank's part of the run; leave the groups at the end, whatever happens."""
+    world_size = place.world_size if place else 1
+    log.set_rank(place.rank if place else 0, world_size)
+    device = _device(config, place)
+    plan = make_plan(config, world_size)
+    mesh = _join(config, plan, place, device)
+    try:
+        batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
+        assert batches is not None
+        yield build_state(config, plan, mesh, device, batches)
+    finally:
+        disconnect()
+
+
+def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
+    """cpu, or this rank's GPU: with one visible device (srun --gpus-per-task=1) that one, else by local rank."""
+    wanted = config.train.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise FrontierError("train.device=cuda, but torch sees no GPU", fix="check the module, the container and ROCR_VISIBLE_DEVICES")
+    index = (place.local_rank if place else 0) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: torch.device) -> Mesh:
+    if place is None or place.world_size == 1:
+        return serial_mesh()
+    assert place.master_port is not None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s)
+    return build_mesh(plan.grid, place.rank, plan.chunks, config.model.tied_embeddings, config.train.timeout_s)

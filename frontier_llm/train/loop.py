@@ -1,0 +1,152 @@
+"""A rank's life: join, build, resume, train until the last step or a signal, evaluate, save, leave."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.checkpoint import CheckpointManager, Progress
+from frontier_llm.cluster.rank_env import RankEnv
+from frontier_llm.cluster.signals import SignalWatcher
+from frontier_llm.comm import all_reduce_
+from frontier_llm.config import RunConfig, dump
+from frontier_llm.costs.flops import model_flops_per_token
+from frontier_llm.data.loader import open_batches
+from frontier_llm.data.meta import read_meta
+from frontier_llm.train.build import TrainState
+from frontier_llm.train.evaluate import evaluate
+from frontier_llm.train.join import joined_state
+from frontier_llm.train.metrics import Metrics
+from frontier_llm.train.step import train_step
+
+# The job saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
+EXIT_INTERRUPTED = 75
+
+
+def train(config: RunConfig, place: RankEnv | None) -> int:
+    """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal."""
+    with joined_state(config, place) as state:
+        return _Session(state).run()
+
+
+class _Session:
+    """What one process of the run holds from start to end."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.config, self.mesh = state, state.config, state.mesh
+        self.run_dir = Path(self.config.train.run_dir)
+        self.is_first = self.mesh.world.rank == 0
+        self.validation = open_batches(self.config, self.mesh.dp.rank, self.mesh.dp.size, "validation")
+        self.checkpoints = CheckpointManager(
+            self.run_dir / "checkpoints",
+            self.mesh,
+            state.buckets,
+            state.optimizer,
+            config=self.config,
+            keep=self.config.train.keep_checkpoints,
+        )
+        self.metrics: Metrics | None = None
+
+    def run(self) -> int:
+        """Resume where the newest intact checkpoint stopped, and go on."""
+        self._resume()
+        if self.is_first:
+            self._write_run_files()
+            flops = model_flops_per_token(self.config.model)
+            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, self.config.train.peak_tflops)
+        with SignalWatcher() as signals:
+            interrupted = self._train_until_end(signals)
+        if not interrupted and self.validation is not None:
+            self._evaluate()
+        self._save()
+        self.checkpoints.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        return EXIT_INTERRUPTED if interrupted else 0
+
+    def _train_until_end(self, signals: SignalWatcher) -> bool:
+        """True when a signal ended it; all ranks agree on the step."""
+        train, state = self.config.train, self.state
+        if state.current_step == 0 and self.validation is not None:
+            self._evaluate()
+        while state.current_step < train.steps:
+            step = state.current_step
+            result = train_step(state)
+            if self.metrics is not None:
+                self.metrics.step(step, result, state.skipped_steps)
+            if self._agreed(signals.requested is not None):
+                log.info(f"stopping after step {state.current_step} on {signals.requested or 'a signal to another rank'}")
+                return True
+            if _due(state.current_step, train.eval_interval, train.steps) and self.validation is not None:
+                self._evaluate()
+            if _due(state.current_step, train.save_interval, train.steps):
+                self._save()
+        return False
+
+    def _agreed(self, wish: bool) -> bool:
+        """True on every rank as soon as it is on one."""
+        flag = torch.tensor(float(wish), device=self.state.device)
+        return bool(all_reduce_(flag, self.mesh.world, "max") > 0)
+
+    def _evaluate(self) -> None:
+        assert self.validation is not None
+        loss = evaluate(self.state, self.validation, self.config.train.eval_samples)
+        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        bytes_per_token = self._bytes_per_token()
+        if bytes_per_token:
+            values["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        bits = f"  {values['bits_per_byte']:.4f} bits per byte" if bytes_per_token else ""
+        log.info(f"held-out after step {self.state.current_step}: loss {loss:.4f}{bits}")
+        if self.metrics is not None:
+            self.metrics.event("evaluation", self.state.current_step, values)
+
+    def _bytes_per_token(self) -> float | None:
+        """Over the whole held-out blend; None where the text's size is not recorded."""
+        sources = self.config.data.validation
+        if not isinstance(sources, tuple):
+            return None
+        metas = [read_meta(source.path) for source in sources]
+        known = [meta for meta in metas if meta is not None and meta.text_bytes]
+        return sum(meta.text_bytes for meta in known) / sum(meta.tokens for meta in known) if len(known) == len(metas) else None
+
+    def _save(self) -> None:
+        state = self.state
+        samples = state.current_step * self.config.batch.global_batch
+        progress = Progress(
+            step=state.current_step,
+            consumed_samples=samples,
+            tokens=samples * self.config.model.sequence_length,
+            optimizer_updates=state.optimizer.updates,
+            loss_scale=state.scaler.scale,
+            scaler_clean_steps=state.scaler.clean_steps,
+            skipped_steps=state.skipped_steps,
+        )
+        path = self.checkpoints.save(progress)
+        log.info(f"saved {path}")
+        if self.metrics is not None:
+            self.metrics.event("save", state.current_step, {"path": str(path)})
+
+    def _resume(self) -> None:
+        progress = self.checkpoints.load_latest()
+        if progress is None:
+            log.info(f"no checkpoint in {self.run_dir / 'checkpoints'}: starting from step 0")
+            return
+        state = self.state
+        state.current_step, state.skipped_steps = progress.step, progress.skipped_steps
+        state.optimizer.updates = progress.optimizer_updates
+        state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps
+        log.info(f"resuming after step {progress.step} ({progress.tokens:,} tokens)")
+
+    def _write_run_files(self) -> None:
+        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        (self.run_dir / "plan.json").write_text(json.dumps(asdict(self.state.plan), indent=1), encoding="utf-8")
+
+
+def _due(step: int, interval: int, last: int) -> bool:
+    """After every `interval` steps; the end has its own."""
+    return bool(interval) and step % interval == 0 and step < last

@@ -1,0 +1,114 @@
+"""What a run writes down: one JSON line and one grep-able log line per logged step, and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.config import RunConfig
+from frontier_llm.train.step import StepResult
+from frontier_llm.units import GIB, TERA, format_seconds
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Speed of the steps since the last record."""
+
+    step_time_s: float
+    tokens_per_s: float  # of the whole job
+    model_tflops: float  # per device; model FLOPs: recomputation is not counted
+    mfu: float | None  # share of the device's peak; None when the peak is not known
+
+
+class Metrics:
+    """Written by global rank 0; lines of a resumed run follow those of the earlier one, steps in ascending order of time."""
+
+    def __init__(self, run_dir: Path, config: RunConfig, world_size: int, flops_per_token: float, peak_tflops: float | None) -> None:
+        self._config, self._world_size, self._flops_per_token, self._peak_tflops = config, world_size, flops_per_token, peak_tflops
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._board = _summary_writer(run_dir / "events") if config.train.tensorboard else None
+        self._since, self._steps_since = time.perf_counter(), 0
+        self._started = self._since
+        self._first_step: int | None = None
+
+    def throughput(self, steps: int, elapsed_s: float) -> Throughput:
+        """Speed of `steps` steps that took `elapsed_s`."""
+        tokens = steps * self._config.batch.global_batch * self._config.model.sequence_length
+        tflops = tokens / elapsed_s * self._flops_per_token / self._world_size / TERA
+        return Throughput(elapsed_s / steps, tokens / elapsed_s, tflops, tflops / self._peak_tflops if self._peak_tflops else None)
+
+    def step(self, step: int, result: StepResult, skipped_steps: int) -> None:
+        """Account for finished step `step` (0-based) and, every log_interval, write it down."""
+        self._steps_since += 1
+        if self._first_step is None:
+            self._first_step = step
+        train = self._config.train
+        if (step + 1) % train.log_interval and step + 1 != train.steps:
+            return
+        now = time.perf_counter()
+        speed = self.throughput(self._steps_since, now - self._since)
+        self._since, self._steps_since = now, 0
+        samples = (step + 1) * self._config.batch.global_batch
+        self._write(
+            "step",
+            step + 1,
+            {
+                **asdict(result),
+                **asdict(speed),
+                "consumed_samples": samples,
+                "consumed_tokens": samples * self._config.model.sequence_length,
+                "skipped_steps": skipped_steps,
+                "memory_gib": memory_gib(),
+            },
+        )
+        per_step_s = (now - self._started) / (step + 1 - self._first_step)
+        self._print(step + 1, result, speed, eta_s=(train.steps - step - 1) * per_step_s)
+
+    def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Anything that is not a training step: an evaluation, a save, a resume."""
+        self._write(kind, step, values)
+        # what an event costs is not the next step's time
+        self._since = time.perf_counter() if self._steps_since == 0 else self._since
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._lines.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        self._lines.write(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
+        share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""
+        skipped = "  SKIPPED: loss or gradient not finite" if result.skipped else ""
+        log.info(
+            f"step {step}/{self._config.train.steps}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3f}  "
+            f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "
+            f"{speed.model_tflops:.3f} TFLOP/s per device{share}  ETA {format_seconds(eta_s)}{skipped}"
+        )
+
+
+def memory_gib() -> float:
+    """Peak memory of this rank: the device's on a GPU, else the process'."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def _summary_writer(directory: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(directory))

@@ -1,0 +1,224 @@
+"""report.html: a run's curves, numbers and layout in one self-contained file; reads only what run directories hold."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.config import RunConfig, build
+from frontier_llm.config.load import read_yaml
+from frontier_llm.costs.flops import matrix_parameters
+from frontier_llm.errors import DataError
+from frontier_llm.schedule import build as build_schedule
+from frontier_llm.schedule import render_figure, simulate
+from frontier_llm.topology import ParallelPlan, make_plan
+from frontier_llm.units import format_count
+
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
+CSS = """
+:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7b; --line: #d9e0e7; --card: #fff; --page: #f5f7f9 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --soft: #9aa8b5; --line: #33404c; --card: #1b232b; --page: #12181e } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto; max-width: 1080px; padding: 2rem }
+h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem } p.sub { color: var(--soft); margin: .2rem 0 1.5rem }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem }
+.tile, figure, table, pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
+.tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
+figure { margin: 0; padding: .6rem; background: #fff } figure svg { width: 100%; height: auto }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: .8rem }
+table { border-collapse: collapse; width: 100% } td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line) }
+tr:first-child td, tr:first-child th { border-top: 0 }
+pre { padding: .8rem 1rem; overflow-x: auto; white-space: pre-wrap }
+.mesh { display: flex; gap: .5rem; overflow-x: auto } .stage { flex: 1; border: 1px solid var(--line); border-radius: 8px; padding: .5rem;
+ background: var(--card) }
+.rank { display: inline-block; border-radius: 5px; padding: .1rem .5rem; margin: .12rem; color: #fff; font-size: .85rem }
+"""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run directory says about a run."""
+
+    directory: Path
+    config: RunConfig
+    plan: ParallelPlan
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    world_size: int
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Load a run directory. Raises DataError when it holds no run; lines of a torn metrics file are skipped."""
+    missing = [name for name in ("config.yaml", "plan.json", "metrics.jsonl") if not (directory / name).is_file()]
+    if missing:
+        raise DataError(f"{directory} is not a run directory: no {', '.join(missing)}", fix="give the train.run_dir of a run")
+    config = build(RunConfig, read_yaml(directory / "config.yaml"), where=str(directory / "config.yaml"))
+    grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
+    world_size = grid["tp"] * grid["pp"] * grid["dp"]
+    records = [record for line in (directory / "metrics.jsonl").open(encoding="utf-8") if (record := _parse(line))]
+    by_step = {record["step"]: record for record in records if record["kind"] == "step"}  # a resumed run's line replaces the earlier one
+    evaluations = {record["step"]: record for record in records if record["kind"] == "evaluation"}
+    plan = make_plan(config, world_size)
+    return RunRecord(directory, config, plan, _sorted(by_step), _sorted(evaluations), world_size)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "step" in record else None
+
+
+def _sorted(by_step: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None) -> Path:
+    """One page over one or several runs of the same model (their curves share the axes); returns `output`."""
+    records = [read_run(run) for run in runs]
+    first = records[0]
+    parts = [
+        f"<h1>{_text(first.config.model.name)}</h1>",
+        f"<p class=sub>{_text(_model_line(first.config))}</p>",
+        _tiles(records),
+        "<h2>Curves</h2><div class=figures>",
+        *(f"<figure>{svg}</figure>" for svg in _curves(records)),
+        "</div>",
+        *(_layout(record) for record in records),
+        _table(records),
+    ]
+    if sample:
+        parts.append(f"<h2>A generated sample</h2><pre>{_text(sample)}</pre>")
+    if next_command:
+        parts.append(f"<h2>Next</h2><pre>{_text(next_command)}</pre>")
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(first.config.model.name)}</title>'
+    page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>{body}</body></html>\n'
+    output.write_text(page, encoding="utf-8")
+    return output
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _model_line(config: RunConfig) -> str:
+    model = config.model
+    parts = [f"{model.layers} layers", f"hidden {model.hidden}", f"{model.heads} heads", f"vocabulary {model.vocab_size:,}"]
+    parts += [f"sequence {model.sequence_length}", f"{format_count(matrix_parameters(model))} weights per token", config.precision.dtype]
+    return " · ".join(parts)
+
+
+def _tiles(records: Sequence[RunRecord]) -> str:
+    first = records[0]
+    tiles = []
+    if len(first.evaluations) > 1:
+        before, after = first.evaluations[0], first.evaluations[-1]
+        tiles.append((f"{after['loss']:.3f}", f"held-out loss (untrained {before['loss']:.3f})"))
+        if "bits_per_byte" in after:
+            tiles.append((f"{after['bits_per_byte']:.3f}", f"bits per byte (untrained {before['bits_per_byte']:.3f})"))
+    if first.steps:
+        last = first.steps[-1]
+        tiles.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
+        tiles.append((format_count(last["consumed_tokens"]), "tokens seen"))
+        speeds = sorted(record["tokens_per_s"] for record in first.steps)
+        tiles.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens/s (median)"))
+    return (
+        "<div class=tiles>" + "".join(f"<div class=tile><b>{value}</b><span>{_text(what)}</span></div>" for value, what in tiles) + "</div>"
+    )
+
+
+def _curves(records: Sequence[RunRecord]) -> list[str]:
+    def of(key: str) -> Callable[[RunRecord], list[tuple[int, float]]]:
+        return lambda record: [(step["step"], step[key]) for step in record.steps]
+
+    return [
+        _plot(records, "loss, nats per token", of("loss"), lambda record: [(e["step"], e["loss"]) for e in record.evaluations]),
+        _plot(records, "gradient norm", of("gradient_norm")),
+        _plot(records, "tokens per second", of("tokens_per_s")),
+        _plot(records, "learning rate", of("learning_rate")),
+    ]
+
+
+Points = Callable[[RunRecord], list[tuple[int, float]]]
+
+
+def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points | None = None) -> str:
+    """One figure over all runs as inline SVG; dots are held-out values."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.2))
+    axes = figure.subplots()
+    for index, record in enumerate(records):
+        color, style = COLORS[index % len(COLORS)], ("-", "--", ":", "-.")[index % 4]
+        points = lines(record)
+        axes.plot([x for x, _ in points], [y for _, y in points], style, color=color, label=label(record.plan), linewidth=1.4)
+        if dots is not None:
+            held_out = dots(record)
+            axes.plot([x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="held out")
+    axes.set(title=title, xlabel="step")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", bbox_inches="tight")
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]  # without the XML prologue, which HTML has no place for
+
+
+def label(plan: ParallelPlan) -> str:
+    """'TP2 x PP2 x DP1'."""
+    return f"TP{plan.grid.tp} x PP{plan.grid.pp} x DP{plan.grid.dp}"
+
+
+def _layout(record: RunRecord) -> str:
+    """Which rank holds what, and the schedule that was played, drawn with forward 1 and backward 2 units long."""
+    plan, grid = record.plan, record.plan.grid
+    stages = []
+    for pp in range(grid.pp):
+        pieces = [plan.stage_of(pp, chunk) for chunk in range(plan.chunks)]
+        what = "; ".join(
+            " + ".join(
+                [
+                    *(["embedding"] if piece.embedding else []),
+                    f"layers {piece.first_layer}-{piece.first_layer + piece.num_layers - 1}",
+                    *(["head"] if piece.head else []),
+                ]
+            )
+            for piece in pieces
+        )
+        rows = []
+        for dp in range(grid.dp):
+            color = COLORS[dp % len(COLORS)]
+            chips = [
+                f'<span class=rank style="background:{color}">rank {grid.global_rank({"tp": tp, "dp": dp, "pp": pp})}: tp {tp} dp {dp}</span>'
+                for tp in range(grid.tp)
+            ]
+            rows.append("".join(chips))
+        stages.append(f"<div class=stage><b>stage {pp}</b><br>{_text(what)}<br>{'<br>'.join(rows)}</div>")
+    schedule = build_schedule(plan.schedule, grid.pp, plan.microbatches, plan.chunks)
+    timeline = simulate(schedule, lambda stage, action: 1.0 if action.kind.value == "F" else 2.0)
+    drawing = io.StringIO()
+    render_figure(timeline, drawing, "svg")
+    svg = drawing.getvalue()
+    picture = f"<figure>{svg[svg.index('<svg') :]}</figure>" if grid.pp > 1 else ""
+    return f"<h2>Layout {_text(plan.describe())}</h2><div class=mesh>{''.join(stages)}</div>{picture}"
+
+
+def _table(records: Sequence[RunRecord]) -> str:
+    head = "<tr><th>run</th><th>layout</th><th>steps</th><th>last loss</th><th>held out</th><th>skipped</th></tr>"
+    rows = []
+    for record in records:
+        last = record.steps[-1] if record.steps else {}
+        held_out = f"{record.evaluations[-1]['loss']:.4f}" if record.evaluations else "-"
+        cells = [record.directory.name, label(record.plan), last.get("step", 0), f"{last.get('loss', float('nan')):.4f}", held_out]
+        rows.append("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in [*cells, last.get("skipped_steps", 0)]) + "</tr>")
+    return f"<h2>Runs</h2><table>{head}{''.join(rows)}</table>"

@@ -1,0 +1,134 @@
+"""Installs the package and builds its C++ parts ahead of time, with a plain C++ compiler and the torch that is already there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+OLDEST_TORCH = (2, 10)
+# -ffp-contract=fast lets a * b + c become one instruction; the other two let sqrt and comparisons vectorise.
+FLAGS = ["-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
+INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+
+
+def fail(what: str, fix: str) -> None:
+    raise SystemExit(f"error: {what}\n  fix: {fix}")
+
+
+def torch_flags() -> tuple[list[str], list[str], list[str]]:
+    """Include folders, library folders and flags of the torch in this environment; a clear error where there is none."""
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        fail(
+            f"the C++ ops are built against torch, which cannot be imported here: {error}",
+            "install torch first (your site's build on ROCm), then: pip install --no-build-isolation .",
+        )
+    if tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2]) < OLDEST_TORCH:
+        fail(f"torch {torch.__version__} is too old", f"install torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}")
+    abi = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    return cpp_extension.include_paths(), cpp_extension.library_paths(), abi
+
+
+class NativeBuild(build_ext):
+    """Plain shared libraries (no Python module) in frontier_llm/_native, each source compiled with its own flags."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def copy_extensions_to_source(self) -> None:
+        (ROOT / "frontier_llm" / "_native").mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler = os.environ.get("CXX", "c++").split()
+        if shutil.which(compiler[0]) is None:
+            fail(f"no C++ compiler: {compiler[0]!r} is not on PATH", "install g++ >= 12 or clang >= 16, or set CXX")
+        target = Path(self.get_ext_fullpath(ext.name))
+        sources = [ROOT / source for source in ext.sources]
+        newest = max(path.stat().st_mtime for path in [*sources, *(ROOT / name for name in ext.depends), Path(__file__)])
+        if not self.force and target.exists() and target.stat().st_mtime > newest:
+            return
+        includes, libraries, defines = torch_flags() if "torch" in ext.libraries else ([], [], [])
+        build = Path(self.build_temp).absolute()
+        build.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        objects = []
+        for source in sources:
+            isa = INSTRUCTION_SETS.get(source.stem.removeprefix("kernels_"), [])
+            objects.append(str(build / f"{source.stem}.o"))
+            system = [flag for folder in includes for flag in ("-isystem", folder)]
+            self.spawn([*compiler, *FLAGS, *defines, *isa, *system, "-c", str(source), "-o", objects[-1]])
+        link = [flag for folder in libraries for flag in ("-L", folder)] + [f"-l{name}" for name in ext.libraries]
+        self.spawn([*compiler, "-shared", *objects, *link, *ext.extra_link_args, "-o", str(target)])
+
+
+def native_libraries() -> list[Extension]:
+    """The shared libraries: CPU ops, sample index, GPU launcher."""
+    x86 = os.uname().machine in ("x86_64", "AMD64")
+    kernels = [f"csrc/cpu/kernels_{isa}.cpp" for isa in ("generic", *(INSTRUCTION_SETS if x86 else ()))]
+    headers = [str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in sorted((ROOT / "csrc").rglob(pattern))]
+    libraries = [
+        Extension(
+            "frontier_llm._native.libfrontier_ops",
+            sources=["csrc/cpu/ops.cpp", "csrc/cpu/dispatch.cpp", *kernels],
+            depends=headers,
+            libraries=["torch", "torch_cpu", "c10"],
+        )
+    ]
+    for name, source, links in (
+        ("libsample_index", "csrc/sample_index.cpp", []),
+        ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
+    ):
+        if (ROOT / source).exists():
+            libraries.append(Extension(f"frontier_llm._native.{name}", sources=[source], depends=headers, extra_link_args=links))
+    return libraries
+
+
+def configs() -> list[tuple[str, list[str]]]:
+    """configs/ as data files, so that an installed wheel finds the shipped models and machines (config.load.configs_dir)."""
+    folders: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "configs").rglob("*")):
+        if path.is_file():
+            folders.setdefault(str(Path("share/frontier_llm") / path.parent.relative_to(ROOT)), []).append(str(path.relative_to(ROOT)))
+    return sorted(folders.items())
+
+
+def version() -> str:
+    match = re.search(r'__version__ = "([^"]+)"', (ROOT / "frontier_llm" / "__init__.py").read_text(encoding="utf-8"))
+    assert match
+    return match.group(1)
+
+
+if sys.platform != "linux" and any(command in sys.argv for command in ("build_ext", "install", "bdist_wheel")):
+    fail(f"the C++ parts are built for Linux, not {sys.platform}", "use Linux, or a container")
+
+setup(
+    name="frontier-llm",
+    version=version(),
+    description="Pretraining with tensor x pipeline x ZeRO-1 data parallelism on MI250X supercomputers, and on a laptop",
+    python_requires=">=3.11",
+    packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
+    package_data={"frontier_llm": ["_native/*.so", "ops/prebuilt/**/*"]},
+    data_files=configs(),
+    ext_modules=native_libraries(),
+    cmdclass={"build_ext": NativeBuild},
+    entry_points={"console_scripts": ["frontier-llm = frontier_llm.cli.main:main"]},
+    # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
+    install_requires=["numpy", "pyyaml", "pydantic>=2", "rich", "safetensors", "sentencepiece", "tokenizers"],
+    extras_require={
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML"],
+        "data": ["pyarrow", "zstandard"],
+        "hf": ["transformers"],
+        "plot": ["matplotlib", "tensorboard"],
+    },
+)

@@ -1,0 +1,280 @@
+"""The C++ ops against the reference in float64: every instruction set of this CPU, both types, odd shapes, forward and backward.
+
+Tolerances: fp32 results carry about ten roundings of sums over up to 300 terms (2e-5 relative to the largest value); bf16 inputs
+are exact in both, so only the rounding of the result (2^-8), and in attention of the probabilities (2^-8 more), is left.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frontier_llm.ops import native, reference
+
+missing = native.load_cpu_library()
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
+if not missing:
+    from frontier_llm.ops import cpu
+
+DTYPES = [torch.float32, torch.bfloat16]
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    best = torch.ops.frontier_llm.instruction_set()
+    if ISAS.index(request.param) > ISAS.index(best):
+        pytest.skip(f"this CPU's best is {best}")
+    torch.ops.frontier_llm.use_instruction_set(request.param)
+    yield request.param
+    torch.ops.frontier_llm.use_instruction_set(best)
+
+
+def close(got, expected, factor=1.0):
+    """|got - expected| within the rounding of got's type, relative to the largest expected value."""
+    step = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float64: 2e-5}[got.dtype]
+    scale = expected.abs().max().item() or 1.0
+    error = (got.double() - expected).abs().max().item()
+    assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
+
+
+def compare(op_name, inputs, *args, factor=1.0, **kwargs):
+    """Outputs and input gradients of cpu.<op> equal those of reference.<op> on the same values in float64."""
+    gen = torch.Generator().manual_seed(1)
+    ours = [None if x is None else x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    got, expected = getattr(cpu, op_name)(*ours, *args, **kwargs), getattr(reference, op_name)(*wide, *args, **kwargs)
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    grads = [torch.randn(x.shape, generator=gen).to(x.dtype) for x in got]
+    torch.autograd.backward(got, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape
+        close(a, b, factor)
+    for a, b in zip(ours, wide, strict=True):
+        if a is not None:
+            assert a.grad.dtype == a.dtype
+            close(a.grad, b.grad, factor)
+
+
+def normal(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("sequence", "batch", "heads", "kv_heads", "dim"),
+    [(1, 1, 1, 1, 8), (63, 2, 4, 2, 32), (65, 1, 6, 1, 40), (130, 2, 2, 2, 64), (97, 1, 2, 1, 128), (40, 1, 1, 1, 256), (33, 1, 2, 2, 7)],
+)
+def test_attention(isa, dtype, sequence, batch, heads, kv_heads, dim):
+    q = normal(sequence, batch, heads, dim, dtype=dtype)
+    k, v = (normal(sequence, batch, kv_heads, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    compare("attention", (q, k, v), scale=dim**-0.5, factor=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extras", ["alibi", "documents", "both"])
+def test_attention_with_alibi_and_documents(isa, dtype, extras):
+    q = normal(150, 2, 4, 24, dtype=dtype)
+    k, v = (normal(150, 2, 2, 24, dtype=dtype, seed=seed) for seed in (1, 2))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras != "documents" else None
+    # document 9 starts after a block that it does not see at all; ids are not ordered
+    documents = (
+        torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)]) if extras != "alibi" else None
+    )
+    compare("attention", (q, k, v), scale=0.2, alibi_slopes_a=slopes, documents_BS=documents, factor=2.0)
+
+
+def test_attention_reads_views_of_one_fused_tensor(isa):
+    fused = normal(70, 2, 4, 3, 16, dtype=torch.float32)
+    q, k, v = fused.unbind(3)
+    close(cpu.attention(q, k, v, scale=0.25), reference.attention(q.double(), k.double(), v.double(), scale=0.25))
+    last_dim_strided = fused.transpose(-1, -2).contiguous().transpose(-1, -2)
+    close(cpu.attention(*last_dim_strided.unbind(3), scale=0.25), reference.attention(q.double(), k.double(), v.double(), scale=0.25))
+
+
+def test_attention_survives_huge_scores():
+    q = 1e4 * torch.ones(70, 1, 1, 8)
+    out = cpu.attention(q, q, torch.ones(70, 1, 1, 8), scale=1.0)
+    torch.testing.assert_close(out, torch.ones(70, 1, 1, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 9), (3, 5, 77), (4, 384), (2, 3, 129)])
+def test_norms(isa, dtype, shape):
+    x = normal(*shape, dtype=dtype)
+    weight, bias = normal(shape[-1], dtype=dtype), normal(shape[-1], dtype=dtype, seed=3)
+    compare("rms_norm", (x, weight), 1e-5)
+    compare("layer_norm", (x, weight, bias), 1e-3)
+    compare("layer_norm", (x, weight, None), 1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_add_norm(isa, dtype, kind):
+    # quarters: the sum of the two is exact in bf16, so both sides norm the same values
+    x, residual = ((normal(3, 4, 77, dtype=torch.float32, seed=s) * 4).round().div(4).to(dtype) for s in (0, 1))
+    weight = normal(77, dtype=dtype)
+    bias = normal(77, dtype=dtype, seed=3) if kind == "layernorm" else None
+    compare("add_norm", (x, residual, weight, bias), 1e-5, kind)
+
+
+def test_layer_norm_of_values_far_from_zero(isa):
+    x = 1000 + normal(4, 4096, dtype=torch.float32)
+    expected = reference.layer_norm(x.double(), torch.ones(4096).double(), None, 1e-5)
+    # the inputs' own spacing at 1000 is 6e-5; the variance from E[x²] - mean² would be off by 0.1
+    torch.testing.assert_close(cpu.layer_norm(x, torch.ones(4096), None, 1e-5).double(), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (20, 5), (7, 3)])
+def test_rope(isa, dtype, per_sample, dim, half):
+    x = normal(9, 2, 3, dim, dtype=dtype)
+    angle = normal(9, 2, half, dtype=torch.float32) if per_sample else normal(9, half, dtype=torch.float32)
+    compare("rope", (x,), angle.cos(), angle.sin())
+    fused = normal(9, 2, 3, 2, dim, dtype=dtype)
+    close(cpu.rope(fused[:, :, :, 1], angle.cos(), angle.sin()), reference.rope(fused[:, :, :, 1].double(), angle.cos(), angle.sin()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 77, 300])
+def test_activations(isa, dtype, width):
+    compare("swiglu", (4 * normal(3, 5, 2, width, dtype=dtype),))
+    for approximate in (False, True):
+        compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate)
+        compare("gelu", (4 * normal(3, 5, width, dtype=dtype), None), approximate)
+
+
+def test_activations_at_the_ends(isa):
+    x = torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0])
+    for approximate in (False, True):
+        close(cpu.gelu(x, None, approximate), reference.gelu(x.double(), None, approximate))
+    gate_up = torch.stack([x, torch.ones(5)])
+    close(cpu.swiglu(gate_up), reference.swiglu(gate_up.double()))
+    assert cpu.gelu(torch.tensor([float("nan")]), None, True).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 77, 512])
+def test_cross_entropy(isa, dtype, columns):
+    logits = 3 * normal(6, columns, dtype=dtype)
+    targets = torch.tensor([100, 100 + columns - 1, 99, 100 + columns, -1, 100])
+    wide = logits.double()
+    stats, expected = cpu.cross_entropy_stats(logits, targets, 100), reference.cross_entropy_stats(wide, targets, 100)
+    assert stats.dtype == torch.float32
+    close(stats, expected)
+    logsumexp, grad_loss = expected[0] + expected[1].log(), torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
+    buffer = logits.clone()
+    got = cpu.cross_entropy_backward_(buffer, targets, 100, logsumexp.float(), grad_loss)
+    assert got.data_ptr() == buffer.data_ptr()
+    close(got, reference.cross_entropy_backward_(wide, targets, 100, logsumexp, grad_loss))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_cross_entropy_hides_no_bad_logit(isa, bad):
+    logits = normal(2, 40, dtype=torch.float32)
+    logits[0, 37] = bad
+    top, total, _ = cpu.cross_entropy_stats(logits, torch.tensor([0, 0]), 0)
+    loss = top + total.log()
+    assert loss[1].isfinite()
+    assert loss[0].isfinite() == (bad == float("-inf"))
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+def test_adamw(isa, weights_dtype):
+    ours = [normal(1003, dtype=torch.float32, seed=seed) for seed in range(4)]
+    ours[3].abs_()
+    wide = [x.double() for x in ours]
+    weights = torch.empty(1003, dtype=weights_dtype)
+    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    cpu.adamw_(*ours, weights, grad_scale=torch.tensor(0.25), **options)
+    reference.adamw_(*wide, wide[0], grad_scale=0.25, **options)
+    for a, b in zip((ours[0], ours[2], ours[3]), (wide[0], wide[2], wide[3]), strict=True):
+        close(a, b, 0.05)
+    assert torch.equal(weights, ours[0].to(weights_dtype))
+    cpu.adamw_(*ours, ours[0], grad_scale=1.0, **options)  # weights may be the master itself
+    assert ours[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "o", "k"), [(1, 1, 1), (7, 33, 5), (300, 70, 129), (1030, 9, 65), (64, 130, 2050)])
+def test_linear_and_its_gradients(isa, dtype, n, o, k):
+    x, weight, grad = normal(n, k, dtype=dtype), normal(o, k, dtype=dtype, seed=1), normal(n, o, dtype=dtype, seed=2)
+    main = normal(o, k, dtype=torch.float32)
+    expected = main.double() + grad.double().t() @ x.double()
+    cpu.accumulate_weight_gradient_(main, grad, x)
+    close(main, expected)  # fp32 sums even of bf16 inputs
+    out = torch.empty(n, o)
+    torch.ops.frontier_llm.gemm(x, weight.t(), out, False)
+    close(out, x.double() @ weight.double().t())
+    close(cpu.linear_input_gradient(grad, weight), grad.double() @ weight.double())
+    compare("linear", (x.view(1, n, k), weight, normal(o, dtype=dtype)), factor=2.0)
+
+
+def test_weight_gradient_of_a_slice_of_a_wider_buffer(isa):
+    main = torch.zeros(6, 50)[:, 5:45]
+    x, grad = normal(2, 9, 40, dtype=torch.bfloat16), normal(2, 9, 6, dtype=torch.bfloat16)
+    cpu.accumulate_weight_gradient_(main, grad, x)
+    close(main, torch.einsum("bno,bnk->ok", grad.double(), x.double()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_sums(isa, dtype):
+    main, grad = normal(1003, dtype=torch.float32), normal(1003, dtype=dtype, seed=1)
+    expected = main + grad.float()
+    cpu.accumulate_(main, grad)
+    assert torch.equal(main, expected)
+    assert cpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-13)
+    table, ids, rows = torch.zeros(5, 37), torch.tensor([[3, 7], [9, 3]]), normal(2, 2, 37, dtype=dtype)
+    expected = torch.zeros(5, 37)
+    cpu.embedding_backward_(table, ids, rows, 3)
+    reference.embedding_backward_(expected, ids, rows, 3)
+    assert torch.equal(table, expected)
+
+
+def test_bf16_rounds_to_nearest_even_and_keeps_nan(isa):
+    x = torch.tensor([1.0, 1.00390625, 1.01171875, -3.3895e38, float("inf"), float("nan"), 1e-20] * 5)
+    weights = torch.empty(35, dtype=torch.bfloat16)
+    zeros = torch.zeros(35)
+    cpu.adamw_(
+        x.clone(),
+        zeros,
+        zeros.clone(),
+        zeros.clone(),
+        weights,
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.9,
+        eps=1.0,
+        weight_decay=0.0,
+        step=1,
+        grad_scale=1.0,
+    )
+    assert torch.equal(weights.nan_to_num(7.0), x.bfloat16().nan_to_num(7.0))
+
+
+def test_wrong_shapes_and_types_are_refused():
+    with pytest.raises(RuntimeError, match="fp32 and bf16"):
+        cpu.swiglu(torch.ones(2, 2).half())
+    with pytest.raises(RuntimeError, match="multiple"):
+        cpu.attention(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), scale=1.0)
+    with pytest.raises(RuntimeError, match="weight has 3 elements"):
+        cpu.rms_norm(torch.ones(2, 4), torch.ones(3), 1e-5)
+    with pytest.raises(RuntimeError, match="cannot run"):
+        torch.ops.frontier_llm.use_instruction_set("avx1024")
+    assert torch.ops.frontier_llm.instruction_set() in ISAS
+
+
+def test_two_threads_give_the_same_as_one():
+    x, weight, bias = normal(999, 384, dtype=torch.float32), normal(384, dtype=torch.float32), normal(384, dtype=torch.float32, seed=1)
+    q = normal(100, 2, 4, 32, dtype=torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(
+            (cpu.layer_norm(x, weight, bias, 1e-5), cpu.attention(q, q, q, scale=0.2), cpu.sum_of_squares(x), cpu.linear(x, x[:300]))
+        )
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
