@@ -72,9 +72,14 @@ def _piece(spec: ShardSpec, start: int, stop: int, values: Tensor) -> Piece:
     return Piece(spec.name, spec.global_shape, spec.offset, spec.shape, start, stop, values.detach().numpy().copy())
 
 
+def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
+    """A rank's whole rectangle of a parameter or of its gradient."""
+    return _piece(spec, 0, spec.numel, values.flatten())
+
+
 def _weights(buckets: list[Bucket]) -> list[Piece]:
     """Every parameter that this rank holds, replicas too."""
-    return [_piece(p.spec, 0, p.numel(), p.flatten()) for bucket in buckets for p in bucket.parameters]
+    return [whole_piece(p.spec, p) for bucket in buckets for p in bucket.parameters]
 
 
 def _gradients(buckets: list[Bucket]) -> list[Piece]:
