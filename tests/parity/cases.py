@@ -67,8 +67,8 @@ class Case:
         """The degree-1 run that must give the same numbers."""
         return Case(self.family, documents=self.documents)
 
-    def config(self) -> RunConfig:
-        """The run in float64, with clipping that bites and a warm-up that ends inside the three steps."""
+    def config(self, dtype: str = "fp64") -> RunConfig:
+        """The run, with clipping that bites and a warm-up that ends inside the three steps."""
         return RunConfig(
             model=ModelConfig(**SHAPE, **FAMILIES[self.family]),
             parallel=ParallelConfig(
@@ -77,7 +77,7 @@ class Case:
             ),
             batch=BatchConfig(global_batch=GLOBAL_BATCH, micro_batch=self.micro_batch),
             optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, weight_decay=0.1, clip_norm=0.5, warmup_steps=2),
-            precision=PrecisionConfig(dtype="fp64"),
+            precision=PrecisionConfig(dtype=dtype),
             data={"reset_at_documents": self.documents},
             train=TrainConfig(steps=STEPS + 1, recompute=self.recompute),
         )  # fmt: skip

@@ -92,10 +92,10 @@ def _gradients(buckets: list[Bucket]) -> list[Piece]:
     return pieces
 
 
-def build(rank: int, case: Case) -> TrainState:
+def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
     """This rank's training state for a case."""
     log.set_rank(1, 2)  # no rank of a test speaks for the run
-    config = case.config()
+    config = case.config(dtype)
     plan = make_plan(config, case.world_size)
     mesh = build_mesh(plan.grid, rank, plan.chunks, config.model.tied_embeddings, timeout_s=60)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
