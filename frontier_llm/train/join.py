@@ -18,19 +18,26 @@ from frontier_llm.train.build import TrainState, build_state
 
 
 @contextmanager
-def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainState]:
-    """Join the job's ranks and build this rank's part of the run; leave the groups at the end, whatever happens."""
+def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
+    """Join the job's ranks; leave the groups at the end, whatever happens."""
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
     device = _device(config, place)
     plan = make_plan(config, world_size)
     mesh = _join(config, plan, place, device)
     try:
+        yield plan, mesh, device
+    finally:
+        disconnect()
+
+
+@contextmanager
+def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainState]:
+    """Join the job's ranks and build this rank's part of the run."""
+    with joined(config, place) as (plan, mesh, device):
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         assert batches is not None
         yield build_state(config, plan, mesh, device, batches)
-    finally:
-        disconnect()
 
 
 def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
