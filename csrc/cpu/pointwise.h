@@ -22,7 +22,7 @@ void swiglu(const T* x, T* out, int64_t rows, int64_t columns) {
   for (int64_t row = 0; row < rows; ++row, x += 2 * columns, out += columns)
     for_vectors(columns, [&](int64_t, auto load, auto store) {
       const vf gate = load(x);
-      store(out, gate / (1.0f + exp(-gate)) * load(x + columns));
+      store(out, gate * sigmoid(gate) * load(x + columns));
     });
 }
 
@@ -31,15 +31,15 @@ void swiglu_backward(const T* grad, const T* x, T* grad_x, int64_t rows, int64_t
   for (int64_t row = 0; row < rows; ++row, x += 2 * columns, grad_x += 2 * columns, grad += columns)
     for_vectors(columns, [&](int64_t, auto load, auto store) {
       const vf gate = load(x), up = load(x + columns), g = load(grad);
-      const vf sigmoid = 1.0f / (1.0f + exp(-gate)), silu = gate * sigmoid;
-      store(grad_x, g * up * (sigmoid + silu * (1.0f - sigmoid)));
+      const vf slope = sigmoid(gate), silu = gate * slope;
+      store(grad_x, g * up * (slope + silu * (1.0f - slope)));
       store(grad_x + columns, g * silu);
     });
 }
 
 // GELU by tanh is x * sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
 ALWAYS_INLINE vf gelu_value(vf x, bool tanh) {
-  if (tanh) return x / (1.0f + exp(-1.59576912160573f * (x + 0.044715f * x * x * x)));
+  if (tanh) return x * sigmoid(1.59576912160573f * (x + 0.044715f * x * x * x));
   vf cdf, bell;
   normal_cdf(x, cdf, bell);
   return x * cdf;
@@ -47,8 +47,8 @@ ALWAYS_INLINE vf gelu_value(vf x, bool tanh) {
 
 ALWAYS_INLINE vf gelu_slope(vf x, bool tanh) {
   if (tanh) {
-    const vf sigmoid = 1.0f / (1.0f + exp(-1.59576912160573f * (x + 0.044715f * x * x * x)));
-    return sigmoid + x * sigmoid * (1.0f - sigmoid) * 1.59576912160573f * (1.0f + 0.134145f * x * x);
+    const vf s = sigmoid(1.59576912160573f * (x + 0.044715f * x * x * x));
+    return s + x * s * (1.0f - s) * 1.59576912160573f * (1.0f + 0.134145f * x * x);
   }
   vf cdf, bell;
   normal_cdf(x, cdf, bell);

@@ -38,7 +38,15 @@ ALWAYS_INLINE vf splat(float x) { return x - vf{}; }
 ALWAYS_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_memory*>(p); }
 ALWAYS_INLINE vi load(const int32_t* p) { return *reinterpret_cast<const vi_memory*>(p); }
 ALWAYS_INLINE vf load(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 widens the halves one by one when it is left to __builtin_convertvector
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return reinterpret_cast<vf>(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return reinterpret_cast<vf>(_mm256_slli_epi32(wide, 16));
+#else
   return reinterpret_cast<vf>(__builtin_convertvector(*reinterpret_cast<const vh_memory*>(p), vu) << 16);
+#endif
 }
 
 ALWAYS_INLINE void store(float* p, vf x) { *reinterpret_cast<vf_memory*>(p) = x; }
@@ -83,7 +91,7 @@ ALWAYS_INLINE float sum(vf x) {
   for (int lane = 0; lane < kLanes; ++lane) total += x[lane];
   return total;
 }
-ALWAYS_INLINE vf max(vf a, vf b) { return a < b ? b : a; }
+ALWAYS_INLINE vf max(vf a, vf b) { return a < b ? b : a; }  // both keep a NaN in a
 ALWAYS_INLINE vf min(vf a, vf b) { return b < a ? b : a; }
 ALWAYS_INLINE float max_lane(vf x) {
   float best = x[0];
@@ -101,32 +109,55 @@ ALWAYS_INLINE vf sqrt(vf x) {
 #endif
 }
 
-// e^x to about 1 ulp: x = n ln 2 + r, polynomial of Cephes' expf on |r| <= ln 2 / 2, then n into the exponent.
-// Below -87.3 (where the result would be denormal) it is exactly 0; inf and NaN come out as they should.
-ALWAYS_INLINE vf exp(vf x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
-  const vf clamped = min(max(x, splat(-87.3f)), splat(88.7f));
-  const vf shifted = clamped * 1.44269504088896341f + magic;
-  const vf n = shifted - magic;
-  const vf r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+// Polynomial of Cephes' expf: e^r for |r| <= ln 2 / 2.
+ALWAYS_INLINE vf exp_near_zero(vf r) {
   vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  return p * (r * r) + (r + 1.0f);
+}
+
+// e^x to about 1 ulp: x = n ln 2 + r, polynomial in r, then n into the exponent. e^-inf is 0, inf and NaN come out as they should.
+ALWAYS_INLINE vf exp(vf x) {
+#if defined(__AVX512F__)
+  // scalef knows overflow, underflow and NaN; max and min return their second operand when it is NaN.
+  const __m512 clamped = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), reinterpret_cast<__m512>(x)));
+  const vf c = reinterpret_cast<vf>(clamped), n = reinterpret_cast<vf>(_mm512_roundscale_ps(reinterpret_cast<__m512>(c * 1.44269504088896341f), 0));
+  const vf p = exp_near_zero(c - n * 0.693359375f + n * 2.12194440e-4f);
+  return reinterpret_cast<vf>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
+#else
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+  const vf clamped = min(max(x, splat(-87.3f)), splat(88.7f));
+  const vf shifted = clamped * 1.44269504088896341f + magic, n = shifted - magic;
+  const vf p = exp_near_zero(clamped - n * 0.693359375f + n * 2.12194440e-4f);
   const vi exponent = reinterpret_cast<vi>(shifted) - reinterpret_cast<vi>(splat(magic));
   vf result = reinterpret_cast<vf>(reinterpret_cast<vi>(p) + (exponent << 23));
-  result = x < -87.3f ? vf{} : result;
+  result = x < -87.3f ? vf{} : result;  // where it would be denormal
   result = x > 88.7f ? splat(__builtin_inff()) : result;
   return x == x ? result : x;
+#endif
 }
+
+// 1 / x for x in [1, 1e30]: AVX-512 refines a 14-bit estimate once, which is three times as fast as its division.
+ALWAYS_INLINE vf reciprocal(vf x) {
+#if defined(__AVX512F__)
+  const vf estimate = reinterpret_cast<vf>(_mm512_rcp14_ps(reinterpret_cast<__m512>(x)));
+  return estimate * (2.0f - x * estimate);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// 1 / (1 + e^-x); below -60 it is 1e-26 instead of less.
+ALWAYS_INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp(min(-x, splat(60.0f)))); }
 
 // The normal distribution's cdf at x and exp(-x^2 / 2), for exact GELU: Abramowitz & Stegun 7.1.26, |error| < 1.5e-7.
 ALWAYS_INLINE void normal_cdf(vf x, vf& cdf, vf& bell) {
-  const vf a = (x < 0.0f ? -x : x) * 0.70710678118654752f;
+  const vf a = min((x < 0.0f ? -x : x) * 0.70710678118654752f, splat(1e4f));
   bell = exp(-a * a);
-  const vf t = 1.0f / (1.0f + 0.3275911f * a);
+  const vf t = reciprocal(1.0f + 0.3275911f * a);
   vf p = t * 1.061405429f - 1.453152027f;
   p = p * t + 1.421413741f;
   p = p * t - 0.284496736f;

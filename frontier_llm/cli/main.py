@@ -35,6 +35,18 @@ def _usage() -> str:
     return f"usage: frontier-llm <command> [options]\n\n{lines}\n\nfrontier-llm <command> --help explains a command; --version prints {__version__}"
 
 
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """As parse_args, but key=value words may also stand after options, where argparse's own `*` no longer takes them."""
+    parsed, rest = parser.parse_known_args(arguments)
+    loose = [word for word in rest if "=" in word and not word.startswith("-")]
+    if loose and hasattr(parsed, "overrides"):
+        parsed.overrides = [*parsed.overrides, *loose]
+        rest = [word for word in rest if word not in loose]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return parsed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors that the user can mend are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -51,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog="frontier-llm")
     module.add_parser(parser.add_subparsers(dest="command", required=True))
-    parsed = parser.parse_args(arguments)
+    parsed = _parse(parser, arguments)
     try:
         return int(module.run(parsed) or 0)
     except FrontierError as error:

@@ -21,6 +21,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("run", help="a run file, or the name of one in configs/runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=100 parallel.tensor=2")
     parser.add_argument("--no-jit", action="store_true", help="make any attempt to compile while training an error (ops.no_jit)")
+    parser.add_argument("--strict", action="store_true", help="stop when the newest checkpoint is damaged; default: use the one before it")
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let this key (e.g. optimizer.betas) differ from the checkpoint's although it changes the mathematics; repeatable",
+    )
     parser.add_argument("--check", action="store_true", help="check the run and its data, print the layout, train nothing")
 
 
@@ -37,10 +45,14 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         return 0
     if place is None and world_size > 1:
-        return _start_local_ranks(config, world_size, ["train", args.run, *overrides])
-    from frontier_llm.train.loop import train
+        return _start_local_ranks(config, world_size, ["train", args.run, *overrides, *_resume_flags(args)])
+    from frontier_llm.train.loop import Resume, train
 
-    return train(config, place)
+    return train(config, place, Resume(args.strict, tuple(args.allow_change)))
+
+
+def _resume_flags(args: argparse.Namespace) -> list[str]:
+    return [*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key))]
 
 
 def local_world_size(config: RunConfig) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
 
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.rank_env import environment, free_port
 
 TAIL_LINES = 40  # of a log without a Python traceback
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
@@ -228,3 +228,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, b
 def _die_with_parent() -> None:
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":  # launch/local.sh RANKS COMMAND …
+    sys.exit(run_local_ranks(int(sys.argv[1]), sys.argv[2:], environment(), Path("logs") / time.strftime("%Y%m%d-%H%M%S")))

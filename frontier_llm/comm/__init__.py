@@ -2,8 +2,6 @@
 
 from frontier_llm.comm.axis import Axis, Mesh, serial_mesh, single
 from frontier_llm.comm.collectives import (
-    DONE,
-    Pending,
     all_gather,
     all_reduce_,
     barrier,
@@ -15,6 +13,7 @@ from frontier_llm.comm.collectives import (
     start_reduce_scatter,
     start_reduce_scatter_into,
 )
+from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
 from frontier_llm.comm.groups import build_mesh, connect, disconnect
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import Receive, Sends, post_receive
@@ -22,11 +21,13 @@ from frontier_llm.comm.p2p import Receive, Sends, post_receive
 __all__ = [
     "DONE",
     "Axis",
+    "Group",
     "Ledger",
     "Mesh",
     "Pending",
     "Receive",
     "Sends",
+    "TorchGroup",
     "all_gather",
     "all_reduce_",
     "barrier",

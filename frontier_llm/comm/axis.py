@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from frontier_llm.comm.group import Group
 from frontier_llm.comm.ledger import Ledger
 
 
@@ -13,14 +13,14 @@ from frontier_llm.comm.ledger import Ledger
 class Axis:
     """A group of ranks that this rank belongs to.
 
-    `group` is None on an axis of size 1, where every collective is the identity.
+    `group` moves the bytes; it is None on an axis of size 1, where every collective is the identity.
     """
 
     name: str
     rank: int  # within the axis
     size: int
     ranks: tuple[int, ...]  # global ranks in axis order
-    group: Any = field(default=None, compare=False, repr=False)  # torch.distributed.ProcessGroup
+    group: Group | None = field(default=None, compare=False, repr=False)
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
 
 

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> Any:
-        """Block (on CPU) or make the current stream wait (on a GPU) until the result may be used."""
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing was started."""
-
-
-DONE: Pending = _Done()
+from frontier_llm.comm.group import DONE, Group, Pending
 
 
 class _Started:
     """A collective under way; waiting is timed in the axis' ledger."""
 
-    def __init__(self, work: Any, axis: Axis, operation: str) -> None:
+    def __init__(self, work: Pending, axis: Axis, operation: str) -> None:
         self._work, self._axis, self._operation = work, axis, operation
 
     def wait(self) -> None:
-        self._axis.ledger.wait(self._axis.name, self._operation, self._work)
+        with self._axis.ledger.blocked(self._axis.name, self._operation):
+            self._work.wait()
+
+
+def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Group], Pending]) -> Pending:
+    """Count a collective and begin it. Some transports do their work in the start, others while they are waited for: both are timed."""
+    if axis.group is None:
+        return DONE
+    axis.ledger.add(axis.name, operation, size_bytes)
+    with axis.ledger.blocked(axis.name, operation):
+        work = start(axis.group)
+    return _Started(work, axis, operation)
 
 
 def _bytes(x: Tensor) -> int:
@@ -50,10 +44,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin an in-place all-reduce of a contiguous tensor."""
-    if axis.size == 1:
-        return DONE
-    axis.ledger.add(axis.name, "all_reduce", _bytes(x))
-    return _Started(dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True), axis, "all_reduce")
+    return _start(axis, "all_reduce", _bytes(x), lambda group: group.start_all_reduce_(x, op))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -65,7 +56,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 def start_all_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     """Begin an all-gather along dim 0; the result may be read after wait()."""
-    if axis.size == 1:
+    if axis.group is None:
         return x, DONE
     gathered = torch.empty((axis.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
     return gathered, start_all_gather_into(gathered, x.contiguous(), axis)
@@ -73,10 +64,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 def start_all_gather_into(gathered: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin an all-gather into a given buffer; `x` may be this rank's part of `gathered` itself."""
-    if axis.size == 1:
-        return DONE
-    axis.ledger.add(axis.name, "all_gather", _bytes(gathered))
-    return _Started(dist.all_gather_into_tensor(gathered, x, group=axis.group, async_op=True), axis, "all_gather")
+    return _start(axis, "all_gather", _bytes(gathered), lambda group: group.start_all_gather_into(gathered, x))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -88,30 +76,26 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     """Begin a summing reduce-scatter along dim 0; the result may be read after wait()."""
-    if axis.size == 1:
+    if axis.group is None:
         return x, DONE
     scattered = torch.empty((x.shape[0] // axis.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
     return scattered, start_reduce_scatter_into(scattered, x.contiguous(), axis)
 
 
 def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Begin a summing reduce-scatter into a given buffer."""
-    if axis.size == 1:
-        return DONE
-    axis.ledger.add(axis.name, "reduce_scatter", _bytes(x))
-    work = dist.reduce_scatter_tensor(scattered, x, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    return _Started(work, axis, "reduce_scatter")
+    """Begin a summing reduce-scatter into a given buffer; it may be this rank's part of `x` itself."""
+    return _start(axis, "reduce_scatter", _bytes(x), lambda group: group.start_reduce_scatter_into(scattered, x))
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Copy `x` of axis rank `source` to all; returns x."""
-    if axis.size > 1:
+    if axis.group is not None:
         axis.ledger.add(axis.name, "broadcast", _bytes(x))
-        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+        axis.group.broadcast_(x, source)
     return x
 
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
-    if axis.size > 1:
-        dist.barrier(group=axis.group)
+    if axis.group is not None:
+        axis.group.barrier()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
+from frontier_llm import log
+from frontier_llm.comm import shm
 from frontier_llm.comm.axis import Axis, Mesh, single
+from frontier_llm.comm.group import Group, TorchGroup
 from frontier_llm.comm.ledger import Ledger
-from frontier_llm.errors import RankFailure
+from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.topology import Grid
 
 # Messages of opposite directions between the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point
@@ -18,6 +23,8 @@ from frontier_llm.topology import Grid
 # per direction makes every channel a FIFO with a single writer; the wrap-around of interleaved chunks needs its own for pp = 2.
 CHANNELS = ("forward", "backward")
 WRAP_CHANNELS = ("forward-wrap", "backward-wrap")
+
+Transport = Literal["auto", "shm", "torch"]  # auto: shared memory where gloo would serve ranks of one host
 
 
 def connect(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:
@@ -42,38 +49,112 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
+class _Groups:
+    """Makes the groups of one mesh."""
+
+    def __init__(self, global_rank: int, timeout_s: float, transport: Transport) -> None:
+        self._global_rank, self._timeout_s, self._transport = global_rank, timeout_s, transport
+        self._said: set[str] = set()
+        self.ledger = Ledger()
+
+    def axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        """The axis over `ranks`; collective over them and over nobody else."""
+        if len(ranks) == 1:
+            return single(name, self._global_rank, self.ledger)
+        rank = ranks.index(self._global_rank)
+        return Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger)
+
+    def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
+        process_group = _new_group(ranks, self._timeout_s)
+        backend = dist.get_backend(process_group)
+        if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
+            self._say(f"comm: {backend} through torch.distributed")
+            return TorchGroup(process_group, ranks)
+        descriptor, reason = _share_memory(process_group, rank, len(ranks))
+        if descriptor is None:
+            if self._transport == "shm":
+                raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
+            self._say(f"comm: {backend} sockets for axis {name}: {reason}")
+            return TorchGroup(process_group, ranks)
+        self._say("comm: shared memory between the ranks of this host")
+        return shm.ShmGroup(name, rank, ranks, descriptor, self._timeout_s)
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            log.info(message)
+        self._said.add(message)
+
+
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
     """A group that only its members create: no rank does work for groups it is not in, whatever the world's size."""
     return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
 
 
-def _axis(name: str, ranks: tuple[int, ...], global_rank: int, timeout_s: float, ledger: Ledger) -> Axis:
-    if len(ranks) == 1:
-        return single(name, global_rank, ledger)
-    return Axis(name, ranks.index(global_rank), len(ranks), ranks, _new_group(ranks, timeout_s), ledger)
+def _share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
+    """(descriptor of a region that every rank has opened, '') or (None, why not): all ranks get the same answer.
+
+    Two small gloo collectives: each rank says on which host it is, and rank 0 under which name it has made the region; then each
+    says whether it could open it. After the second one the name is gone, whatever happens to the processes later.
+    """
+    descriptor, path, reason = None, "", shm.why_unavailable()
+    if rank == 0 and not reason:
+        try:
+            descriptor, path = shm.create_memory()
+        except OSError as error:
+            reason = f"{error.strerror} in {shm.MEMORY_DIR}"
+    try:
+        mine = torch.zeros(160, dtype=torch.uint8)
+        mine[:32] = torch.frombuffer(bytearray(shm.host_identity() if not reason else b"-" * 32), dtype=torch.uint8)
+        text = (path if rank == 0 else "").encode()
+        mine[32 : 32 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+        everyone = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(everyone, mine, group=process_group)
+        together = all(torch.equal(other[:32], everyone[0][:32]) for other in everyone)
+        path = bytes(everyone[0][32:].tolist()).rstrip(b"\0").decode()
+        if together and path and rank != 0:
+            try:
+                descriptor = shm.open_memory(path)
+            except OSError as error:
+                reason = f"{error.strerror}: {path}"
+        able = torch.tensor([int(together and descriptor is not None)], dtype=torch.int32)
+        dist.all_reduce(able, op=dist.ReduceOp.MIN, group=process_group)
+    finally:
+        if rank == 0 and path:
+            os.unlink(path)
+    if able.item():
+        return descriptor, ""
+    if descriptor is not None:
+        os.close(descriptor)
+    return None, reason or ("a peer cannot open it" if together else "its ranks are on several hosts")
 
 
-def build_mesh(grid: Grid, global_rank: int, chunks: int = 1, tied_embeddings: bool = False, timeout_s: float = 600.0) -> Mesh:
-    """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group."""
-    ledger = Ledger()
+def build_mesh(
+    grid: Grid,
+    global_rank: int,
+    chunks: int = 1,
+    tied_embeddings: bool = False,
+    timeout_s: float = 600.0,
+    transport: Transport = "auto",
+) -> Mesh:
+    """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group.
 
-    def axis(name: str, ranks: tuple[int, ...]) -> Axis:
-        return _axis(name, ranks, global_rank, timeout_s, ledger)
-
+    Raises BackendError when `transport` is 'shm' and an axis cannot use it.
+    """
+    groups = _Groups(global_rank, timeout_s, transport)
     pipeline = grid.group("pp", global_rank)
     is_end = global_rank in (pipeline[0], pipeline[-1])
     tied = tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) if tied_embeddings and is_end else (global_rank,)
     names = CHANNELS + (WRAP_CHANNELS if chunks > 1 else ()) if grid.pp > 1 else ()
-    tied_axis = axis("tied", tied)
+    tied_axis = groups.axis("tied", tied)
     if tied_embeddings and not is_end:
         # torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many
         _new_group((global_rank,), timeout_s)
     return Mesh(
-        tp=axis("tp", grid.group("tp", global_rank)),
-        pp=axis("pp", pipeline),
-        dp=axis("dp", grid.group("dp", global_rank)),
-        world=axis("world", tuple(range(grid.world_size))),
+        tp=groups.axis("tp", grid.group("tp", global_rank)),
+        pp=groups.axis("pp", pipeline),
+        dp=groups.axis("dp", grid.group("dp", global_rank)),
+        world=groups.axis("world", tuple(range(grid.world_size))),
         tied=tied_axis,
-        channels={name: axis(f"pp.{name}", pipeline) for name in names},
-        ledger=ledger,
+        channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
+        ledger=groups.ledger,
     )

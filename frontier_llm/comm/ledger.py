@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -25,10 +26,11 @@ class Ledger:
         self.calls[axis, operation] += 1
         self.bytes[axis, operation] += size_bytes
 
-    def wait(self, axis: str, operation: str, work: Any) -> None:
-        """Wait for `work` and record how long this rank stood still. On a GPU only the stream waits: blocked time is then the host's."""
+    @contextmanager
+    def blocked(self, axis: str, operation: str) -> Iterator[None]:
+        """Record how long this rank stands still in the body. On a GPU only the stream waits: this is then the host's time."""
         begin = time.perf_counter()
-        work.wait()
+        yield
         self.blocked_s[axis, operation] += time.perf_counter() - begin
 
     def reset(self) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
+from frontier_llm.comm.group import Pending
 
 
 class Receive:
     """A posted receive; `wait()` returns the tensor."""
 
-    def __init__(self, buffer: Tensor, work: Any, channel: Axis) -> None:
+    def __init__(self, buffer: Tensor, work: Pending, channel: Axis) -> None:
         self._buffer, self._work, self._channel = buffer, work, channel
 
     def wait(self) -> Tensor:
         """The message, once it has arrived."""
-        self._channel.ledger.wait(self._channel.name, "recv", self._work)
+        with self._channel.ledger.blocked(self._channel.name, "recv"):
+            self._work.wait()
         return self._buffer
 
 
@@ -33,15 +33,17 @@ class Sends:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._outstanding: dict[str, deque[tuple[Any, Tensor]]] = defaultdict(deque)
+        self._outstanding: dict[str, deque[tuple[Pending, Tensor]]] = defaultdict(deque)
 
     def start(self, x: Tensor, channel: Axis, to: int) -> None:
         """Send a contiguous tensor to axis rank `to`."""
+        assert channel.group is not None, "an axis of one rank has no one to send to"
         queue = self._outstanding[channel.name]
         if len(queue) >= self._limit:
-            channel.ledger.wait(channel.name, "send", queue.popleft()[0])
+            with channel.ledger.blocked(channel.name, "send"):
+                queue.popleft()[0].wait()
         channel.ledger.add(channel.name, "send", x.numel() * x.element_size())
-        queue.append((dist.isend(x, channel.ranks[to], group=channel.group), x))
+        queue.append((channel.group.send(x, to), x))
 
     def wait_all(self) -> None:
         """Return when every send has been taken."""
@@ -53,6 +55,7 @@ class Sends:
 
 def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channel: Axis, source: int) -> Receive:
     """Post a receive from axis rank `source`; it overlaps with whatever is computed until `wait()`."""
+    assert channel.group is not None, "an axis of one rank has no one to receive from"
     buffer = torch.empty(shape, dtype=dtype, device=device)
     channel.ledger.add(channel.name, "recv", buffer.numel() * buffer.element_size())
-    return Receive(buffer, dist.irecv(buffer, channel.ranks[source], group=channel.group), channel)
+    return Receive(buffer, channel.group.receive(buffer, source), channel)

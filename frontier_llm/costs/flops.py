@@ -1,8 +1,11 @@
-"""Model FLOPs: what the mathematics needs, whatever the runtime recomputes."""
+"""Model FLOPs: what the mathematics needs, whatever the runtime recomputes; and hardware FLOPs, which count that too."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from frontier_llm.config import ModelConfig
+from frontier_llm.costs.workload import Number, Workload
 
 
 def matrix_parameters(model: ModelConfig) -> int:
@@ -26,3 +29,15 @@ def forward_flops_per_token(model: ModelConfig, causal: bool = False) -> float:
 def model_flops_per_token(model: ModelConfig, causal: bool = False) -> float:
     """Forward and backward: backward computes two gradients for every product, so 3 x forward. Recomputation does not count."""
     return 3.0 * forward_flops_per_token(model, causal)
+
+
+def hardware_flops_per_token(w: Workload, causal: bool = False) -> Number:
+    """What the devices execute per token: the model's FLOPs, padding rows of the head, and the recomputed forward.
+
+    Full recomputation repeats a layer's forward, selective its attention core. For a `Workload`, so arrays work.
+    """
+    H, heads, groups = np.asarray(w.H, dtype=float), np.asarray(w.A) * w.D, np.asarray(w.G) * w.D
+    matrices = 2.0 * (H * (heads + 2 * groups) + heads * H + (2 + np.asarray(w.gated)) * H * w.F)
+    scores = 4.0 * np.asarray(w.S) * heads * (0.5 if causal else 1.0)
+    again = np.where(np.asarray(w.recompute) == 2, matrices + scores, np.where(np.asarray(w.recompute) == 1, scores, 0.0))
+    return np.asarray(w.layers) * (3 * (matrices + scores) + again) + 6.0 * H * w.V

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ class IndexedDataset:
             if self.token_count
             else np.zeros(0, self.dtype)
         )
+        self._file: FileIO | None = None
         self.scanned = False
         if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
             self.scan()
@@ -161,18 +163,29 @@ class IndexedDataset:
         """Tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Tokens [start, start + count) by one pread.
+
+        Unlike a page fault in the memory map it releases the GIL, so a background thread that waits for a disk does not stop the
+        training thread, and a parallel file system sees one request of the right size. Raises DataError when the file has shrunk.
+        """
+        if self._file is None:
+            self._file = bin_path(self.prefix).open("rb", buffering=0)
+        size = self.dtype.itemsize
+        data = os.pread(self._file.fileno(), count * size, start * size)
+        if len(data) != count * size:
+            fix = "the file changed under the run; restore it"
+            raise _damaged(bin_path(self.prefix), start * size, f"{count * size} bytes", f"{len(data)}", fix)
+        return np.frombuffer(data, self.dtype)
+
     @property
     def one_sequence_per_document(self) -> bool:
         """True when document d is sequence d (what tokenizing text gives): D = S + 1 and every document has one sequence."""
         if self.document_count != self.sequence_count:
             return False
-        chunks = range(0, self.document_count, SCAN_CHUNK)
-        return all(
-            np.array_equal(
-                self.document_indices[start : start + SCAN_CHUNK], np.arange(start, min(start + SCAN_CHUNK, self.document_count))
-            )
-            for start in chunks
-        )
+        indices = self.document_indices
+        chunks = ((start, min(start + SCAN_CHUNK, indices.size)) for start in range(0, indices.size, SCAN_CHUNK))
+        return all(np.array_equal(indices[start:stop], np.arange(start, stop)) for start, stop in chunks)
 
     def digest(self) -> str:
         """Identity of the index's content: sizes and 256 evenly spaced 64 KiB blocks of .idx (all of it up to 16 MiB).

@@ -26,6 +26,7 @@ from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStr
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem
 
+KEPT_BYTES = 64 << 20
 VALIDATION_SEED_OFFSET = 1  # the validation stream's order has a seed of its own
 
 
@@ -86,7 +87,9 @@ class Batches:
         self.reset_at_documents = reset_at_documents
         self._read_ahead = read_ahead
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
-        self._pending: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
+        # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
+        self._capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
+        self._kept: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
         self._lock = threading.Lock()
 
     def sample_ids(self, step: int, index: int) -> range:
@@ -100,18 +103,21 @@ class Batches:
             raise IndexError(f"microbatch {index} of {self.microbatches}")
         if self._pool is None:
             return self._make(step, index)
+        wanted = [(step, index)]
+        for _ in range(self._read_ahead):
+            last_step, last = wanted[-1]
+            wanted.append((last_step, last + 1) if last + 1 < self.microbatches else (last_step + 1, 0))
         with self._lock:
-            future = self._pending.pop((step, index), None)
-            if future is None:  # a jump (resume, evaluation): what was read ahead is of no use
-                for stale in self._pending.values():
-                    stale.cancel()
-                self._pending.clear()
-                future = self._pool.submit(self._make, step, index)
-            ahead = (step, index)
-            for _ in range(self._read_ahead):
-                ahead = (ahead[0], ahead[1] + 1) if ahead[1] + 1 < self.microbatches else (ahead[0] + 1, 0)
-                if ahead not in self._pending:
-                    self._pending[ahead] = self._pool.submit(self._make, *ahead)
+            steps = {key[0] for key in wanted}
+            for key in [key for key in self._kept if key[0] not in steps]:  # an older step, or one read ahead before a jump
+                self._kept.pop(key).cancel()
+            for key in wanted:
+                if key not in self._kept:
+                    self._kept[key] = self._pool.submit(self._make, *key)
+                self._kept.move_to_end(key)
+            while len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
+            future = self._kept[wanted[0]]
         return future.result()
 
     def _make(self, step: int, index: int) -> Microbatch:
@@ -160,6 +166,15 @@ def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", re
     batch = run.batch
     arguments = (batch.global_batch, batch.micro_batch, dp_rank, dp, run.model.vocab_size, run.data.reset_at_documents, read_ahead)
     return Batches(samples, *arguments)
+
+
+def prepare_indices(run: RunConfig) -> None:
+    """Build the sample indices of the whole run ahead of it, on one core of any node; the ranks then only map them."""
+    samples = {"train": run.train.steps * run.batch.global_batch, "validation": run.train.eval_samples + run.batch.global_batch}
+    for split, count in samples.items():
+        stream = open_samples(run, split)
+        if isinstance(stream, DocumentSamples | BlendedSamples):
+            stream.prepare(count)
 
 
 def data_problems(run: RunConfig) -> list[Problem]:

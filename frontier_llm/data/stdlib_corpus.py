@@ -65,7 +65,10 @@ def prepare(directory: str | Path, vocab_size: int = 4096, root: Path | None = N
     files = source_files(root)
     train = [path for path in files if not held_out(path, root)]
     validation = [path for path in files if held_out(path, root)]
-    model = _tokenizer(directory, train, vocab_size)
+    try:
+        model = _tokenizer(directory, train, vocab_size)
+    except OSError as error:
+        raise DataError(f"cannot write: {error.strerror or error}", where=str(directory), fix="choose a directory you can write") from error
     options = TokenizeOptions(shard_bytes=SHARD_BYTES)
     prefixes = {"train": train, "validation": validation}
     metas = {split: tokenize(paths, directory / split, model.name, options, workers) for split, paths in prefixes.items()}

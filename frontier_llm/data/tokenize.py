@@ -6,6 +6,7 @@ written last and vouches for it. A run that was killed finds those and makes onl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from frontier_llm.data.indexed import IndexedDataset, IndexedWriter, optimal_dty
 from frontier_llm.data.inputs import Damage, Piece, Text, cut, find_inputs, read
 from frontier_llm.data.meta import DatasetMeta, read_meta, write_json, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
-from frontier_llm.errors import DataError
+from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.units import format_bytes, format_count
 
 EXAMPLES = 100  # damaged inputs that are kept by name
@@ -99,6 +99,10 @@ def tokenize(
         parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
         meta = _join(jobs, parts, str(prefix), codec, digest)
         shutil.rmtree(directory)
+    except FrontierError:
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # when no part was finished
+        raise
     except OSError as error:
         fix = "check space and permissions, then run the same command again: finished parts are kept"
         raise DataError(f"cannot write: {error.strerror or error}", where=str(prefix), fix=fix) from error
@@ -171,16 +175,18 @@ def _finished(job: Job) -> Part | None:
     return Part(**{**content, "examples": tuple(content["examples"])})
 
 
-@functools.cache
-def _codec(spec: str) -> Tokenizer:
-    return load_tokenizer(spec)
+@functools.lru_cache(maxsize=2)
+def _codec(spec: str, digest: str) -> Tokenizer:
+    """A worker's tokenizer, loaded once. Raises DataError when the file is no longer the one the run began with."""
+    codec = load_tokenizer(spec)
+    if codec.digest != digest:
+        raise DataError("changed while tokenizing", where=spec, fix="run the command again")
+    return codec
 
 
 def make_part(job: Job) -> Part:
     """Tokenize one shard into its part (in a worker process); the report file comes last."""
-    codec, skip = _codec(job.tokenizer), job.options.skip_damaged
-    if codec.digest != job.tokenizer_digest:
-        raise DataError("changed while tokenizing", where=job.tokenizer, fix="run the command again")
+    codec, skip = _codec(job.tokenizer, job.tokenizer_digest), job.options.skip_damaged
     text_bytes = damaged = 0
     examples: list[str] = []
     with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
@@ -241,7 +247,7 @@ def _report(prefix: str, meta: DatasetMeta) -> None:
     log.info(f"{prefix}: {documents} documents, {tokens} tokens from {size} of text ({meta.bytes_per_token:.2f} bytes per token)")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress(total_bytes: int) -> Iterator[Progress]:
     """A bar on a terminal; nothing otherwise."""
     if not sys.stderr.isatty():

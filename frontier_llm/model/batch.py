@@ -15,6 +15,7 @@ class Microbatch:
     targets_SB: Tensor  # int64, the next tokens
     documents_BS: Tensor | None = None  # document number of each position; None = one document per sequence
     loss_mask_SB: Tensor | None = None  # False where a target does not count; None = all count
+    positions_SB: Tensor | None = None  # where each token stands, when tokens are fed one by one; None = counted from the start
 
     @property
     def shape(self) -> tuple[int, int]:

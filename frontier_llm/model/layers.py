@@ -53,7 +53,9 @@ class Attention(nn.Module):
         """(S or s, B, H) → (S or s, B, H)."""
         qkv = self.qkv(x)
         qkv_SBgqD = qkv.view(*qkv.shape[:2], self.local_kv_heads, self.queries + 2, self.head_dim)
-        q_SBaD, k_SBgD, v_SBgD = qkv_SBgqD[..., :-2, :].flatten(2, 3), qkv_SBgqD[..., -2, :], qkv_SBgqD[..., -1, :]
+        # one split, not three slices: its backward writes one gradient instead of adding up three that are mostly zeros
+        q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((self.queries, 1, 1), dim=-2)
+        q_SBaD, k_SBgD, v_SBgD = q_SBgqD.flatten(2, 3), k_SBgqD.squeeze(-2), v_SBgqD.squeeze(-2)
         if positions.rope is not None:
             q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
 

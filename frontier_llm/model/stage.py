@@ -90,17 +90,25 @@ class Stage(nn.Module):
         if self.position_embedding is None:
             return x
         first = x.shape[0] * self.context.tp.rank if self.context.sequence_parallel else 0
-        if batch.documents_BS is None:
+        index_SB = _given_positions(batch)
+        if index_SB is None:
             return x + self.position_embedding[first : first + x.shape[0], None]
-        index_SB = within_document(batch.documents_BS).T[first : first + x.shape[0]]
-        return x + nn.functional.embedding(index_SB, self.position_embedding)
+        return x + nn.functional.embedding(index_SB[first : first + x.shape[0]], self.position_embedding)
 
     def _positions(self, batch: Microbatch) -> Positions:
         rope = self._rope
         if rope is not None:
-            index = slice(0, batch.shape[0]) if batch.documents_BS is None else within_document(batch.documents_BS).T
+            index_SB = _given_positions(batch)
+            index = slice(0, batch.shape[0]) if index_SB is None else index_SB
             rope = rope[0][index], rope[1][index]
         return Positions(rope, self._alibi_slopes_a, batch.documents_BS)
+
+
+def _given_positions(batch: Microbatch) -> Tensor | None:
+    """Where each token stands, (S, B), if that is not simply its place in the sequence."""
+    if batch.positions_SB is not None:
+        return batch.positions_SB
+    return None if batch.documents_BS is None else within_document(batch.documents_BS).T
 
 
 def declare_embedding(model: ModelConfig, context: LayerContext, stage: StageSpec) -> ShardedParameter:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -36,14 +35,14 @@ class _ColumnLinear(Function):
         ctx.context, ctx.weight, ctx.bias_shape = context, weight, None if bias is None else bias.shape
         ctx.save_for_backward(x, weight_oH)
         x_SBH = all_gather(x, context.tp) if context.sequence_parallel else x
-        return F.linear(x_SBH, weight_oH, None if bias is None else bias.flatten())
+        return context.ops.linear(x_SBH, weight_oH, None if bias is None else bias.flatten())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SBo,), context = grads, ctx.context
         x, weight_oH = ctx.saved_tensors
         x_SBH, gathering = start_all_gather(x, context.tp) if context.sequence_parallel else (x, DONE)
-        grad_x = grad_SBo @ weight_oH
+        grad_x = context.ops.linear_input_gradient(grad_SBo, weight_oH)
         if context.sequence_parallel:
             grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
         else:
@@ -63,12 +62,12 @@ class _RowLinear(Function):
         weight_Hk = weight.detach()
         ctx.context, ctx.weight = context, weight
         ctx.save_for_backward(x_SBk, weight_Hk)
-        return F.linear(x_SBk, weight_Hk)
+        return context.ops.linear(x_SBk, weight_Hk)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_SBk, weight_Hk = ctx.saved_tensors
-        grad_x = grads[0] @ weight_Hk
+        grad_x = ctx.context.ops.linear_input_gradient(grads[0], weight_Hk)
         _submit_weight_gradient(ctx.context, ctx.weight, grads[0], x_SBk)
         return grad_x, None, None
 

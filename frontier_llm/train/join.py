@@ -51,4 +51,5 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     assert place.master_port is not None
     backend = "nccl" if device.type == "cuda" else "gloo"
     connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s)
-    return build_mesh(plan.grid, place.rank, plan.chunks, config.model.tied_embeddings, config.train.timeout_s)
+    tied, timeout_s = config.model.tied_embeddings, config.train.timeout_s
+    return build_mesh(plan.grid, place.rank, plan.chunks, tied, timeout_s, config.comm.transport)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).resolve().parents[2]
 FRONTIER_NODES = 9408
 LUMI_NODES = 2978
 GPUS = 8
@@ -116,12 +117,12 @@ class LocalSlurm:
             f"SlurmdLogFile={self.root}/logs/slurmd-%n.log",
             *(
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 Sockets=1 CoresPerSocket=64 "
-                f"ThreadsPerCore=1 RealMemory=500000 Gres=gpu:{GPUS} State=UNKNOWN"
+                f"ThreadsPerCore=1 RealMemory=500000 Gres=gpu:{GPUS} Features=nvme State=UNKNOWN"
                 for node, port in zip(self.nodes, ports[1:], strict=True)
             ),
             *(
                 f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 CPUs=64 Sockets=1 CoresPerSocket=64 ThreadsPerCore=1 "
-                f"RealMemory=500000 Gres=gpu:{GPUS} State=CLOUD"
+                f"RealMemory=500000 Gres=gpu:{GPUS} Features=nvme State=CLOUD"
                 for prefix, width, count in (("frontier", 5, FRONTIER_NODES), ("nid", 6, LUMI_NODES))
             ),
             f"PartitionName=local Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",

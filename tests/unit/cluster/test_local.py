@@ -135,11 +135,14 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 def test_children_of_a_dead_rank_are_removed(tmp_path: Path) -> None:
     code = """
-        import os, subprocess, sys
+        import os, subprocess, sys, time
         from frontier_llm.cluster.rank_env import discover
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(child.pid)
-        os.abort() if discover().rank == 1 else None
+        if discover().rank == 1:
+            time.sleep(2)
+            os.abort()
+        time.sleep(600)
     """
     assert run(code, tmp_path, ranks=2) != 0
     pids = [int((tmp_path / f"rank_{rank}.log").read_text().splitlines()[0]) for rank in (0, 1)]

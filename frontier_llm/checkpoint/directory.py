@@ -1,0 +1,177 @@
+"""A run's `checkpoints/` folder: names, the commit, LATEST, leftovers. Only rank 0 changes it; ranks write their shards into it.
+
+`step_00000100/` is complete, always: it got that name by one rename after every byte in it was flushed to the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from frontier_llm.checkpoint.manifest import MAX_MANIFEST_BYTES, DamagedCheckpoint, Manifest, digest_line, parse
+from frontier_llm.checkpoint.shard import write_all
+from frontier_llm.errors import CheckpointError
+from frontier_llm.failpoints import hit
+
+MANIFEST, MANIFEST_DIGEST, LATEST = "manifest.json", "manifest.sha256", "LATEST"
+_COMPLETE = re.compile(r"step_(\d{8,12})")
+_REPLACED = re.compile(r"(step_\d{8,12})\.replaced\.\d+")
+_LEFTOVER = re.compile(r"step_\d{8,12}\.(tmp|deleted)\.\d+|LATEST\.tmp\.\d+")
+
+
+def step_name(step: int) -> str:
+    """'step_00000100'."""
+    return f"step_{step:08}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a complete checkpoint's name; raises CheckpointError for another name."""
+    match = _COMPLETE.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError("is not the name of a checkpoint", fix="name a folder such as checkpoints/step_00000100", where=str(path))
+    return int(match[1])
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Steps of all complete checkpoints, newest first."""
+    if not directory.is_dir():
+        return []
+    matches = (_COMPLETE.fullmatch(entry.name) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """What interrupted saves and deletions have left."""
+    return sorted(path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name) or _REPLACED.fullmatch(path.name))
+
+
+def clean(directory: Path) -> list[Path]:
+    """Remove leftovers; put a checkpoint back whose replacement never arrived. Returns what was removed."""
+    removed = []
+    for path in leftovers(directory):
+        replaced = _REPLACED.fullmatch(path.name)
+        if replaced and not (directory / replaced[1]).exists():
+            path.rename(directory / replaced[1])
+            continue
+        delete_tree(path)
+        removed.append(path)
+    return removed
+
+
+def delete_tree(path: Path) -> None:
+    """Remove a file or folder; never follows links."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
+    """Remove a complete checkpoint: renamed first, so that no half of it ever carries a complete one's name."""
+    doomed = directory / f"{step_name(step)}.deleted.{incarnation}"
+    (directory / step_name(step)).rename(doomed)
+    hit("checkpoint.delete_renamed")
+    delete_tree(doomed)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Create a new file and flush it to the device."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(descriptor, memoryview(content))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary(directory: Path, step: int, incarnation: int) -> Path:
+    """Where a save writes until it is complete."""
+    return directory / f"{step_name(step)}.tmp.{incarnation}"
+
+
+def commit(directory: Path, manifest: Manifest) -> Path:
+    """Turn the temporary folder, whose shards are durable, into a complete checkpoint and point LATEST at it."""
+    step, incarnation = manifest.progress.step, manifest.incarnation
+    building, final = temporary(directory, step, incarnation), directory / step_name(step)
+    content = manifest.to_bytes()
+    hit("checkpoint.before_manifest")
+    write_durably(building / MANIFEST, content)
+    hit("checkpoint.manifest_written")
+    write_durably(building / MANIFEST_DIGEST, digest_line(content))
+    sync_directory(building)
+    hit("checkpoint.before_rename")
+    replaced = directory / f"{final.name}.replaced.{incarnation}"
+    if final.exists():  # this step was saved before, e.g. by a run that was rewound since
+        final.rename(replaced)
+        hit("checkpoint.replaced")
+    building.rename(final)
+    sync_directory(directory)
+    hit("checkpoint.before_latest")
+    point_latest(directory, final.name, incarnation)
+    if replaced.exists():
+        delete_tree(replaced)
+    return final
+
+
+def point_latest(directory: Path, name: str, incarnation: int) -> None:
+    """LATEST holds the newest checkpoint's name; moved by rename."""
+    building = directory / f"{LATEST}.tmp.{incarnation}"
+    building.unlink(missing_ok=True)
+    write_durably(building, f"{name}\n".encode())
+    hit("checkpoint.latest_written")
+    building.rename(directory / LATEST)
+    sync_directory(directory)
+    hit("checkpoint.latest_moved")
+
+
+def read_latest(directory: Path) -> str:
+    """The name in LATEST, '' when there is none that could be a checkpoint's."""
+    try:
+        with (directory / LATEST).open("rb") as file:
+            text = file.read(64).decode("ascii", errors="replace")
+    except OSError:
+        return ""
+    return text[:-1] if text.endswith("\n") and _COMPLETE.fullmatch(text[:-1]) else ""
+
+
+def _read_small(path: Path, limit: int) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(limit + 1)
+    except OSError as error:
+        raise DamagedCheckpoint(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def read_manifest(path: Path) -> tuple[Manifest, bytes]:
+    """The manifest of a complete checkpoint, checked against its digest and the folder's name, and its bytes.
+
+    Raises DamagedCheckpoint.
+    """
+    step, where = step_of(path), path / MANIFEST
+    content, recorded = _read_small(where, MAX_MANIFEST_BYTES), _read_small(path / MANIFEST_DIGEST, 1024)
+    if recorded != digest_line(content):
+        found, expected = digest_line(content).decode().split()[0], recorded[:64].decode("ascii", errors="replace")
+        raise DamagedCheckpoint(f"sha256 is {found}, {MANIFEST_DIGEST} says {json.dumps(expected)}", where=str(where))
+    manifest = parse(content, str(where))
+    if manifest.progress.step != step:
+        raise DamagedCheckpoint(f"is of step {manifest.progress.step}, its folder of step {step}", where=str(where))
+    return manifest, content
+
+
+def unexpected_files(path: Path, manifest: Manifest) -> list[str]:
+    """Names in a checkpoint's folder that its manifest does not account for."""
+    known = {MANIFEST, MANIFEST_DIGEST, *(shard.file for shard in manifest.shards)}
+    return sorted(entry.name for entry in os.scandir(path) if entry.name not in known)

@@ -1,0 +1,84 @@
+"""What has changed between the run that wrote a checkpoint and the run that continues it.
+
+Keys that define the mathematics (the model, the optimizer, the global batch, the data, the seeds) must be allowed one by one;
+keys that choose how the same mathematics is computed (layout, precision, kernels, machine, logging) are shown and pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from frontier_llm.errors import CheckpointError, Problem, suggest
+
+_MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed")
+_HARMLESS = ("model.name", "data.cache_dir", "data.validation", "data.tokenizer")
+_SILENT = ("train.run_dir", "train.log_interval", "train.tensorboard", "train.peak_tflops")
+_ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key with another value."""
+
+    key: str
+    saved: Any
+    current: Any
+    mathematics: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.saved!r} → {self.current!r}"
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, list(value) if isinstance(value, tuple) else value
+
+
+def _under(key: str, roots: Collection[str]) -> bool:
+    return any(key == root or key.startswith(f"{root}.") for root in roots)
+
+
+def _ends_with_run(flat: Mapping[str, Any]) -> bool:
+    """True when the learning rate of every step depends on the run's length."""
+    return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
+
+
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
+    """Every key whose value differs, in the current configuration's order."""
+    before, after = dict(_flatten(saved)), dict(_flatten(current))
+    mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
+    keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
+    return [
+        Change(key, before.get(key, _ABSENT), after.get(key, _ABSENT), _under(key, mathematics) and not _under(key, _HARMLESS))
+        for key in keys
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    ]
+
+
+def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:
+    """Versions, code commit, device: shown, never refused."""
+    return [
+        Change(key, saved.get(key, _ABSENT), current.get(key, _ABSENT), mathematics=False)
+        for key in sorted({*saved, *current})
+        if saved.get(key) != current.get(key)
+    ]
+
+
+def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:
+    """Raises CheckpointError that lists every change of the mathematics which `allowed` (keys or their sections) does not cover."""
+    refused = [change for change in changes if change.mathematics and not _under(change.key, allowed)]
+    if refused:
+        flags = " ".join(f"--allow-change {change.key}" for change in refused)
+        raise CheckpointError(
+            [Problem(where, f"the run would change its mathematics: {change}", "") for change in refused[:-1]]
+            + [Problem(where, f"the run would change its mathematics: {refused[-1]}", f"restore the values, or add {flags}")]
+        )
+    unknown = [key for key in allowed if not any(_under(change.key, [key]) for change in changes)]
+    if unknown and changes:
+        names = [change.key for change in changes]
+        raise CheckpointError([Problem("--allow-change", f"{key!r} has not changed", suggest(key, names)) for key in unknown])

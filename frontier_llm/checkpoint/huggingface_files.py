@@ -1,0 +1,147 @@
+"""Sharded safetensors with an index, read and written one tensor at a time: memory never exceeds the largest tensor.
+
+Layout of a file: u64 little-endian length of the header, JSON header (name → dtype, shape, [begin, end) in the data), data in row-major
+order without holes. Several files are listed in model.safetensors.index.json: {"metadata": {"total_size"}, "weight_map": {name: file}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from frontier_llm.errors import CheckpointError, Problem
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class ShardedReader:
+    """Tensors by name from a directory of safetensors files, memory-mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError naming every shard that is missing or damaged."""
+        self.directory = directory
+        self.files = _weight_map(directory)
+        self._open: dict[str, Any] = {}
+        problems = []
+        for file in sorted(set(self.files.values())):
+            path = directory / file
+            if not path.is_file():
+                count = sum(holder == file for holder in self.files.values())
+                problems.append(Problem(str(path), f"is missing; {INDEX} places {count} tensors in it", "fetch the shard again"))
+                continue
+            try:
+                self._open[file] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                problems.append(Problem(str(path), f"is damaged: {error}", "fetch the shard again"))
+        if problems:
+            raise CheckpointError(problems)
+        held = {file: set(handle.keys()) for file, handle in self._open.items()}
+        absent = [name for name, file in self.files.items() if name not in held[file]]
+        if absent:
+            what = f"{INDEX} promises {len(absent)} tensors that are not there, e.g. {absent[0]} in {self.files[absent[0]]}"
+            raise CheckpointError(what, fix="fetch index and shards of the same revision", where=str(directory))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape from the header; reads no data."""
+        return tuple(self._open[self.files[name]].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in the file's dtype."""
+        return self._open[self.files[name]].get_tensor(name)
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """name → file, from the index or from the only file's header."""
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"is damaged: {error!r}", where=str(index), fix="fetch the index again") from error
+    if (directory / SINGLE).is_file():
+        try:
+            with safe_open(str(directory / SINGLE), framework="pt") as handle:
+                return dict.fromkeys(handle.keys(), SINGLE)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"is damaged: {error}", where=str(directory / SINGLE), fix="fetch the file again") from error
+    pickles = [path.name for path in directory.glob("*.bin")] + [path.name for path in directory.glob("*.pt")]
+    why = f"; {pickles[0]} is a pickle, which can run code and is never opened" if pickles else ""
+    fix = "convert it where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
+    raise CheckpointError(
+        f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix if pickles else "give the model's directory"
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def write_sharded(directory: Path, entries: Sequence[Entry], dtype: torch.dtype, tensors: Iterable[Tensor], shard_bytes: int) -> list[str]:
+    """Write `tensors`, which come in the order of `entries`, in files of at most `shard_bytes` (a larger tensor stands alone).
+
+    Returns the files' names. The headers are known before the first number is, so one tensor at a time is in memory.
+    """
+    size = torch.empty((), dtype=dtype).element_size()
+    shards = _pack(entries, size, shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    stream = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        with (directory / name).open("wb") as file:
+            _write_file(file, shard, dtype, size, stream)
+            file.flush()
+            os.fsync(file.fileno())
+    if next(stream, None) is not None:
+        raise AssertionError("more tensors than entries")
+    if len(shards) > 1:
+        weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        content = {"metadata": {"total_size": size * sum(prod(entry.shape) for entry in entries)}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return names
+
+
+def _pack(entries: Sequence[Entry], element_bytes: int, shard_bytes: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = []
+    room = 0
+    for entry in entries:
+        needed = prod(entry.shape) * element_bytes
+        if not shards or needed > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(entry)
+        room -= needed
+    return shards
+
+
+def _write_file(file: IO[bytes], shard: Sequence[Entry], dtype: torch.dtype, element_bytes: int, tensors: Iterator[Tensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for entry in shard:
+        end = begin + prod(entry.shape) * element_bytes
+        header[entry.name] = {"dtype": _CODES[dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts on 8 bytes, as the format asks
+    file.write(struct.pack("<Q", len(text)) + text)
+    for entry in shard:
+        tensor = next(tensors)
+        assert tuple(tensor.shape) == entry.shape, f"{entry.name}: {tuple(tensor.shape)} is not {entry.shape}"
+        file.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy().data)

@@ -1,0 +1,177 @@
+"""Reading: which saved rectangles overlap what this rank needs, and the copying, verified against the digests on the way.
+
+Every file is read whole and hashed by exactly one rank, which takes what it needs in passing; the others read only the byte ranges
+they need. With the layout that wrote the checkpoint, each rank reads its own file once and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest
+from frontier_llm.checkpoint.pieces import KINDS, Piece, needed_pieces
+from frontier_llm.checkpoint.rectangles import Rectangle, rectangles_of_run, spans
+from frontier_llm.checkpoint.shard import BLOCK_BYTES, Entry, check_header, entries, header_of, opened, read_exactly, verify
+from frontier_llm.comm import start_all_gather_into
+from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.failpoints import hit
+from frontier_llm.optim import AdamW, Bucket
+
+# Two needed ranges closer than this are read as one. A random 4 KiB-64 KiB read costs about as much as 64 KiB in sequence on the
+# parallel file systems that this is for, and a Python-level read call about 2 us.
+MERGE_GAP_BYTES = 64 << 10
+
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The common part of a saved rectangle and a needed one."""
+
+    shard: int  # index into manifest.shards
+    piece: int  # index into that shard's pieces
+    saved: Rectangle
+    needed: Piece
+    overlap: Rectangle
+
+
+def plan(manifest: Manifest, needed: Sequence[Piece]) -> dict[int, dict[int, list[Transfer]]]:
+    """shard → piece → transfers. Raises CheckpointError listing every tensor that the checkpoint lacks, has in another shape or in part."""
+    saved_shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
+    index = {tensor.name: number for number, tensor in enumerate(manifest.tensors)}
+    problems = [
+        Problem(name, f"the model has {shape}, the checkpoint {saved_shapes.get(name, 'nothing of that name')}")
+        for name, shape in dict.fromkeys((piece.name, piece.global_shape) for piece in needed)
+        if saved_shapes.get(name) != shape
+    ]
+    if problems:
+        more = [Problem("", f"and {len(problems) - 5} more tensors")] if len(problems) > 5 else []
+        raise CheckpointError([*problems[:5], *more])
+    wanted = defaultdict(list)
+    for piece in needed:
+        wanted[index[piece.name]].append(piece)
+    transfers: dict[int, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    missing = {id(piece): piece.rectangle.numel for piece in needed}
+    for shard_number, shard in enumerate(manifest.shards):
+        for piece_number, (tensor, offset, shape) in enumerate(shard.pieces):
+            for piece in wanted.get(tensor, ()):
+                saved = Rectangle(offset, shape)
+                overlap = saved.intersect(piece.rectangle)
+                if overlap is not None:
+                    transfers[shard_number][piece_number].append(Transfer(shard_number, piece_number, saved, piece, overlap))
+                    missing[id(piece)] -= overlap.numel
+    if any(missing.values()):
+        names = sorted({piece.name for piece in needed if missing[id(piece)]})
+        raise DamagedCheckpoint(f"the rectangles of {', '.join(names[:5])} overlap or leave holes", where="manifest.json")
+    return transfers
+
+
+def verifier(shard: int, shards: int, world_size: int) -> int:
+    """The rank that reads a file whole: its writer when the world has the same size, else spread evenly in order."""
+    return shard * world_size // shards
+
+
+class Targets:
+    """Where loaded values go: this rank's optimizer state, through host memory when it lies on a GPU."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self._states = optimizer.states
+        self._host = [{kind: self._host_tensor(getattr(state, kind)) for kind in KINDS} for state in optimizer.states]
+
+    @staticmethod
+    def _host_tensor(state: Tensor) -> Tensor:
+        return state if state.device.type == "cpu" else torch.empty(state.shape, dtype=state.dtype)
+
+    def scatter(self, transfer: Transfer, kind: str, first: int, values: np.ndarray) -> None:
+        """Copy what `transfer` wants of elements [first, first + len(values)) of its saved rectangle."""
+        piece = transfer.needed
+        target = self._host[piece.bucket][kind].numpy()[piece.position : piece.position + piece.rectangle.numel]
+        target = target.reshape(piece.rectangle.shape)
+        position = 0
+        for local in rectangles_of_run(transfer.saved.shape, first, first + len(values)):
+            source = local.shifted(transfer.saved.offset)
+            common = source.intersect(transfer.overlap)
+            if common is not None:
+                block = values[position : position + local.numel].reshape(local.shape)
+                target[common.within(piece.rectangle)] = block[common.within(source)]
+            position += local.numel
+
+    def finish(self) -> None:
+        """Move what was gathered on the host to the device."""
+        for state, host in zip(self._states, self._host, strict=True):
+            for kind in KINDS:
+                if host[kind] is not getattr(state, kind):
+                    getattr(state, kind).copy_(host[kind])
+
+
+def read_shards(path: Path, manifest: Manifest, optimizer: AdamW, rank: int, world_size: int) -> list[Problem]:
+    """Fill this rank's optimizer state from the files; returns what is damaged (the state is then not to be used).
+
+    Raises CheckpointError when the checkpoint does not fit the model.
+    """
+    problems: list[Problem] = []
+    transfers = plan(manifest, needed_pieces(optimizer.buckets))
+    targets = Targets(optimizer)
+    for number in range(len(manifest.shards)):
+        wanted = transfers.get(number, {})
+        try:
+            if verifier(number, len(manifest.shards), world_size) == rank:
+                _read_whole(path, manifest, number, wanted, targets)
+            elif wanted:
+                _read_parts(path, manifest, number, wanted, targets)
+        except DamagedCheckpoint as error:
+            problems.extend(error.problems)
+    if not problems:
+        targets.finish()
+    return problems
+
+
+def _read_whole(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
+    dtype = DTYPES[manifest.dtype]
+
+    def consume(entry: Entry, first: int, block: memoryview) -> None:
+        for transfer in wanted.get(entry.piece, ()):
+            targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
+
+    shard = manifest.shards[number]
+    verify(path / shard.file, manifest, shard, consume)
+
+
+def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
+    shard, dtype, item = manifest.shards[number], DTYPES[manifest.dtype], ITEM_BYTES[manifest.dtype]
+    file = path / shard.file
+    expected = header_of(manifest, shard, file)
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    with opened(file, shard.bytes) as descriptor:
+        check_header(descriptor, file, expected)
+        for entry in entries(shard, manifest.dtype, len(expected)):
+            for transfer in wanted.get(entry.piece, ()):
+                for first, stop in _spans(transfer, item):
+                    block = buffer[: (stop - first) * item]
+                    read_exactly(descriptor, file, entry.start + first * item, block)
+                    targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
+
+
+def _spans(transfer: Transfer, item: int) -> Iterable[tuple[int, int]]:
+    return spans(transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item)
+
+
+def spread_weights(buckets: Sequence[Bucket], optimizer: AdamW) -> None:
+    """Working weights from the loaded masters, on every rank. Collective over each bucket's owners."""
+    gathers = []
+    for bucket, state in zip(buckets, optimizer.states, strict=True):
+        own = bucket.own(bucket.weights)
+        if own.data_ptr() != state.master.data_ptr():
+            own.copy_(state.master)
+        gathers.append(start_all_gather_into(bucket.weights, own, bucket.owner))
+    for gather in gathers:
+        gather.wait()
+    hit("checkpoint.loaded")

@@ -1,0 +1,168 @@
+"""One run per directory: the lock of the newest incarnation, and how a stale one is kept from writing.
+
+`incarnations/00000003.json` says who the third start of the run is. The highest number is the holder; taking over is creating the next
+number by link(2), which is atomic on local file systems, Lustre and NFS and needs no flock. A holder that finds a number above its own has
+been replaced (its node was declared dead while its processes lived on, as Slurm does) and must not write any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.checkpoint.directory import write_durably
+from frontier_llm.errors import CheckpointError
+
+HEARTBEAT_S = 5.0
+# A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
+STALE_AFTER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a run directory."""
+
+    host: str
+    pid: int
+    process_start: str  # from /proc, so that a reused pid is not taken for the holder
+    job: str  # of the scheduler; the same after a requeue; '' outside of any
+    restart: int  # how often that job was requeued
+    since: str
+    released: bool = False
+
+    def describe(self) -> str:
+        """'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
+        who = f"job {self.job} on {self.host}" if self.job else f"a process on {self.host}"
+        return f"{who} (pid {self.pid}, since {self.since})"
+
+
+def this_process(job: str = "", restart: int = 0) -> Holder:
+    """The holder that this process would be."""
+    pid = os.getpid()
+    return Holder(socket.gethostname(), pid, _process_start(pid) or "", job, restart, time.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+def _process_start(pid: int) -> str | None:
+    """Start time of a live process in clock ticks since boot ('' where there is no /proc); None when it is dead or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else ""
+    except OSError:
+        return None  # the process went away between open and read
+    return None if fields[0] in "ZX" else fields[19]
+
+
+class RunLock:
+    """The right to write into a directory. Held by rank 0 for the whole run."""
+
+    def __init__(self, directory: Path, holder: Holder) -> None:
+        """Take the lock. Raises CheckpointError naming the live holder."""
+        self._folder, self._holder = directory / "incarnations", holder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.incarnation = self._acquire()
+        self._stop = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
+        self._heart.start()
+
+    def _path(self, incarnation: int) -> Path:
+        return self._folder / f"{incarnation:08}.json"
+
+    def _newest(self) -> int:
+        return max((int(entry.name[:8]) for entry in os.scandir(self._folder) if _is_incarnation(entry.name)), default=0)
+
+    def _acquire(self) -> int:
+        building = self._folder / f"new.{self._holder.host}.{self._holder.pid}"
+        building.unlink(missing_ok=True)
+        write_durably(building, (json.dumps(asdict(self._holder)) + "\n").encode())
+        try:
+            while True:
+                newest = self._newest()
+                if newest:
+                    self._check_dead(self._path(newest), building)
+                try:
+                    os.link(building, self._path(newest + 1))
+                except FileExistsError:
+                    continue  # another start was quicker: look at it
+                if newest > 1:
+                    self._path(newest - 1).unlink(missing_ok=True)  # the last two are enough to see who replaced whom
+                return newest + 1
+        finally:
+            building.unlink(missing_ok=True)
+
+    def _check_dead(self, path: Path, building: Path) -> None:
+        """Raises CheckpointError when the holder in `path` is alive, or may be."""
+        holder = _read(path)
+        if holder is None or holder.released:
+            return
+        mine = self._holder
+        if mine.job and holder.job == mine.job and mine.restart > holder.restart:
+            log.info(f"taking over from {holder.describe()}: the scheduler restarted the job")
+            return
+        os.utime(building)
+        silent_s = building.stat().st_mtime - path.stat().st_mtime  # both stamped by the same clock as the heartbeat, the file system's
+        if holder.host == mine.host:
+            dead = _process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
+            when = "its process is gone" if dead else "its process is alive"
+        else:
+            dead = silent_s > STALE_AFTER_S
+            when = f"its last sign of life is {silent_s:.0f} s old"
+        if not dead:
+            fix = "wait until it ends, or give this run another train.run_dir"
+            if holder.host != mine.host:
+                fix += f"; if it is dead, start again in {max(1.0, STALE_AFTER_S - silent_s):.0f} s"
+            raise CheckpointError(f"is in use by {holder.describe()}; {when}", fix, str(self._folder.parent))
+        log.info(f"taking over from {holder.describe()}: {when}")
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                os.utime(self._path(self.incarnation))
+            except OSError as error:
+                log.warn(f"cannot renew the lock of {self._folder.parent}: {error.strerror}")
+
+    def check(self) -> None:
+        """Raises CheckpointError when a newer incarnation has taken over. Called right before every change of the directory."""
+        successor = self._path(self.incarnation + 1)
+        mine = self._path(self.incarnation)
+        if successor.exists() or not mine.exists():
+            holder = _read(successor)
+            who = holder.describe() if holder else "another start of the run"
+            raise CheckpointError(
+                f"incarnation {self.incarnation} has been replaced by {who} and must not write any more",
+                "end this process; the newer one goes on",
+                str(self._folder.parent),
+            )
+
+    def release(self) -> None:
+        """Give the lock up, so that the next start need not ask whether this process lives."""
+        self._stop.set()
+        self._heart.join()
+        path = self._path(self.incarnation)
+        if not path.exists() or self._path(self.incarnation + 1).exists():
+            return
+        building = self._folder / f"release.{self.incarnation}"
+        building.unlink(missing_ok=True)
+        content: Mapping[str, object] = {**asdict(self._holder), "released": True}
+        write_durably(building, (json.dumps(content) + "\n").encode())
+        building.rename(path)
+
+
+def _is_incarnation(name: str) -> bool:
+    return len(name) == 13 and name[:8].isdigit() and name.endswith(".json")
+
+
+def _read(path: Path) -> Holder | None:
+    """The holder in a file; None when it is gone or not one (nobody writes it in place, so then a disk lost it)."""
+    try:
+        with path.open("rb") as file:
+            return Holder(**json.loads(file.read(4096)))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,234 @@
+"""CheckpointManager: what the training loop calls.
+
+A save goes through four stages, each collective decision taken at a step boundary by `poll`:
+
+    write    every rank: its shard, in a thread, from a copy of the state
+    commit   rank 0, in a thread: manifest, rename, LATEST
+    audit    every rank, in a thread: read back its share of the newest `keep` checkpoints and compare digests
+    prune    rank 0, in a thread: delete what is older, only when the audit found nothing
+
+so training waits for the copy alone, no collective ever runs in a thread, and all ranks learn of a failure at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from frontier_llm import log
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import drift, load
+from frontier_llm.checkpoint.exchange import all_gather_json, broadcast_bytes, broadcast_json
+from frontier_llm.checkpoint.lock import RunLock, this_process
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
+from frontier_llm.checkpoint.save import Save, Writer
+from frontier_llm.comm import Mesh
+from frontier_llm.config import RunConfig
+from frontier_llm.errors import CheckpointError, FrontierError, Problem
+from frontier_llm.optim import AdamW, Bucket
+
+
+class CheckpointManager:
+    """Saves and loads one run's state. Every public method is collective over mesh.world and returns or raises alike on all ranks."""
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: Mesh,
+        buckets: Sequence[Bucket],
+        optimizer: AdamW,
+        *,
+        config: RunConfig,
+        keep: int,
+        keep_every: int = 0,
+        environment: Mapping[str, str] | None = None,
+        job: str = "",
+        restart: int = 0,
+        allow_changes: Collection[str] = (),
+    ) -> None:
+        """Take the run directory's lock and clear what an interrupted save has left.
+
+        keep: newest checkpoints that stay, ≥ 2; keep_every: checkpoints at its multiples stay for good (0 = none).
+        environment: versions, code commit, device; shown when it differs on resume. job, restart: the scheduler's identity of this job
+        and how often it was requeued, so that a requeued job takes its own lock over at once.
+        allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
+        Raises CheckpointError when another live job holds the directory or it cannot be written.
+        """
+        assert keep >= 2, f"keep {keep}: with one, the only checkpoint could be the damaged one"
+        self.directory, self._mesh, self._buckets, self._optimizer = directory, mesh, buckets, optimizer
+        self._config = config.model_dump(mode="json")
+        self._environment, self._allow_changes = dict(environment or {}), tuple(allow_changes)
+        self._device = buckets[0].weights.device
+        self._lock: RunLock | None = None
+        self.incarnation = int(self._from_rank_0(lambda: self._open(job, restart)))
+        self._writer = Writer(
+            directory, mesh, buckets, optimizer, self._config, self._environment, self.incarnation, keep, keep_every, self._lock
+        )
+        self._save: Save | None = None
+
+    def _open(self, job: str, restart: int) -> int:
+        """Rank 0: lock and clean."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.directory, this_process(job, restart))
+            for path in folder.clean(self.directory):
+                log.info(f"removed {path.name}, left by an interrupted save")
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be used: {error.strerror}", "choose a train.run_dir that is writable", str(self.directory)
+            ) from error
+        return self._lock.incarnation
+
+    def _from_rank_0(self, compute: Callable[[], Any]) -> Any:
+        """The result of rank 0's `compute()` on every rank, or its FrontierError. Collective."""
+        answer: dict[str, Any] = {}
+        if self._mesh.world.rank == 0:
+            try:
+                answer = {"value": compute()}
+            except OSError as error:
+                answer = {"problems": [vars(Problem(str(error.filename or self.directory), str(error.strerror)))], "damaged": False}
+            except FrontierError as error:
+                answer = {"problems": [vars(problem) for problem in error.problems], "damaged": isinstance(error, DamagedCheckpoint)}
+        answer = broadcast_json(answer, self._mesh.world, self._device)
+        if "problems" in answer:
+            raise (DamagedCheckpoint if answer["damaged"] else CheckpointError)(Problem(**problem) for problem in answer["problems"])
+        return answer["value"]
+
+    # --- saving ---
+
+    def start_save(self, progress: Progress) -> None:
+        """Copy the state and begin to write it; returns after the copy. Waits first for a save that is still under way.
+
+        Raises CheckpointError when that one failed, or this one cannot begin (no space, replaced by a newer incarnation).
+        """
+        self.wait()
+        self._from_rank_0(lambda: self._writer.prepare(progress.step))
+        self._save = self._writer.start(progress)
+
+    def poll(self) -> Path | None:
+        """To be called at every step boundary: moves a save that is under way to its next stage when all ranks are ready.
+
+        Returns the checkpoint's path in the call in which LATEST has moved to it. Raises CheckpointError, on all ranks, when any
+        rank failed; the save is then abandoned and its files are removed, older checkpoints are untouched.
+        """
+        if self._save is None:
+            return None
+        try:
+            committed = self._save.advance(block=False)
+        except CheckpointError:
+            self._save = None
+            raise
+        if self._save.finished:
+            self._save = None
+        return committed
+
+    def wait(self, audit: bool = True) -> Path | None:
+        """Finish the save that is under way: to the end, or with `audit=False` only until LATEST has moved."""
+        committed: Path | None = None
+        while self._save is not None and not self._save.finished and (audit or not self._save.committed):
+            try:
+                committed = self._save.advance(block=True) or committed
+            except CheckpointError:
+                self._save = None
+                raise
+        if self._save is not None and self._save.finished:
+            self._save = None
+        return committed
+
+    def save(self, progress: Progress) -> Path:
+        """Write a checkpoint and return its path when LATEST points at it. The audit and the pruning go on in the background."""
+        self.start_save(progress)
+        self.wait(audit=False)
+        return self.directory / folder.step_name(progress.step)
+
+    @property
+    def saving(self) -> bool:
+        """True while a save is under way."""
+        return self._save is not None
+
+    # --- loading ---
+
+    def load_latest(self, strict: bool = False) -> Progress | None:
+        """Continue from the newest intact checkpoint; None when there is none at all.
+
+        Damage is reported by file and tensor and the next older checkpoint is tried; with `strict` it is raised instead.
+        Raises CheckpointError when no checkpoint is intact, or the newest intact one does not fit the model or the configuration.
+        """
+        steps = self._from_rank_0(lambda: folder.complete_steps(self.directory))
+        damage: list[Problem] = []
+        for step in steps:
+            path = self.directory / folder.step_name(step)
+            try:
+                progress = self.load(path)
+            except DamagedCheckpoint as error:
+                if strict:
+                    raise
+                damage.extend(error.problems)
+                log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
+                continue
+            self._from_rank_0(partial(self._note_latest, path.name))
+            return progress
+        if damage:
+            raise CheckpointError(
+                [*damage, Problem(str(self.directory), "no checkpoint is intact", "restore one from a copy, or start anew")]
+            )
+        return None
+
+    def _note_latest(self, loaded: str) -> None:
+        """Rank 0: LATEST names what the run continues from, also after damage or a crash between rename and LATEST."""
+        if self._lock is not None and folder.read_latest(self.directory) != loaded:
+            self._lock.check()
+            folder.point_latest(self.directory, loaded, self.incarnation)
+
+    def load(self, path: Path) -> Progress:
+        """Fill optimizer state and weights from one checkpoint, whatever layout wrote it, checking every file's digest.
+
+        Raises DamagedCheckpoint (bytes are not what was written) or CheckpointError (another model or configuration); after either
+        the state must not be trained on.
+        """
+        manifest = self._shared_manifest(path)
+        self._report_drift(manifest, str(path))
+        problems, damaged = self._read(path, manifest)
+        if problems:
+            raise (DamagedCheckpoint if damaged else CheckpointError)(problems)
+        load.spread_weights(self._buckets, self._optimizer)
+        self._optimizer.updates = manifest.progress.optimizer_updates
+        return manifest.progress
+
+    def _shared_manifest(self, path: Path) -> Manifest:
+        """Rank 0 reads and checks it; the others get its bytes, so that thousands of ranks do not open one file."""
+        content = b""
+
+        def read() -> None:
+            nonlocal content
+            content = folder.read_manifest(path)[1]
+
+        self._from_rank_0(read)
+        return parse(broadcast_bytes(content, self._mesh.world, self._device), str(path / folder.MANIFEST))
+
+    def _read(self, path: Path, manifest: Manifest) -> tuple[list[Problem], bool]:
+        """(every rank's problems without repeats, True when they are damage)."""
+        world, mine, damaged = self._mesh.world, list[Problem](), True
+        try:
+            mine = load.read_shards(path, manifest, self._optimizer, world.rank, world.size)
+        except CheckpointError as error:
+            mine, damaged = list(error.problems), isinstance(error, DamagedCheckpoint)
+        gathered = all_gather_json({"problems": [vars(problem) for problem in mine[:10]], "damaged": damaged}, world, self._device)
+        problems = dict.fromkeys(Problem(**problem) for answer in gathered for problem in answer["problems"])
+        return list(problems), all(answer["damaged"] for answer in gathered)
+
+    def _report_drift(self, manifest: Manifest, where: str) -> None:
+        changes = drift.config_changes(manifest.config, self._config)
+        drift.check_allowed(changes, self._allow_changes, where)
+        for change in [*changes, *drift.environment_changes(manifest.environment, self._environment)]:
+            log.info(f"differs from the checkpoint: {change}")
+
+    def close(self, audit: bool = True) -> None:
+        """Finish what is under way and give the run directory up. With `audit=False` only until LATEST has moved."""
+        try:
+            self.wait(audit)
+        finally:
+            if self._lock is not None:
+                self._lock.release()

@@ -1,0 +1,178 @@
+"""manifest.json: what a checkpoint holds and where; parsed strictly, because it decides which files are opened and what is copied where.
+
+Text of one JSON object, beside it `manifest.sha256` in the format of sha256sum. Every field is described in docs/checkpoint_format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from frontier_llm.checkpoint.pieces import KINDS
+from frontier_llm.errors import CheckpointError, Problem
+
+FORMAT: Final = "frontier_llm checkpoint"
+VERSION: Final = 1
+DtypeName = Literal["F32", "F64"]
+ITEM_BYTES = {"F32": 4, "F64": 8}
+MAX_MANIFEST_BYTES = 1 << 28  # 256 MiB; the 1T model on 3072 ranks needs a few
+_MAX_DIMS = 8
+_SHARD_NAME = re.compile(r"shard_\d{5,9}\.safetensors")
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Size = Annotated[int, Field(gt=0, le=2**53)]
+Dims = Annotated[tuple[Size, ...], Field(max_length=_MAX_DIMS)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Bytes that are not what was written. Another checkpoint may be intact."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class Progress(_Record):
+    """The scalars of a run: with the tensors, everything it continues from.
+
+    There is no random-number state: initial weights and sample order are pure functions of (seed, position), both recorded here
+    and in the configuration.
+    """
+
+    step: Count  # the next step's index: steps 0 … step-1 are done
+    consumed_samples: Count  # the data position
+    tokens: Count  # targets trained on
+    optimizer_updates: Count  # steps that were not skipped; Adam's bias correction counts these
+    loss_scale: float
+    scaler_clean_steps: Count
+    skipped_steps: Count
+    policy: dict[str, Any] = {}  # what the loss-spike policy remembers (train room)
+
+
+class TensorEntry(_Record):
+    """A global tensor."""
+
+    name: Annotated[str, Field(min_length=1, max_length=512)]
+    shape: Dims
+
+
+class Shard(_Record):
+    """A file, and the rectangles in it: (index into `tensors`, offset, shape), each once per kind, in file order."""
+
+    file: str
+    bytes: Size
+    sha256: Digest
+    pieces: Annotated[tuple[tuple[Count, tuple[Count, ...], Dims], ...], Field(min_length=1)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of one kind."""
+        return sum(prod(shape) for _, _, shape in self.pieces)
+
+
+class Manifest(_Record):
+    """A whole checkpoint."""
+
+    format: Literal["frontier_llm checkpoint"]
+    version: Literal[1]
+    incarnation: Count  # which start of the run wrote it
+    progress: Progress
+    layout: dict[str, int]  # degrees that it was written with; loading does not depend on them
+    config: dict[str, Any]
+    config_sha256: Digest
+    environment: dict[str, str]
+    dtype: DtypeName
+    kinds: tuple[str, ...]
+    tensors: tuple[TensorEntry, ...]
+    shards: tuple[Shard, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
+def digest_line(content: bytes) -> bytes:
+    """The content of manifest.sha256; `sha256sum --check` reads it."""
+    return f"{hashlib.sha256(content).hexdigest()}  manifest.json\n".encode()
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """sha256 of a configuration's canonical JSON."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def shard_name(index: int) -> str:
+    """File name of the shard that global rank `index` wrote."""
+    return f"shard_{index:05}.safetensors"
+
+
+def parse(content: bytes, where: str) -> Manifest:
+    """A manifest from its file's bytes.
+
+    Raises DamagedCheckpoint for anything that is not one: wrong JSON, types, ranges, file names that are not a shard's, pieces out of
+    bounds, tensors that the pieces do not cover exactly once by count.
+    """
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise DamagedCheckpoint(f"has {len(content)} bytes, more than any manifest ({MAX_MANIFEST_BYTES})", where=where)
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DamagedCheckpoint(f"is not a manifest: {place}: {first['msg']}"[:400], where=where) from None
+    problems = [*_name_problems(manifest), *_piece_problems(manifest)]
+    if problems:
+        raise DamagedCheckpoint(Problem(where, what) for what in problems[:10])
+    return manifest
+
+
+def _duplicates(names: Sequence[str]) -> list[str]:
+    return [f"{name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1]
+
+
+def _name_problems(manifest: Manifest) -> list[str]:
+    files = [shard.file for shard in manifest.shards]
+    problems = [f"{file!r} is not the name of a shard" for file in files if not _SHARD_NAME.fullmatch(file)]
+    if manifest.kinds != KINDS:
+        problems.append(f"kinds are {manifest.kinds}, not {KINDS}")
+    if config_digest(manifest.config) != manifest.config_sha256:
+        problems.append("config_sha256 is not the digest of config")
+    return problems + _duplicates(files) + _duplicates([tensor.name for tensor in manifest.tensors])
+
+
+def _piece_problems(manifest: Manifest) -> list[str]:
+    shapes = [tensor.shape for tensor in manifest.tensors]
+    covered = [0] * len(shapes)
+    for shard in manifest.shards:
+        for tensor, offset, shape in shard.pieces:
+            if tensor >= len(shapes):
+                return [f"{shard.file} has a piece of tensor {tensor} of {len(shapes)}"]
+            whole = shapes[tensor]
+            fits = len(whole) == len(offset) == len(shape) and all(map(_inside, offset, shape, whole))
+            if not fits:
+                return [f"{shard.file} has a piece {offset} + {shape} outside of {manifest.tensors[tensor].name} {whole}"]
+            covered[tensor] += prod(shape)
+        if shard.bytes <= shard.numel * len(KINDS) * ITEM_BYTES[manifest.dtype]:
+            return [f"{shard.file} is too small, {shard.bytes} bytes, for its pieces"]
+    return [
+        f"{tensor.name} has {prod(tensor.shape)} elements, its pieces {count}"
+        for tensor, count in zip(manifest.tensors, covered, strict=True)
+        if prod(tensor.shape) != count
+    ]
+
+
+def _inside(start: int, size: int, limit: int) -> bool:
+    return start + size <= limit

@@ -1,0 +1,274 @@
+"""Writing: the stages of one save (see `manager`), each rank's part of a stage in a thread, each transition agreed by all ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from frontier_llm import log
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import load, shard
+from frontier_llm.checkpoint.exchange import all_gather_json, maximum
+from frontier_llm.checkpoint.lock import RunLock
+from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, Shard, TensorEntry, config_digest
+from frontier_llm.checkpoint.pieces import KINDS, Piece
+from frontier_llm.checkpoint.snapshot import Snapshot
+from frontier_llm.comm import Mesh
+from frontier_llm.errors import CheckpointError, FrontierError, Problem
+from frontier_llm.failpoints import hit
+from frontier_llm.optim import AdamW, Bucket
+from frontier_llm.units import format_bytes
+
+STAGES = ("write", "commit", "audit", "prune")
+
+
+class _Task:
+    """One stage's work of this rank, in a thread; `problems` holds what went wrong."""
+
+    def __init__(self, work: Callable[[], Any] | None, name: str) -> None:
+        self.result: Any = None
+        self.problems: list[Problem] = []
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-{name}", daemon=True) if work else None
+        if self._thread:
+            self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self.result = work()
+        except FrontierError as error:
+            self.problems = list(error.problems)
+        except Exception as error:  # whatever it is, it must reach the step loop of every rank
+            self.problems = [Problem("checkpoint", f"{type(error).__name__}: {error}")]
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+class Writer:
+    """What all saves of a run share: who writes what, where to, and what is kept."""
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: Mesh,
+        buckets: Sequence[Bucket],
+        optimizer: AdamW,
+        config: Mapping[str, Any],
+        environment: Mapping[str, str],
+        incarnation: int,
+        keep: int,
+        keep_every: int,
+        lock: RunLock | None,
+    ) -> None:
+        """Collective: rank 0 learns once which rectangles each rank writes."""
+        self.directory, self.mesh, self.lock, self.incarnation = directory, mesh, lock, incarnation
+        self.keep, self.keep_every, self.device = keep, keep_every, buckets[0].weights.device
+        self.snapshot = Snapshot(buckets, optimizer, mesh.world.rank)
+        self._config, self._environment = dict(config), dict(environment)
+        rows = [describe_piece(piece) for piece in self.snapshot.pieces]
+        self._layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(buckets[0].owner.size > 1)}
+        gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.data_bytes}, mesh.world, self.device)
+        self.total_bytes = sum(part["bytes"] for part in gathered)
+        if mesh.world.rank == 0:
+            self._tensors, self._rows = index_pieces([part["rows"] for part in gathered])
+
+    def prepare(self, step: int) -> None:
+        """Rank 0: make the folder that the ranks write into. Raises CheckpointError when it cannot be, or the space does not suffice."""
+        assert self.lock is not None
+        self.lock.check()
+        building = folder.temporary(self.directory, step, self.incarnation)
+        try:
+            if building.exists():
+                shutil.rmtree(building)
+            building.mkdir()
+            folder.sync_directory(self.directory)
+        except OSError as error:
+            raise save_failed(error, self.directory, self.total_bytes) from error
+        free = os.statvfs(self.directory)
+        if free.f_bavail * free.f_frsize < self.total_bytes:
+            building.rmdir()
+            raise save_failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.directory, self.total_bytes)
+
+    def start(self, progress: Progress) -> Save:
+        """Copy the state and begin to write."""
+        self.snapshot.take()
+        hit("checkpoint.copied")
+        return Save(self, progress)
+
+    def write_shard(self, step: int) -> dict[str, Any] | None:
+        """This rank's file; None when it has nothing that counts."""
+        if not self.snapshot.pieces:
+            return None
+        building = folder.temporary(self.directory, step, self.incarnation)
+        head, data = self.snapshot.header(step), self.snapshot.data()
+        try:
+            digest = shard.write(building / self.snapshot.file, head, data)
+        except OSError as error:
+            raise save_failed(error, building / self.snapshot.file, self.total_bytes) from error
+        return {"sha256": digest, "file": self.snapshot.file, "bytes": len(head) + len(data)}
+
+    def commit(self, progress: Progress, parts: Sequence[dict[str, Any] | None]) -> Path:
+        """Rank 0: make the written shards a checkpoint."""
+        assert self.lock is not None
+        manifest = build_manifest(
+            progress, self.incarnation, self._layout, self._config, self._environment, self.snapshot.dtype, self._tensors, self._rows, parts
+        )
+        self.lock.check()
+        try:
+            return folder.commit(self.directory, manifest)
+        except OSError as error:
+            raise save_failed(error, self.directory, self.total_bytes) from error
+
+    def audit(self) -> None:
+        """Read back this rank's share of the newest `keep` checkpoints. Raises DamagedCheckpoint."""
+        steps = folder.complete_steps(self.directory)
+        if not self._doomed(steps):
+            return
+        for step in steps[: self.keep]:
+            path = self.directory / folder.step_name(step)
+            manifest = folder.read_manifest(path)[0]
+            for number, entry in enumerate(manifest.shards):
+                if load.verifier(number, len(manifest.shards), self.mesh.world.size) == self.mesh.world.rank:
+                    shard.verify(path / entry.file, manifest, entry, drop_cache=True)
+
+    def prune(self) -> None:
+        """Rank 0: delete what is older than the newest `keep`, except permanent checkpoints; a delete that fails is a warning."""
+        assert self.lock is not None
+        for step in self._doomed(folder.complete_steps(self.directory)):
+            self.lock.check()
+            hit("checkpoint.before_delete")
+            try:
+                folder.delete_checkpoint(self.directory, step, self.incarnation)
+            except OSError as error:
+                log.warn(f"cannot delete {folder.step_name(step)}: {error.strerror}; it stays")
+
+    def _doomed(self, steps: Sequence[int]) -> list[int]:
+        return [step for step in steps[self.keep :] if not (self.keep_every and step % self.keep_every == 0)]
+
+    def abandon(self, step: int) -> None:
+        """Rank 0: remove what a failed save has written."""
+        if self.lock is not None:
+            shutil.rmtree(folder.temporary(self.directory, step, self.incarnation), ignore_errors=True)
+
+
+class Save:
+    """One save under way."""
+
+    def __init__(self, writer: Writer, progress: Progress) -> None:
+        self._writer, self._progress, self._stage = writer, progress, 0
+        self._task = _Task(lambda: writer.write_shard(progress.step), "write")
+
+    @property
+    def committed(self) -> bool:
+        """LATEST has moved."""
+        return self._stage > STAGES.index("commit")
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to do."""
+        return self._stage == len(STAGES)
+
+    def advance(self, block: bool) -> Path | None:
+        """Go on to the next stage if all ranks have finished this one. Collective. Returns the path when this was the commit.
+
+        Raises CheckpointError with the problems of all ranks when any failed before LATEST moved; later ones are only warnings.
+        """
+        writer = self._writer
+        if block:
+            self._task.join()
+        unfinished, failed = maximum([int(self._task.running), int(bool(self._task.problems))], writer.mesh.world, writer.device)
+        if unfinished:
+            return None
+        if failed:
+            self._fail()
+            return None
+        stage = STAGES[self._stage]
+        result = self._task.result
+        parts = all_gather_json(result, writer.mesh.world, writer.device) if stage == "write" else []
+        self._stage += 1
+        self._task = self._next_task(parts)
+        return writer.directory / folder.step_name(self._progress.step) if stage == "commit" else None
+
+    def _next_task(self, parts: Sequence[dict[str, Any] | None]) -> _Task:
+        writer, progress, first = self._writer, self._progress, self._writer.mesh.world.rank == 0
+        if self.finished:
+            return _Task(None, "done")
+        work: dict[str, Callable[[], Any] | None] = {
+            "commit": (lambda: str(writer.commit(progress, parts))) if first else None,
+            "audit": writer.audit,
+            "prune": writer.prune if first else None,
+        }
+        return _Task(work[STAGES[self._stage]], STAGES[self._stage])
+
+    def _fail(self) -> None:
+        writer, stage = self._writer, STAGES[self._stage]
+        rows = all_gather_json([vars(problem) for problem in self._task.problems[:5]], writer.mesh.world, writer.device)
+        problems = list(dict.fromkeys(Problem(**row) for ranks in rows for row in ranks))
+        if self.committed:
+            log.info("\n".join([f"{stage} after step {self._progress.step}: nothing is deleted", *map(str, problems)]))
+            self._stage = len(STAGES)
+            return
+        writer.abandon(self._progress.step)
+        raise CheckpointError(problems)
+
+
+def describe_piece(piece: Piece) -> list[Any]:
+    """A piece as JSON."""
+    return [piece.name, piece.global_shape, piece.rectangle.offset, piece.rectangle.shape]
+
+
+def index_pieces(ranks: Sequence[Sequence[Sequence[Any]]]) -> tuple[tuple[TensorEntry, ...], list[list[tuple]]]:
+    """(all tensors, per rank the rows (tensor, offset, shape)) from every rank's described pieces."""
+    numbers: dict[str, int] = {}
+    tensors: list[TensorEntry] = []
+    rows: list[list[tuple]] = []
+    for described in ranks:
+        mine = []
+        for name, global_shape, offset, shape in described:
+            if name not in numbers:
+                numbers[name] = len(tensors)
+                tensors.append(TensorEntry(name=name, shape=tuple(global_shape)))
+            mine.append((numbers[name], tuple(offset), tuple(shape)))
+        rows.append(mine)
+    return tuple(tensors), rows
+
+
+def build_manifest(
+    progress: Progress,
+    incarnation: int,
+    layout: Mapping[str, int],
+    config: Mapping[str, Any],
+    environment: Mapping[str, str],
+    dtype: DtypeName,
+    tensors: tuple[TensorEntry, ...],
+    rows: Sequence[Sequence[tuple]],
+    parts: Sequence[dict[str, Any] | None],
+) -> Manifest:
+    """The manifest of a save whose ranks wrote `parts`."""
+    shards = tuple(Shard(**part, pieces=tuple(pieces)) for part, pieces in zip(parts, rows, strict=True) if part is not None)
+    return Manifest(
+        format=FORMAT, version=VERSION, incarnation=incarnation, progress=progress, layout=dict(layout), config=dict(config),
+        config_sha256=config_digest(config), environment=dict(environment), dtype=dtype, kinds=KINDS, tensors=tensors, shards=shards,
+    )  # fmt: skip
+
+
+def save_failed(error: OSError, where: Path, needed_bytes: int) -> CheckpointError:
+    """What the user is told: the cause, and for a full disk how much is needed and free, in bytes and files."""
+    what = f"cannot write the checkpoint: {error.strerror or error}"
+    fix = "check the file system; the checkpoints before this one are untouched"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        existing = next(path for path in (where, *where.parents) if path.exists())
+        free = os.statvfs(existing)
+        what += f"; needs {format_bytes(needed_bytes)}, {format_bytes(free.f_bavail * free.f_frsize)} and {free.f_favail} files are free"
+        fix = "free space or raise the quota or ulimit -f; lower train.keep_checkpoints; the checkpoints before this one are untouched"
+    return CheckpointError(what, fix, str(where))

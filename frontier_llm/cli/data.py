@@ -1,0 +1,170 @@
+"""`frontier-llm data tokenizer|tokenize|import|index|inspect|stdlib`: from text to a dataset that `train` reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the `data` command and its subcommands to an argparse subparsers object."""
+    data = subparsers.add_parser("data", help="train tokenizers, tokenize text, look into datasets")
+    commands = data.add_subparsers(dest="data_command", required=True, metavar="tokenizer|tokenize|import|index|inspect|stdlib")
+    data.set_defaults(run=run)
+
+    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text files")
+    tokenizer.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
+    tokenizer.add_argument("--output", required=True, help="NAME.model (sentencepiece) or NAME.json (Hugging Face)")
+    tokenizer.add_argument("--vocab-size", type=int, default=32000)
+    tokenizer.add_argument("--sample-mib", type=int, default=64, help="how much text to train on (default 64)")
+    _text_options(tokenizer)
+
+    tokenize = commands.add_parser("tokenize", help="make PREFIX.bin/.idx from text; run it again to resume")
+    tokenize.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
+    tokenize.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
+    tokenize.add_argument("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`")
+    tokenize.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
+    tokenize.add_argument("--shard-mib", type=int, default=32, help="input per resumable part (default 32)")
+    tokenize.add_argument("--json", action="store_true", help="print the record as JSON")
+    _text_options(tokenize)
+
+    importer = commands.add_parser("import", help="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
+    importer.add_argument("inputs", nargs="+", help="files, joined in this order, or directories of .mds/.npy/.bin")
+    importer.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
+    importer.add_argument("--tokenizer", required=True, help="the one that made the tokens")
+    importer.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns")
+    importer.add_argument("--column", default="tokens", help="MDS column (default tokens)")
+
+    index = commands.add_parser("index", help="build a run's sample indices ahead of it, without its ranks")
+    index.add_argument("config", help="a run file's name or path")
+    index.add_argument("overrides", nargs="*", metavar="key=value")
+
+    inspect = commands.add_parser("inspect", help="counts, token histogram and decoded samples of a dataset; checks all of its index")
+    inspect.add_argument("prefix", help="path without .bin/.idx")
+    inspect.add_argument("--tokenizer", default=None, help="to decode with (default: the one that made the data)")
+    inspect.add_argument("--samples", type=int, default=3)
+    inspect.add_argument("--top", type=int, default=20, help="most frequent tokens to show")
+    inspect.add_argument("--json", action="store_true")
+
+    stdlib = commands.add_parser("stdlib", help="tokenizer and datasets from this Python's own standard library; no download")
+    stdlib.add_argument("directory")
+    stdlib.add_argument("--vocab-size", type=int, default=4096)
+    stdlib.add_argument("--workers", type=int, default=None)
+    stdlib.add_argument("--json", action="store_true")
+
+
+def _text_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text-key", default="text", help="JSON field or parquet column (default text)")
+    parser.add_argument("--documents", choices=("file", "line"), default="file", help="a text file is one document, or each line is one")
+    parser.add_argument("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one subcommand; errors are FrontierErrors."""
+    commands = {
+        "tokenizer": _tokenizer, "tokenize": _tokenize, "import": _import, "index": _index, "inspect": _inspect, "stdlib": _stdlib,
+    }  # fmt: skip
+    return commands[args.data_command](args)
+
+
+def _tokenizer(args: argparse.Namespace) -> int:
+    from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
+    from frontier_llm.data.training_text import training_text
+    from frontier_llm.errors import DataError
+
+    if not args.output.endswith((".model", ".json")):
+        raise DataError(f"--output {args.output} names no kind", fix="end it in .model (sentencepiece) or .json (Hugging Face)")
+    train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
+    texts = training_text(args.inputs, args.text_key, args.documents, args.skip_damaged, args.sample_mib << 20)
+    trained = train(texts, args.output, args.vocab_size, args.sample_mib << 20)
+    print(f"{trained.name}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
+    return 0
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    from frontier_llm.data.tokenize import TokenizeOptions, tokenize
+
+    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20)
+    meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers)
+    print(json.dumps(asdict(meta), indent=1) if args.json else f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from frontier_llm.data.importing import import_tokens
+
+    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column)
+    print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
+    return 0
+
+
+def _index(args: argparse.Namespace) -> int:
+    from frontier_llm.config import load_run
+    from frontier_llm.data.loader import data_problems, prepare_indices
+    from frontier_llm.errors import DataError
+
+    run_config = load_run(args.config, args.overrides)
+    problems = data_problems(run_config)
+    if problems:
+        raise DataError(problems)
+    prepare_indices(run_config)
+    print("the sample indices are ready")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from frontier_llm.data.inspect import inspect
+
+    report = inspect(args.prefix, args.tokenizer, args.samples, args.top)
+    if args.json:
+        json.dump(report, sys.stdout, indent=1)
+        print()
+        return 0
+    _show(report)
+    return 0
+
+
+def _show(report: dict[str, Any]) -> None:
+    """Tables for people."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    facts = Table("", "", title=escape(report["prefix"]), show_header=False)
+    for key, value in report.items():
+        if key not in ("prefix", "top_tokens", "samples"):
+            text = "  ".join(f"{name} {size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
+            facts.add_row(key.replace("_", " "), escape(text))
+    console.print(facts)
+    if not report["tokens"]:
+        return
+    frequent = Table("id", "text", "count", "share", "", title="most frequent tokens")
+    largest = report["top_tokens"][0]["count"]
+    for token in report["top_tokens"]:
+        share = f"{token['count'] / report['tokens']:.2%}"
+        text = "" if token["text"] is None else escape(repr(token["text"]))
+        frequent.add_row(str(token["id"]), text, str(token["count"]), share, "█" * max(1, round(20 * token["count"] / largest)))
+    console.print(frequent)
+    for sample in report["samples"]:
+        body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
+        console.rule(f"document {sample['document']}, {sample['tokens']} tokens")
+        console.print(escape(body), highlight=False)
+
+
+def _stdlib(args: argparse.Namespace) -> int:
+    from frontier_llm.data.stdlib_corpus import prepare
+
+    corpus = prepare(args.directory, args.vocab_size, workers=args.workers)
+    if args.json:
+        print(json.dumps(asdict(corpus), indent=1, default=str))
+        return 0
+    for split, meta in ((corpus.train, corpus.train_meta), (corpus.validation, corpus.validation_meta)):
+        print(f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text")
+    print(
+        f"train with: data.tokenizer={corpus.tokenizer} data.train=[{{path: {corpus.train}}}] data.validation=[{{path: {corpus.validation}}}]"
+    )
+    return 0

@@ -1,0 +1,182 @@
+"""`frontier-llm plan`: pick the layout of a model on a machine and say why; `--validate` scores predictions against measurements."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from frontier_llm.config import ModelConfig
+    from frontier_llm.machine import Machine, Rates
+    from frontier_llm.planner.search import Search
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("plan", help="pick the parallel layout of a model on a machine, and say why", description=__doc__)
+    parser.add_argument("model", nargs="?", help="a model of configs/models, or a path")
+    parser.add_argument("--machine", default="frontier", help="a machine of configs/machines, or a path (default: %(default)s)")
+    parser.add_argument("--stack", help="software stack of the machine file (default: frontier-llm where the file has it)")
+    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the smallest power of two on which the model fits)")
+    parser.add_argument("--global-batch", type=int, help="sequences per step (default: about 16 Mi tokens)")
+    parser.add_argument("--sequence-length", type=int, help="tokens per sequence (default: the model's)")
+    parser.add_argument(
+        "--fix", action="append", default=[], metavar="KEY=VALUE", help="plan around a choice, e.g. tensor=8; may be repeated"
+    )
+    parser.add_argument(
+        "--what-if", action="append", default=[], metavar="KEY=VALUE", help="compare the choice with one that has this changed"
+    )
+    parser.add_argument("--explain", action="store_true", help="the step and the memory line by line, with the source of each number")
+    parser.add_argument("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node")
+    parser.add_argument("--tokens", type=float, help="token budget of the campaign (default: 20 per parameter)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--emit", type=Path, metavar="FILE", help="write a run config with this layout")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page")
+    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto")
+    parser.add_argument("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)")
+    parser.add_argument("--leave-models-out", action="store_true", help="with --validate: also cross-validate by leaving out whole models")
+    parser.add_argument("--rows", action="store_true", help="with --validate: print every prediction")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point; raises FrontierError for whatever the user can mend."""
+    if args.validate is not None:
+        from frontier_llm.planner.validate import validate_command
+
+        return validate_command([Path(name) for name in args.validate], as_json=args.json, cross=args.leave_models_out, show_rows=args.rows)
+    return _plan(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from frontier_llm.config import available, load_model
+    from frontier_llm.errors import ConfigError, suggest
+    from frontier_llm.machine import load_machine, rates
+    from frontier_llm.planner import report
+    from frontier_llm.planner.candidates import parse_fixed
+    from frontier_llm.planner.operations import campaign
+    from frontier_llm.planner.search import default_global_batch, search
+
+    if not args.model:
+        raise ConfigError("no model is named", "valid: " + ", ".join(available("models")), "plan MODEL")
+    if args.nodes is not None and args.nodes < 1:
+        raise ConfigError(f"{args.nodes} nodes", "ask for at least one", "--nodes")
+    try:
+        model = load_model(args.model, {"sequence_length": args.sequence_length} if args.sequence_length else None)
+    except ConfigError as error:
+        if "no model file" in str(error):
+            raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
+        raise
+    machine = load_machine(args.machine)
+    stack = args.stack or ("frontier-llm" if "frontier-llm" in machine.stacks else machine.default_stack)
+    numbers = rates(machine, stack)
+    fixed = parse_fixed(args.fix)
+    nodes = args.nodes or _smallest(model, machine, numbers)
+    if nodes > numbers.nodes:
+        print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
+    batch = args.global_batch or default_global_batch(model, nodes)
+    found = search(model, numbers, nodes, batch, fixed, args.allow_cross_node_tp)
+    _refuse(found, machine, numbers)
+    best = found.best
+    from frontier_llm.costs.parameters import total_parameters
+
+    run_of = campaign(machine, nodes, total_parameters(model), best.step_s, float(best.workload.step_tokens), args.tokens)
+    if args.json:
+        print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1))
+    else:
+        print(report.text(found, machine, numbers, run_of))
+        if args.explain:
+            print("\n" + report.explain(best, machine, stack, numbers))
+    _extras(args, found, machine, stack, numbers, fixed)
+    return 0
+
+
+def _extras(args: argparse.Namespace, found: Search, machine: Machine, stack: str, numbers: Rates, fixed: dict[str, Any]) -> None:
+    """What-if lines and files."""
+    if args.what_if:
+        from frontier_llm.planner.compare import what_if
+
+        print(what_if(found, numbers, fixed, args.what_if), file=sys.stderr if args.json else sys.stdout)
+    if args.emit:
+        from frontier_llm.planner.emit import emit
+
+        print(emit(args.emit, args.model, machine, found), file=sys.stderr if args.json else sys.stdout)
+    if args.chrome_trace:
+        from frontier_llm.planner.trace import write_chrome_trace
+
+        write_chrome_trace(args.chrome_trace, found.best)
+        print(f"wrote {args.chrome_trace}", file=sys.stderr)
+    if args.figures:
+        from frontier_llm.planner.figures import write_figures
+
+        for path in write_figures(args.figures, found, machine, stack, numbers):
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def _smallest(model: ModelConfig, machine: Machine, numbers: Rates) -> int:
+    from frontier_llm.planner.search import smallest_machine
+
+    nodes = smallest_machine(model, numbers)
+    if nodes is None:
+        raise _too_big(model, machine, numbers)
+    print(f"note: --nodes not given; {nodes} is the smallest power of two on which {model.name} fits", file=sys.stderr)
+    return nodes
+
+
+def _refuse(found: Search, machine: Machine, numbers: Rates) -> None:
+    """Raise LayoutError when nothing is legal or nothing fits, with what to change."""
+    from frontier_llm.errors import LayoutError, nearest
+    from frontier_llm.planner.candidates import legal_device_counts
+    from frontier_llm.planner.search import smallest_machine
+
+    if found.plans:
+        return
+    model = found.model
+    if not found.legal:
+        near = legal_device_counts(model, machine.devices_per_node, found.nodes, found.global_batch, found.fixed)
+        batches = nearest(found.global_batch, range(found.nodes, 4 * found.global_batch + found.nodes, found.nodes))
+        counts = " or ".join(map(str, near)) if near else "another number of"
+        raise LayoutError(
+            f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {found.global_batch} on {found.nodes} nodes "
+            f"of {machine.devices_per_node} devices" + (f" with {dict(found.fixed)}" if found.fixed else ""),
+            f"use {counts} nodes, or a global batch such as {' or '.join(map(str, batches))}" + (", or fix less" if found.fixed else ""),
+            "plan",
+        )
+    if found.fixed:
+        raise LayoutError(
+            f"none of the {found.legal} layouts with these choices fixed fits: the smallest needs {found.smallest_bytes / 2**30:.1f} GiB "
+            f"of {numbers.memory_bytes / 2**30:.0f}",
+            "fix less, or use more nodes",
+            "plan --fix",
+        )
+    need = smallest_machine(model, numbers)
+    if need is None:
+        raise _too_big(model, machine, numbers)
+    raise LayoutError(
+        f"{model.name} does not fit on {found.nodes} nodes of {machine.name}: of {found.legal} legal layouts the smallest needs "
+        f"{found.smallest_bytes / 2**30:.1f} GiB per device, which has {numbers.memory_bytes / 2**30:.0f}",
+        f"use at least {need} nodes",
+        "plan",
+    )
+
+
+def _too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> Exception:
+    """The error for a model that no size of this machine holds, naming the smallest of the others that does."""
+    from frontier_llm.errors import LayoutError
+    from frontier_llm.machine import load_machine, machine_names, rates
+    from frontier_llm.planner.search import smallest_machine
+
+    homes = []
+    for name in machine_names():
+        other = load_machine(name)
+        need = smallest_machine(model, rates(other, "frontier-llm" if "frontier-llm" in other.stacks else None))
+        if need is not None:
+            homes.append((need * other.devices_per_node * other.device.memory_gib.value, need, name))
+    fix = (
+        f"the smallest that holds it: {min(homes)[1]} nodes of {min(homes)[2]}"
+        if homes
+        else "no machine in configs/machines holds it; shrink the model"
+    )
+    return LayoutError(f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes", fix, "plan")

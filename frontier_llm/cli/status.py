@@ -1,0 +1,32 @@
+"""frontier-llm status [RUN_DIR …]: what runs, how far it is, when it ends, what has failed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "status", help="what runs, how far it is, when it ends", description="Where runs stand, from their directories and Slurm."
+    )
+    parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help="default: every run under runs/")
+    parser.add_argument("--json", action="store_true", help="one JSON array on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; 1 when no run was found."""
+    from frontier_llm import log
+    from frontier_llm.cluster.status import find_runs, read_status, render
+
+    directories = [Path(word) for word in args.run_dirs] or find_runs()
+    statuses = [read_status(directory) for directory in directories]
+    if args.json:
+        print(json.dumps([status.as_dict() for status in statuses], indent=1))
+    elif statuses:
+        print(render(statuses))
+    else:
+        log.info("no runs under runs/; give the path of a run directory")
+    return 0 if statuses else 1

@@ -1,0 +1,194 @@
+"""One srun of all ranks: its command line, its end, and who failed first."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from frontier_llm import log
+from frontier_llm.cluster import hostlist, slurm
+from frontier_llm.cluster.local import failure_lines
+from frontier_llm.cluster.rank_env import environment
+from frontier_llm.cluster.run_dir import write_atomically
+from frontier_llm.errors import FrontierError
+
+REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to change something: trying again is useless
+INTERRUPTED = 75  # EX_TEMPFAIL: a rank saved at a signal and is not done
+# what a rank says when another one is gone; its own traceback is not the cause
+_SECONDARY = re.compile(
+    r"Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog", re.IGNORECASE
+)
+_TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything that one srun needs."""
+
+    nodes: tuple[str, ...]
+    batch_host: str
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int
+    options: tuple[tuple[str, str], ...]  # the site's
+    interface: str | None
+    launch_dir: Path
+    command: tuple[str, ...]
+    log_dir: Path
+    variables: Mapping[str, str]
+    deadline_s: float | None  # end the step when it runs longer
+    job_id: str
+    stop_file: Path
+
+    def srun(self) -> list[str]:
+        """The command line; one task per GCD, every task dies with the first that fails."""
+        nodes, tasks = len(self.nodes), len(self.nodes) * self.tasks_per_node
+        return [
+            "srun",
+            f"--nodes={nodes}",
+            f"--nodelist={hostlist.compress(self.nodes)}",
+            f"--ntasks={tasks}",
+            f"--ntasks-per-node={self.tasks_per_node}",
+            f"--cpus-per-task={self.cpus_per_task}",
+            f"--gpus-per-node={self.gpus_per_node}",
+            "--distribution=block",  # neighbours in rank are neighbours on the node: tensor parallelism stays inside it
+            "--kill-on-bad-exit=1",
+            "--wait=60",
+            "--unbuffered",
+            *(f"--{name}={value}" if value else f"--{name}" for name, value in self.options),
+            str(self.launch_dir / "rank.sh"),
+            *self.command,
+        ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended."""
+
+    cause: str  # interrupted (in order) | refused | crash | walltime; `job` knows more and may say finished or node failure
+    exit_code: int
+    detail: str = ""
+    host: str = ""  # of the first rank that failed
+    rank: int | None = None
+    message: tuple[str, ...] = ()  # its traceback
+    peers_only: bool = False  # nobody but survivors has spoken: a node may be dead without Slurm knowing yet
+
+    def write(self, path: Path) -> None:
+        """As JSON, for status and for other programs."""
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def master_address(step: Step) -> str:
+    """The IPv4 address of the node of rank 0, found once, so that no rank asks DNS. Raises FrontierError."""
+    command = [str(step.launch_dir / "address.sh"), step.interface or ""]
+    first = step.nodes[0]
+    if first != step.batch_host:
+        command = ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-node=0", "--overlap", f"--nodelist={first}", *command]
+    text = slurm.call(command).strip()
+    try:
+        socket.inet_aton(text)
+    except OSError as error:
+        raise FrontierError(f"{text!r} is not an IPv4 address", f"check launch/address.sh on {first}", first) from error
+    return text
+
+
+def run_step(step: Step) -> Outcome:
+    """Start the ranks, wait, and say how they ended; the first failing rank's traceback is printed last."""
+    step.log_dir.mkdir(parents=True, exist_ok=True)
+    variables = {
+        # the allocation survives a dead node, the step must not: its peers would only wait
+        **{name: value for name, value in environment().items() if name != "SLURM_NO_KILL"},
+        **step.variables,
+        "MASTER_ADDR": master_address(step),
+        "FRONTIER_LLM_LOG_DIR": str(step.log_dir),
+    }
+    process = subprocess.Popen(step.srun(), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603 a list
+    assert process.stderr is not None
+    said: list[str] = []
+    reader = threading.Thread(target=_copy, args=(process.stderr, said), daemon=True)
+    reader.start()
+    code = _wait(process, step)
+    if code is None:
+        process.send_signal(signal.SIGTERM)
+        return Outcome("walltime", 1, "the ranks were still running when the walltime was about to end; raise --signal's lead time")
+    reader.join(5.0)
+    if code == 0:
+        return Outcome("interrupted", 0)
+    outcome = diagnose(code, said, step.log_dir)
+    print("\n".join([*outcome.message, "", outcome.detail]), file=sys.stderr, flush=True)
+    return outcome
+
+
+def _wait(process: subprocess.Popen[str], step: Step, poll_s: float = 2.0) -> int | None:
+    """srun's exit code, or None at the deadline; tells the ranks when somebody has made the stop file."""
+    end_s = None if step.deadline_s is None else time.monotonic() + step.deadline_s
+    told = False
+    while end_s is None or time.monotonic() < end_s:
+        try:
+            return process.wait(poll_s)
+        except subprocess.TimeoutExpired:
+            if step.stop_file.exists() and not told:
+                log.info(f"{step.stop_file} exists: asking the ranks to save and end")
+                slurm.signal_steps(step.job_id, "USR1")
+                told = True
+    return None
+
+
+def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
+    """From srun's exit code and messages and the ranks' logs: which rank failed first, where, and why."""
+    fates: dict[int, tuple[str, str]] = {}  # task -> (host, how), in the order in which srun noticed
+    for match in filter(None, map(_TASK_ERROR.match, said)):
+        for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
+            fates.setdefault(int(task), (match["host"], match["how"]))
+    if fates and f"exit code {INTERRUPTED}" in next(iter(fates.values()))[1]:
+        return Outcome("interrupted", INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
+    rank, secondary, message = first_traceback(log_dir)
+    if rank is None or secondary:
+        # the cause left no traceback of its own: a killed rank or a dead node
+        rank = next((task for task, (_, how) in fates.items() if "Killed" in how or "signal" in how.lower()), rank)
+        rank = next(iter(fates), None) if rank is None else rank
+    host, how = fates.get(rank, ("", "")) if rank is not None else ("", "")
+    exit_code = code if 0 < code < 256 else 1
+    if rank is None:
+        detail = next((line for line in said if "error" in line), f"srun ended with {code}")
+        return Outcome("crash", exit_code, detail, message=tuple(said[-10:]), peers_only=True)
+    refused = f"exit code {REFUSED}" in how
+    detail = f"rank {rank} on {host or 'an unknown host'} failed first: {how or f'srun ended with {code}'}"
+    return Outcome(
+        "refused" if refused else "crash", REFUSED if refused else exit_code, detail, host, rank, message, secondary and not host
+    )
+
+
+def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None, bool, tuple[str, ...]]:
+    """(rank, whether it only complains about a lost peer, its last traceback): the earliest cause, else the earliest complaint."""
+    found: list[tuple[bool, int, int, tuple[str, ...]]] = []
+    for path in log_dir.glob("rank_*.log"):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - tail_bytes))
+            text = file.read()
+        if b"Traceback (most recent call last)" in text or b"\nerror: " in b"\n" + text:
+            lines = tuple(failure_lines(path))
+            found.append(
+                (bool(_SECONDARY.search(" ".join(lines[-3:]))), path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines)
+            )
+    if not found:
+        return None, False, ()
+    secondary, _, rank, lines = min(found)
+    return rank, secondary, lines
+
+
+def _copy(source: IO[str], kept: list[str]) -> None:
+    """Pass srun's messages on and keep them."""
+    for line in source:
+        kept.append(line.rstrip("\n"))
+        print(line, end="", file=sys.stderr, flush=True)

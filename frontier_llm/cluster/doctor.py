@@ -1,0 +1,233 @@
+"""Pre-flight: ask every node of an allocation for its facts, and judge them. Each finding names its remedy."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from frontier_llm.cluster import hostlist
+from frontier_llm.cluster.probe import FACTS_MARK, TIME_MARK, Facts, Settings, probe
+from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.sites import Site
+from frontier_llm.errors import FrontierError
+from frontier_llm.units import GIB, format_bytes
+
+MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second
+MIN_GCD_GIB = 60.0  # of 64: a GCD that shows less has lost memory or is in use
+SLOW_WRITE_S = 5.0  # for 1 MiB
+MIN_LOCAL_BYTES = 4 * GIB  # environment, MIOpen cache
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, on which hosts, and what to do."""
+
+    check: str
+    hosts: tuple[str, ...]
+    what: str
+    remedy: str
+    fatal: bool = True  # False: worth knowing, but the run may start
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of one examination."""
+
+    hosts: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def bad_hosts(self) -> tuple[str, ...]:
+        """Hosts to exclude: those with a fatal finding that not every host shares (that would be the site, not the node)."""
+        named = {host for finding in self.findings if finding.fatal and len(finding.hosts) < len(self.hosts) for host in finding.hosts}
+        return tuple(host for host in self.hosts if host in named)
+
+    @property
+    def healthy(self) -> bool:
+        """No fatal finding."""
+        return not any(finding.fatal for finding in self.findings)
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json."""
+        return {
+            "healthy": self.healthy,
+            "hosts": list(self.hosts),
+            "exclude": hostlist.compress(self.bad_hosts),
+            "seconds": round(self.seconds, 2),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def render(self) -> str:
+        """For a terminal."""
+        lines = [f"{len(self.hosts)} nodes examined in {self.seconds:.1f} s: " + ("healthy" if self.healthy else "NOT healthy")]
+        for finding in self.findings:
+            mark = "error" if finding.fatal else "warning"
+            lines += [f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}", f"    fix: {finding.remedy}"]
+        if self.bad_hosts:
+            lines.append(f"leave the bad nodes out: --exclude={hostlist.compress(self.bad_hosts)}")
+        return "\n".join(lines)
+
+
+def settings_for(site: Site, run_directory: Path, system_root: str = "/") -> Settings:
+    """What to look at on a site."""
+    interfaces = site.environment.get("NCCL_SOCKET_IFNAME", site.interface or "")
+    return Settings(
+        run_dir=str(run_directory),
+        node_local=site.node_local,
+        network_plugin=site.network_plugin,
+        libfabric_provider=site.libfabric_provider,
+        interfaces=tuple(name for name in interfaces.split(",") if name),
+        variables=tuple(site.environment),
+        system_root=system_root,
+    )
+
+
+def examine(site: Site, settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, timeout_s: float = 60.0) -> Report:
+    """Probe `nodes` of this allocation (or, with none, this machine) and judge. `needed_bytes`: two checkpoints."""
+    started_s = time.monotonic()
+    if nodes:
+        facts, skew_s = ask_nodes(settings, nodes, timeout_s)
+    else:
+        own = probe(settings)
+        facts, skew_s, nodes = {own.host: own}, {own.host: 0.0}, [own.host]
+    return Report(tuple(nodes), tuple(judge(site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s)
+
+
+def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
+    """Facts and clock offset by host; a host that does not answer in time is missing from both."""
+    python = environ("FRONTIER_LLM_PYTHON") or sys.executable
+    Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=settings.run_dir, prefix=".doctor-", suffix=".json") as file:
+        json.dump(asdict(settings), file)
+        file.flush()
+        command = [
+            "srun",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={hostlist.compress(nodes)}",
+        ]
+        command += [
+            "--gpus-per-node=0",
+            "--cpu-bind=none",
+            "--overlap",
+            "--kill-on-bad-exit=0",
+            f"--time={max(1, round(timeout_s / 60))}",
+        ]
+        command += [python, "-m", "frontier_llm.cluster.probe", file.name]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())  # noqa: S603 a list
+        facts: dict[str, Facts] = {}
+        offsets: dict[str, float] = {}
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith(TIME_MARK):
+                stamp = json.loads(line.removeprefix(TIME_MARK))
+                offsets[stamp["host"]] = stamp["unix_s"] - time.time()
+            elif line.startswith(FACTS_MARK):
+                row = json.loads(line.removeprefix(FACTS_MARK))
+                facts[row["host"]] = Facts(
+                    **{**row, "gcd_memory_gib": tuple(row["gcd_memory_gib"]), "interfaces_down": tuple(row["interfaces_down"])}
+                )
+        said = process.stderr.read()
+        process.wait()
+    if not facts:
+        raise FrontierError(f"no node answered: {said.strip()[-500:]}", f"try srun {python} -V on the nodes", "doctor")
+    middle = statistics.median(offsets.values())  # the transport's delay, and our own clock's error
+    return facts, {host: offset - middle for host, offset in offsets.items()}
+
+
+def judge(site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], nodes: Sequence[str], needed_bytes: int) -> list[Finding]:
+    """Every finding; hosts with the same one are named together."""
+    found: dict[tuple[str, str, str, bool], list[str]] = {}
+
+    def add(host: str, check: str, what: str, remedy: str, fatal: bool = True) -> None:
+        found.setdefault((check, what, remedy, fatal), []).append(host)
+
+    for host in nodes:
+        if host not in facts:
+            add(host, "node", "did not answer", "exclude it, and tell the site")
+            continue
+        fact = facts[host]
+        _judge_hardware(site, fact, add)
+        _judge_storage(fact, needed_bytes, add)
+        if abs(skew_s.get(host, 0.0)) > MAX_SKEW_S:
+            add(
+                host,
+                "clock",
+                f"{skew_s[host]:+.1f} s from the other nodes",
+                "exclude it; the site's time service (chronyc tracking) is at fault",
+            )
+    for name, expected, value, hosts in different_values(facts):
+        for host in hosts:
+            add(
+                host,
+                "environment",
+                f"{name} is {value!r}, elsewhere {expected!r}",
+                "load the same modules in the job script; no settings in ~/.bashrc",
+            )
+    return [Finding(check, tuple(hosts), what, remedy, fatal) for (check, what, remedy, fatal), hosts in found.items()]
+
+
+def _judge_hardware(site: Site, fact: Facts, add: object) -> None:
+    assert callable(add)
+    count = len(fact.gcd_memory_gib)
+    if site.bind == "gcd" and count != site.gpus_per_node:
+        add(fact.host, "GCDs", f"{count} of {site.gpus_per_node} are visible", "exclude the node, and tell the site (rocm-smi there)")
+    weak = [memory for memory in fact.gcd_memory_gib if memory < MIN_GCD_GIB]
+    if weak:
+        add(
+            fact.host,
+            "GCD memory",
+            f"{len(weak)} GCDs show {min(weak)} GiB, below {MIN_GCD_GIB:.0f}",
+            "exclude the node: a GCD has lost memory",
+        )
+    wanted = site.tasks_per_node * site.cpus_per_task
+    if site.bind == "gcd" and fact.cores < wanted:
+        add(fact.host, "cores", f"{fact.cores} usable, {wanted} wanted", f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive")
+    if fact.interfaces_down:
+        add(fact.host, "network", f"{', '.join(fact.interfaces_down)} down or missing", "exclude the node, and tell the site")
+    if fact.provider_error:
+        add(fact.host, "libfabric", f"no {site.libfabric_provider} provider: {fact.provider_error}", "load the site's libfabric module")
+    if fact.plugin_error:
+        add(
+            fact.host,
+            "RCCL plugin",
+            f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)",
+            "module load rccl-net-plugin, or bind the plugin into the container",
+        )
+
+
+def _judge_storage(fact: Facts, needed_bytes: int, add: object) -> None:
+    assert callable(add)
+    if fact.run_dir_error:
+        add(fact.host, "run directory", fact.run_dir_error, "choose a train.run_dir that every node can write")
+    elif fact.run_dir_free_bytes < needed_bytes:
+        what = f"{format_bytes(fact.run_dir_free_bytes)} free, {format_bytes(needed_bytes)} needed for two checkpoints"
+        add(fact.host, "run directory", what, "free space, ask for quota, or choose another train.run_dir")
+    elif fact.run_dir_write_s > SLOW_WRITE_S:
+        add(fact.host, "run directory", f"{fact.run_dir_write_s:.1f} s to write 1 MiB", "another filesystem; tell the site", fatal=False)
+    if fact.node_local_error:
+        add(fact.host, "local disk", fact.node_local_error, "ask for nodes with a local disk (--constraint=nvme)")
+    elif fact.node_local_free_bytes < MIN_LOCAL_BYTES:
+        what = f"{format_bytes(fact.node_local_free_bytes)} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment and caches"
+        add(fact.host, "local disk", what, "clean it, or exclude the node")
+
+
+def different_values(facts: Mapping[str, Facts]) -> list[tuple[str, str, str, list[str]]]:
+    """(name, the majority's value, another value, the hosts that have it) wherever nodes disagree."""
+    found = []
+    for name in sorted({name for fact in facts.values() for name in fact.environment}):
+        values = {host: fact.environment.get(name, "(not set)") for host, fact in facts.items()}
+        expected, _ = Counter(values.values()).most_common(1)[0]
+        for other in sorted(set(values.values()) - {expected}):
+            found.append((name, expected, other, [host for host, value in values.items() if value == other]))
+    return found

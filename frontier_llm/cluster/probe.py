@@ -1,0 +1,183 @@
+"""What one node says about itself for `doctor`: facts, not verdicts. Run once per node by srun; needs no torch.
+
+python -m frontier_llm.cluster.probe SETTINGS.json      prints a time stamp at once, then one JSON line of facts
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.sites import root_dir
+
+TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every node is asked to look at."""
+
+    run_dir: str
+    node_local: str
+    network_plugin: str | None = None
+    libfabric_provider: str | None = None
+    interfaces: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()  # names whose values must be equal on all nodes
+    system_root: str = "/"  # where /sys is looked for; {host} is replaced (tests point it at planted trees)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One node's answers."""
+
+    host: str
+    gcd_memory_gib: tuple[float, ...]  # one entry per GCD
+    cores: int  # that this process may use
+    interfaces_down: tuple[str, ...]
+    provider_error: str  # '' = usable or not asked
+    plugin_error: str
+    environment: dict[str, str]  # name -> value or digest, to be compared
+    run_dir_error: str
+    run_dir_write_s: float
+    run_dir_free_bytes: int
+    node_local_error: str
+    node_local_free_bytes: int
+
+
+def probe(settings: Settings) -> Facts:
+    """Look at everything once."""
+    host = environ("SLURMD_NODENAME") or socket.gethostname()
+    root = Path(settings.system_root.replace("{host}", host))
+    run_error, run_free, run_s = _storage(Path(settings.run_dir), host)
+    local_error, local_free, _ = _storage(Path(os.path.expandvars(settings.node_local)), host)
+    return Facts(
+        host=host,
+        gcd_memory_gib=gcd_memory_gib(root),
+        cores=len(os.sched_getaffinity(0)),
+        interfaces_down=tuple(name for name in settings.interfaces if not interface_is_up(root, name)),
+        provider_error=provider_error(settings.libfabric_provider),
+        plugin_error=plugin_error(settings.network_plugin),
+        environment=comparable_environment(settings.variables),
+        run_dir_error=run_error,
+        run_dir_write_s=run_s,
+        run_dir_free_bytes=run_free,
+        node_local_error=local_error,
+        node_local_free_bytes=local_free,
+    )
+
+
+def gcd_memory_gib(root: Path) -> tuple[float, ...]:
+    """Memory of each GPU that the kernel driver (KFD) shows; a CPU node of its topology has no SIMDs."""
+    found = []
+    for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*")):
+        properties = _properties(node / "properties")
+        if properties.get("simd_count", 0) > 0:
+            banks = [_properties(bank).get("size_in_bytes", 0) for bank in node.glob("mem_banks/*/properties")]
+            found.append(round(sum(banks) / 2**30, 1))
+    return tuple(found)
+
+
+def _properties(path: Path) -> dict[str, int]:
+    try:
+        pairs = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return {}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
+
+
+def interface_is_up(root: Path, name: str) -> bool:
+    """True when the network interface exists and has a carrier."""
+    try:
+        return (root / "sys/class/net" / name / "operstate").read_text(encoding="utf-8").strip() == "up"
+    except OSError:
+        return False
+
+
+def provider_error(provider: str | None) -> str:
+    """Why libfabric does not offer `provider`, by its own fi_info; '' when it does."""
+    if provider is None:
+        return ""
+    tool = shutil.which("fi_info")
+    if tool is None:
+        return "fi_info is not on PATH"
+    done = subprocess.run([tool, "-p", provider], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 a list
+    return "" if done.returncode == 0 and "provider" in done.stdout else (done.stderr.strip() or f"fi_info -p {provider} finds nothing")
+
+
+def plugin_error(plugin: str | None) -> str:
+    """Why the dynamic loader cannot open RCCL's network plugin; '' when it can. Its message names a missing dependency."""
+    if plugin is None:
+        return ""
+    try:
+        ctypes.CDLL(plugin)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def comparable_environment(variables: tuple[str, ...]) -> dict[str, str]:
+    """What must not differ between nodes: interpreter, kernel, ROCm, our code, the site's variables."""
+    version = Path("/opt/rocm/.info/version")
+    env = environment()
+    return {
+        "python": f"{sys.version.split()[0]} at {sys.executable}",
+        "kernel": platform.release(),
+        "rocm": version.read_text(encoding="utf-8").strip() if version.is_file() else "none",
+        "frontier_llm": code_of_package(),
+        "PYTHONPATH": env.get("PYTHONPATH", ""),
+        **{name: env.get(name, "(not set)") for name in variables},
+    }
+
+
+def code_of_package() -> str:
+    """A short digest of the package's sources as this node sees them."""
+    digest = hashlib.sha256()
+    for path in sorted((root_dir() / "frontier_llm").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _storage(directory: Path, host: str) -> tuple[str, int, float]:
+    """(error, free bytes, seconds to write and flush 1 MiB) of a directory."""
+    started_s = time.monotonic()
+    path = directory / f".doctor-{host}-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink()
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return f"{directory}: {error.strerror}", 0, 0.0
+    return "", free, time.monotonic() - started_s
+
+
+def main(words: list[str]) -> int:
+    """The time stamp goes first and alone: the reader notes when it arrives."""
+    _say(TIME_MARK, {"host": environ("SLURMD_NODENAME") or socket.gethostname(), "unix_s": time.time()})
+    content = json.loads(Path(words[0]).read_text(encoding="utf-8"))
+    settings = Settings(**{**content, "interfaces": tuple(content["interfaces"]), "variables": tuple(content["variables"])})
+    _say(FACTS_MARK, asdict(probe(settings)))
+    return 0
+
+
+def _say(mark: str, content: dict[str, object]) -> None:
+    """One line in one write, so that srun cannot mix it with another node's."""
+    os.write(1, f"{mark}{json.dumps(content)}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
+
+LATEST or checkpoints/LATEST   name of the last durable checkpoint
+metrics.jsonl                  one line per step
+attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
+incarnation.json               the only start that may write (the fence)
+STOP                           made by a person: end in order and do not continue
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.errors import FrontierError
+
+STOP_FILE = "STOP"
+
+
+class Fenced(FrontierError):
+    """This process belongs to an incarnation that has been replaced; it must not write into the run."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks and how it ended."""
+
+    incarnation: int
+    job_id: str
+    nodes: tuple[str, ...]
+    start_step: int
+    end_step: int
+    exit_code: int
+    cause: str  # finished | interrupted | node failure | crash | refused | walltime
+    detail: str = ""
+    failed_host: str = ""
+    started_unix_s: float = 0.0
+    ended_unix_s: float = field(default_factory=time.time)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file so that a reader sees the old or the new content, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def latest_step(run_dir: Path) -> int:
+    """Step of the last durable checkpoint, 0 without one."""
+    for pointer in (run_dir / "checkpoints" / "LATEST", run_dir / "LATEST"):
+        try:
+            text = pointer.read_text(encoding="utf-8")
+        except OSError:
+            continue
+        if digits := re.findall(r"\d+", text):
+            return int(digits[-1])
+    return 0
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a JSON-lines file; a line torn by a crash is skipped."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Training rows of metrics.jsonl, one per step: what a later incarnation has redone replaces the earlier row."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_jsonl(run_dir / "metrics.jsonl"):
+        if row.get("kind", "step") == "step" and isinstance(row.get("step"), int) and "loss" in row:
+            rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def attempts(run_dir: Path) -> list[Attempt]:
+    """Every recorded start, oldest first."""
+    known = set(Attempt.__dataclass_fields__)
+    rows = read_jsonl(run_dir / "attempts.jsonl")
+    return [
+        Attempt(**{**{key: row[key] for key in known & row.keys()}, "nodes": tuple(row["nodes"])}) for row in rows if known <= row.keys()
+    ]
+
+
+def record(run_dir: Path, attempt: Attempt) -> None:
+    """Append one attempt; a single write, so that it cannot be torn by a neighbour."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "attempts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(attempt)) + "\n")
+
+
+def take(run_dir: Path, job_id: str, host: str) -> int:
+    """Become the only writer: the number of a new incarnation, which fences off all earlier ones."""
+    number = holder(run_dir).get("incarnation", 0) + 1
+    text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
+    write_atomically(run_dir / "incarnation.json", json.dumps(text) + "\n")
+    return int(number)
+
+
+def holder(run_dir: Path) -> dict[str, Any]:
+    """Who took the run last: incarnation, job_id, host, pid, since_unix_s; empty for a new run."""
+    try:
+        content = json.loads((run_dir / "incarnation.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return dict(content)
+
+
+def check_fence(run_dir: Path, incarnation: int) -> None:
+    """Raise Fenced unless `incarnation` is still the run's; ask before every rename that publishes something."""
+    current = holder(run_dir)
+    if current.get("incarnation") != incarnation:
+        raise Fenced(
+            f"incarnation {incarnation} has been replaced by {current.get('incarnation')} (job {current.get('job_id')} on {current.get('host')})",
+            "nothing: this is a left-over process of an earlier start, and it ends here",
+            str(run_dir),
+        )
+
+
+def bad_hosts(run_dir: Path) -> list[str]:
+    """Hosts that failed: every node that went down, and every host on which the first failing rank sat twice."""
+    path = run_dir / "bad_nodes.json"
+    listed = set(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else set()
+    first = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
+    return sorted(listed | {host for host in first if first.count(host) >= 2})
+
+
+def add_bad_hosts(run_dir: Path, hosts: list[str]) -> None:
+    """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
+    if hosts:
+        write_atomically(run_dir / "bad_nodes.json", json.dumps(sorted({*bad_hosts(run_dir), *hosts})) + "\n")
+
+
+def crash_loop(run_dir: Path, limit: int = 3) -> bool:
+    """True when the last `limit` attempts made no progress at all, node failures aside."""
+    tail = [attempt for attempt in attempts(run_dir) if attempt.cause != "node failure"][-limit:]
+    return len(tail) == limit and all(attempt.end_step <= tail[0].start_step for attempt in tail)

@@ -1,0 +1,201 @@
+"""Job scripts as text: one template, pure functions. What is committed under slurm/ is what these functions return.
+
+    python -m frontier_llm.cluster.sbatch          rewrite slurm/*.sbatch, slurm/sites/*.sh and launch/bind_gcd.sh
+    python -m frontier_llm.cluster.sbatch --check  exit 1 when a committed file differs
+
+User text never enters a script: overrides arrive as "$@", and account, partition and the like are arguments of sbatch.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from frontier_llm.cluster.affinity import render_bind_script
+from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
+from frontier_llm.errors import ConfigError
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:/+=@%^\[\]-]*")  # nothing that a shell or an #SBATCH line would read as more than a word
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """What one script starts and asks Slurm for."""
+
+    name: str
+    about: str  # one comment line
+    config: str  # run file, as the script names it
+    nodes: int
+    site: str = "frontier"
+    minutes: int | None = None  # None = the longest that the site's bin allows
+    program: str = "frontier_llm.cluster.job"  # module that launch/job.sh runs
+    words: tuple[str, ...] = ()  # between the module and the run file
+    signal_lead_s: int | None = None  # None = the site's
+    output: str = "%x-%j.out"
+    options: tuple[tuple[str, str], ...] = ()  # further sbatch options, over the site's
+
+
+JOBS: tuple[JobScript, ...] = (
+    JobScript("train_22b", "GPT 22B on 128 GCDs: TP4 x PP8 x DP4", "configs/runs/train_22b.yaml", 16),
+    JobScript("train_175b", "GPT 175B on 1024 GCDs: TP4 x PP16 x DP16", "configs/runs/train_175b.yaml", 128),
+    JobScript("train_1t", "GPT 1T on 3072 GCDs: TP8 x PP64 x DP6", "configs/runs/train_1t.yaml", 384),
+    JobScript("train_small", "A first try: 15M parameters on one node, TP2 x PP2 x DP2", "configs/runs/train_small.yaml", 1, minutes=30),
+    JobScript(
+        "weak_scaling",
+        "One point of the weak series: sbatch -N NODES; the global batch grows with the nodes",
+        "configs/runs/weak_scaling.yaml",
+        128,
+        minutes=60,
+        program="frontier_llm.scaling.point",
+        words=("weak",),
+    ),
+    JobScript(
+        "strong_scaling",
+        "One point of the strong series: sbatch -N NODES; the global batch stays",
+        "configs/runs/strong_scaling.yaml",
+        128,
+        minutes=60,
+        program="frontier_llm.scaling.point",
+        words=("strong",),
+    ),
+)
+
+_TEMPLATE = """\
+#!/bin/bash
+# {about}
+#     sbatch {account}slurm/{name}.sbatch [key=value ...]
+# Rendered from slurm/sites/{site}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.
+{directives}
+set -euo pipefail
+
+root="${{FRONTIER_LLM_ROOT:-${{SLURM_SUBMIT_DIR:?start this with sbatch}}}}"
+if [[ ! -x "$root/launch/job.sh" ]]; then
+    echo "no launch/job.sh in $root: run sbatch from the checkout, or export FRONTIER_LLM_ROOT" >&2
+    exit 2
+fi
+# as in --signal: no attempt starts when the warning is already past
+export FRONTIER_LLM_SIGNAL_LEAD_S="${{FRONTIER_LLM_SIGNAL_LEAD_S:-{lead_s}}}"
+exec "$root/launch/job.sh" "${{FRONTIER_LLM_SITE:-{site}}}" \\
+    {command} ops.no_jit=true "$@"
+"""
+
+
+def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
+    """The sbatch options of a job at a site, in order; '' = a flag without a value.
+
+    Raises ConfigError when a value holds a character that an #SBATCH line could read as more than one word.
+    """
+    minutes = job.minutes or site.max_minutes(job.nodes)
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(site.tasks_per_node),
+        "cpus-per-task": str(site.cpus_per_task),
+        "gpus-per-node": str(site.gpus_per_node),
+        **({"partition": site.default_partition} if site.default_partition else {}),
+        **({"time": format_walltime(minutes)} if minutes else {}),
+        # every rank is told this long before the end (Slurm may be up to 60 s early) and saves
+        "signal": f"USR1@{job.signal_lead_s or site.signal_lead_s}",
+        "requeue": "",
+        "open-mode": "append",  # a requeued job goes on writing the same file
+        "no-kill": "",  # a dead node ends the step, not the allocation: a spare may take its place
+        "output": job.output,
+        **site.sbatch,
+        **dict(job.options),
+    }
+    bad = [f"--{name}={value}" for name, value in options.items() if not _PLAIN.fullmatch(value) or not re.fullmatch(r"[a-z-]+", name)]
+    if bad:
+        raise ConfigError(
+            f"not a plain word: {', '.join(bad)}", "use letters, digits and . , : / + = @ % [ ] -", f"sbatch options of {site.name}"
+        )
+    return list(options.items())
+
+
+def render(job: JobScript, site: Site) -> str:
+    """The whole script. Raises ConfigError for text that could end its comment line."""
+    if not job.about.isprintable():
+        raise ConfigError(f"{job.about!r} has characters that cannot be printed", "give the model a plain name", "job")
+    lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
+    return _TEMPLATE.format(
+        about=job.about,
+        account="-A PROJECT " if site.account == "required" else "",
+        name=job.name,
+        site=site.name,
+        directives="\n".join(lines),
+        lead_s=job.signal_lead_s or site.signal_lead_s,
+        command=shlex.join([job.program, *job.words, job.config]),
+    )
+
+
+def render_site(site: Site) -> str:
+    """What launch/job.sh sources on a site: modules and environment."""
+    lines = [
+        f"# Modules and environment of {site.name}, sourced by launch/job.sh.",
+        f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.",
+        "# shellcheck shell=bash",
+        *(f"module use {shlex.quote(path)}" for path in site.module_paths),
+        *(f"module load {shlex.quote(module)}" for module in site.modules),
+        f"export FRONTIER_LLM_BIND={site.bind}",
+        f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}",
+        *_exports(site.environment),
+    ]
+    if site.multi_node_environment:
+        lines += [
+            'if [[ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]]; then',
+            *(f"    {line}" for line in _exports(site.multi_node_environment)),
+            "fi",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _exports(variables: Mapping[str, str]) -> list[str]:
+    for name in variables:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"{name!r} is not the name of a variable", where="environment")
+    return [f"export {name}={_expandable(value)}" for name, value in variables.items()]
+
+
+def _expandable(value: str) -> str:
+    """A word in which $NAME, and nothing else, is expanded; an unset name is empty (`set -u` is on)."""
+    pieces = re.split(r"(\$[A-Za-z_][A-Za-z0-9_]*)", value)
+    if len(pieces) == 1:
+        return shlex.quote(value)
+    quoted = [f"${{{piece[1:]}:-}}" if piece.startswith("$") else re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces]
+    return '"' + "".join(quoted) + '"'
+
+
+def for_submission(job: JobScript, site: Site, **changes: object) -> str:
+    """A script that `submit` writes into a run directory: the same template with some fields replaced."""
+    return render(replace(job, **changes), site)  # type: ignore[arg-type]
+
+
+def rendered_files() -> dict[Path, str]:
+    """Every generated file, relative to the checkout, and its content."""
+    files = {Path("slurm") / f"{job.name}.sbatch": render(job, load_site(job.site)) for job in JOBS}
+    files |= {Path("slurm") / "sites" / f"{name}.sh": render_site(load_site(name)) for name in site_names()}
+    files[Path("launch") / "bind_gcd.sh"] = render_bind_script()
+    return files
+
+
+def main(arguments: list[str]) -> int:
+    """Write the generated files, or with --check name those that differ."""
+    stale = []
+    for relative, text in rendered_files().items():
+        path = root_dir() / relative
+        if "--check" in arguments:
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                stale.append(str(relative))
+        else:
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o755 if path.suffix != ".sh" or path.parent.name == "launch" else 0o644)
+    for relative_name in stale:
+        print(f"{relative_name} differs from its source; run python -m frontier_llm.cluster.sbatch", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

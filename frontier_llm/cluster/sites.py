@@ -1,0 +1,148 @@
+"""Sites as data: `slurm/sites/*.yaml` → `Site`, and its limits checked before anything is queued.
+
+A site file holds what an administrator decides: partitions with their limits by node count, account, modules, network flags,
+environment, paths. What the hardware is lives in `configs/machines`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from frontier_llm.config import build
+from frontier_llm.config.load import read_yaml
+from frontier_llm.config.schema import PositiveFloat, PositiveInt, Section
+from frontier_llm.errors import ConfigError, Problem, suggest
+
+
+class Limit(Section):
+    """Jobs of up to `max_nodes` nodes may run `max_hours`."""
+
+    max_nodes: PositiveInt
+    max_hours: PositiveFloat
+
+
+class Site(Section):
+    """One cluster, as its users meet it."""
+
+    name: str
+    machine: str  # name of a file in configs/machines
+    gpus_per_node: PositiveInt
+    tasks_per_node: PositiveInt
+    cpus_per_task: PositiveInt
+    account: Literal["required", "optional"] = "optional"
+    default_partition: str | None = None
+    partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
+    max_queued_jobs: PositiveInt | None = None
+    signal_lead_s: PositiveInt = 600  # before the walltime, while no save has been measured
+    node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s unless changed) and a little
+    sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value
+    srun: dict[str, str] = Field(default_factory=dict)
+    interface: str | None = None  # network interface of the rendezvous; None = the host's own address
+    scratch: str | None = None
+    node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
+    container: str | None = None
+    bind: Literal["gcd", "none"] = "none"
+    module_paths: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    network_plugin: str | None = None  # what RCCL must be able to load
+    libfabric_provider: str | None = None
+    environment: dict[str, str] = Field(default_factory=dict)
+    multi_node_environment: dict[str, str] = Field(default_factory=dict)  # wrong on one node
+
+    def limits(self, partition: str | None) -> tuple[Limit, ...]:
+        """The bins of a partition, smallest first; empty when the site file states none."""
+        return tuple(sorted(self.partitions.get(partition or self.default_partition or "", ()), key=lambda limit: limit.max_nodes))
+
+    def variables(self, nodes: int) -> dict[str, str]:
+        """Environment of a job on `nodes` nodes; values may refer to the job's own variables as $NAME."""
+        return {**self.environment, **(self.multi_node_environment if nodes > 1 else {})}
+
+    def max_minutes(self, nodes: int, partition: str | None = None) -> int | None:
+        """The longest walltime of the bin that `nodes` falls into, or None without limits."""
+        limit = next((limit for limit in self.limits(partition) if nodes <= limit.max_nodes), None)
+        return round(limit.max_hours * 60) if limit else None
+
+
+def root_dir() -> Path:
+    """The checkout, which holds slurm/, launch/ and configs/; or the prefix's share directory when installed from a wheel."""
+    checkout = Path(__file__).resolve().parents[2]
+    return checkout if (checkout / "slurm").is_dir() else Path(sys.prefix) / "share" / "frontier_llm"
+
+
+def site_names() -> list[str]:
+    """The shipped sites."""
+    return sorted(path.stem for path in (root_dir() / "slurm" / "sites").glob("*.yaml"))
+
+
+def load_site(name_or_path: str) -> Site:
+    """A shipped site by name, or a site file by path. Raises ConfigError for an unknown name or a bad key."""
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        if name_or_path not in site_names():
+            raise ConfigError(
+                f"no site {name_or_path!r}", suggest(name_or_path, site_names()) + "; or give the path of a site file", "--site"
+            )
+        path = root_dir() / "slurm" / "sites" / f"{name_or_path}.yaml"
+    return build(Site, read_yaml(path), where=str(path))
+
+
+def parse_walltime(text: str) -> int:
+    """Slurm's time formats as whole minutes, rounded up: '90', '1:30:00', '2-00:00:00'. Raises ConfigError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a time", "write minutes, hours:minutes:seconds or days-hours:minutes:seconds", "--time")
+    days, first, second, third = (int(part) if part else None for part in match.groups())
+    assert first is not None  # the pattern demands it
+    if days is not None:
+        seconds = ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
+    elif third is not None:
+        seconds = (first * 60 + (second or 0)) * 60 + third
+    else:
+        seconds = first * 60 + (second or 0)
+    return -(-seconds // 60)
+
+
+def format_walltime(minutes: int) -> str:
+    """720 -> '12:00:00'; 2880 -> '2-00:00:00'."""
+    days, minutes = divmod(minutes, 24 * 60)
+    clock = f"{minutes // 60:02}:{minutes % 60:02}:00"
+    return f"{days}-{clock}" if days else clock
+
+
+def request_problems(site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None) -> list[Problem]:
+    """Everything that the site would refuse, each with the limit and the nearest allowed value."""
+    problems = []
+    if site.account == "required" and not account:
+        problems.append(Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)"))
+    if nodes < 1:
+        problems.append(Problem("--nodes", f"{nodes} nodes", "at least 1"))
+    if partition is not None and site.partitions and partition not in site.partitions:
+        return [*problems, Problem("--partition", f"{site.name} has no partition {partition!r}", suggest(partition, site.partitions))]
+    limits = site.limits(partition)
+    if not limits:
+        return problems
+    name = partition or site.default_partition
+    if nodes > limits[-1].max_nodes:
+        problems.append(
+            Problem("--nodes", f"{nodes} nodes; {name} takes at most {limits[-1].max_nodes}", f"--nodes {limits[-1].max_nodes}")
+        )
+        return problems
+    longest = site.max_minutes(nodes, partition)
+    assert longest is not None  # nodes is within the last limit
+    if minutes is not None and minutes > longest:
+        fix = f"--time {format_walltime(longest)}, and let the job continue itself"
+        wider = next((limit for limit in limits if limit.max_hours * 60 >= minutes), None)
+        if wider is not None:
+            below = max((limit.max_nodes for limit in limits if limit.max_nodes < wider.max_nodes), default=0)
+            fix += f"; {format_walltime(minutes)} is allowed from {below + 1} nodes"
+        elif roomier := [other for other in site.partitions if (site.max_minutes(nodes, other) or 0) >= minutes]:
+            fix += f"; or --partition {roomier[0]}"
+        problems.append(
+            Problem("--time", f"{format_walltime(minutes)}; {name} runs jobs of {nodes} nodes for at most {format_walltime(longest)}", fix)
+        )
+    return problems

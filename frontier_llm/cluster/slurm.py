@@ -1,0 +1,106 @@
+"""The few Slurm commands that the package runs; arguments as lists, never through a shell."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontier_llm.cluster import hostlist
+from frontier_llm.cluster.rank_env import environ
+from frontier_llm.errors import FrontierError
+
+ACTIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING"})
+_BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The job that this batch shell runs in."""
+
+    job_id: str
+    nodes: tuple[str, ...]
+    batch_host: str
+    tasks_per_node: int
+    cpus_per_task: int
+    restarts: int
+
+    @classmethod
+    def from_environment(cls) -> Allocation:
+        """Read SLURM_*; raises FrontierError naming what is missing when this is no job."""
+        needed = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS_PER_NODE", "SLURMD_NODENAME")
+        missing = [name for name in needed if environ(name) is None]
+        if missing:
+            raise FrontierError(f"{', '.join(missing)} not set", "start this with sbatch, with --ntasks-per-node", "job")
+        return cls(
+            job_id=str(environ("SLURM_JOB_ID")),
+            nodes=hostlist.expand(str(environ("SLURM_JOB_NODELIST"))),
+            batch_host=str(environ("SLURMD_NODENAME")),
+            tasks_per_node=int(str(environ("SLURM_NTASKS_PER_NODE"))),
+            cpus_per_task=int(environ("SLURM_CPUS_PER_TASK", "1") or 1),
+            restarts=int(environ("SLURM_RESTART_COUNT", "0") or 0),
+        )
+
+
+def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
+    """stdout of a Slurm command. Raises FrontierError with its own message when it fails or does not exist."""
+    try:
+        done = subprocess.run(list(command), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)  # noqa: S603 a list
+    except FileNotFoundError as error:
+        raise FrontierError(f"there is no {command[0]} here", "run this on a login node of a Slurm cluster", command[0]) from error
+    except subprocess.TimeoutExpired as error:
+        raise FrontierError(
+            f"{command[0]} did not answer within {timeout_s:.0f} s", "try again when the Slurm controller answers", command[0]
+        ) from error
+    if done.returncode:
+        raise FrontierError(done.stderr.strip() or f"ended with {done.returncode}", where=" ".join(command[:3]))
+    return done.stdout
+
+
+def unhealthy(nodes: Sequence[str]) -> list[str]:
+    """Those of `nodes` that Slurm calls down, draining, failing or not answering."""
+    text = call(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
+    bad = set()
+    for line in text.splitlines():
+        name, _, state = line.strip().partition("|")
+        if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES):
+            bad.add(name)
+    return [node for node in nodes if node in bad]
+
+
+def time_left_s(job_id: str) -> float | None:
+    """Seconds until the job's walltime ends, or None when it has no limit."""
+    text = call(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip()
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None  # UNLIMITED, NOT_SET, INVALID
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def job_fields(job_id: str) -> dict[str, str]:
+    """`scontrol show job` as a mapping; empty when Slurm has forgotten or never knew the job."""
+    try:
+        text = call(["scontrol", "show", "job", "--oneliner", job_id])
+    except FrontierError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+    return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+
+def is_active(job_id: str) -> bool:
+    """True while the job waits or runs."""
+    return job_fields(job_id).get("JobState") in ACTIVE
+
+
+def requeue(job_id: str) -> None:
+    """Put this job back into the queue; Slurm then ends the batch shell, the caller included."""
+    call(["scontrol", "requeue", job_id])
+
+
+def signal_steps(job_id: str, name: str) -> None:
+    """Send a signal to every rank of the job, not to its batch shell."""
+    call(["scancel", f"--signal={name}", job_id])

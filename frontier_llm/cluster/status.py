@@ -1,0 +1,173 @@
+"""Where runs stand, from their directories and from Slurm."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from frontier_llm.cluster import run_dir, slurm
+from frontier_llm.cluster.sites import parse_walltime
+from frontier_llm.errors import FrontierError
+from frontier_llm.units import format_seconds
+
+RECENT = 20  # steps whose median gives the speed
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run, now."""
+
+    run_dir: str
+    state: str  # Slurm's state of the job that holds it, 'finished', 'stopped' or 'not queued'
+    job_id: str | None
+    reason: str | None  # why it waits
+    nodes: str | None
+    step: int
+    steps: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    step_time_s: float | None
+    eta_s: float | None  # of compute until the last step
+    walltime_left_s: float | None
+    slices_left: int | None  # further jobs of the same length
+    checkpoint_step: int
+    checkpoint_age_s: float | None
+    restarts: int
+    causes: tuple[str, ...]  # how each earlier attempt ended
+    bad_hosts: tuple[str, ...]
+    last_failure: str | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json."""
+        return asdict(self)
+
+
+def read_status(directory: Path) -> Status:
+    """The status of one run directory. Raises FrontierError when it is none."""
+    if not directory.is_dir():
+        raise FrontierError("no such run directory", "give the path of a run directory, or none for all under runs/", str(directory))
+    rows = run_dir.steps(directory)
+    last = rows[-1] if rows else {}
+    made = run_dir.attempts(directory)
+    target = _target(directory)
+    checkpoint = run_dir.latest_step(directory)
+    job_id, fields = _job(directory)
+    step = int(last.get("step", checkpoint))
+    times = [float(row["step_time_s"]) for row in rows[-RECENT:] if "step_time_s" in row]
+    step_time_s = statistics.median(times) if times else None
+    eta_s = step_time_s * max(0, target - step) if step_time_s is not None and target is not None else None
+    left_s = _walltime_left_s(fields)
+    failures = [attempt for attempt in made if attempt.cause not in ("finished", "interrupted")]
+    pointer = directory / "checkpoints" / "LATEST"
+    return Status(
+        run_dir=str(directory),
+        state=_state(directory, fields, checkpoint, target),
+        job_id=job_id,
+        reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
+        nodes=fields.get("NodeList") if fields.get("NodeList") not in (None, "", "(null)") else None,
+        step=step,
+        steps=target,
+        loss=last.get("loss"),
+        tokens_per_s=last.get("tokens_per_s"),
+        step_time_s=step_time_s,
+        eta_s=eta_s,
+        walltime_left_s=left_s,
+        slices_left=_slices(eta_s, left_s, fields),
+        checkpoint_step=checkpoint,
+        checkpoint_age_s=time.time() - pointer.stat().st_mtime if pointer.is_file() else None,
+        restarts=max(0, len(made) - 1),
+        causes=tuple(attempt.cause for attempt in made),
+        bad_hosts=tuple(run_dir.bad_hosts(directory)),
+        last_failure=failures[-1].detail if failures else None,
+    )
+
+
+def _target(directory: Path) -> int | None:
+    for name in ("config.yaml", "run.yaml"):
+        if (directory / name).is_file():
+            content = yaml.safe_load((directory / name).read_text(encoding="utf-8"))
+            return int(content["train"]["steps"])
+    return None
+
+
+def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
+    """The job that holds the run, or else the one queued for it."""
+    queued = directory / "successor"
+    ids = [str(run_dir.holder(directory).get("job_id", "")), queued.read_text(encoding="utf-8").strip() if queued.is_file() else ""]
+    best: tuple[str | None, dict[str, str]] = (next(filter(None, ids), None), {})
+    for job_id in filter(None, ids):
+        try:
+            fields = slurm.job_fields(job_id)
+        except FrontierError:  # no Slurm here: the directory still tells the rest
+            return best
+        if fields.get("JobState") in slurm.ACTIVE:
+            return job_id, fields
+    return best
+
+
+def _state(directory: Path, fields: dict[str, str], checkpoint: int, target: int | None) -> str:
+    if fields.get("JobState") in slurm.ACTIVE:
+        return fields["JobState"].lower()
+    if target is not None and checkpoint >= target:
+        return "finished"
+    if (directory / run_dir.STOP_FILE).exists():
+        return "stopped"
+    return "not queued"
+
+
+def _walltime_left_s(fields: dict[str, str]) -> float | None:
+    if fields.get("JobState") != "RUNNING" or fields.get("TimeLimit", "UNLIMITED") in ("UNLIMITED", "Partition_Limit"):
+        return None
+    return 60.0 * parse_walltime(fields["TimeLimit"]) - 60.0 * parse_walltime(fields.get("RunTime", "00:00:00"))
+
+
+def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -> int | None:
+    if eta_s is None or left_s is None:
+        return None
+    return max(0, -(-int(eta_s - left_s) // (60 * parse_walltime(fields["TimeLimit"]))))
+
+
+def find_runs(root: Path = Path("runs")) -> list[Path]:
+    """Run directories below `root`, newest first."""
+    marks = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")
+    found = {path.parent for mark in marks for path in root.glob(f"**/{mark}")}
+    return sorted(found, key=lambda path: -max((path / mark).stat().st_mtime for mark in marks if (path / mark).is_file()))
+
+
+def render(statuses: Sequence[Status]) -> str:
+    """For a terminal."""
+    return "\n\n".join(_render_one(status) for status in statuses)
+
+
+def _render_one(status: Status) -> str:
+    job = f"job {status.job_id} " if status.job_id else ""
+    where = f" on {status.nodes}" if status.nodes else ""
+    reason = f" ({status.reason})" if status.reason and status.reason != "None" else ""
+    lines = [f"{status.run_dir}", f"  {job}{status.state}{where}{reason}"]
+    progress = f"  step {status.step}" + (f" of {status.steps}" if status.steps else "")
+    if status.loss is not None:
+        progress += f"  loss {status.loss:.4f}"
+    if status.tokens_per_s is not None:
+        progress += f"  {status.tokens_per_s:,.0f} tokens/s"
+    lines.append(progress)
+    if status.eta_s is not None and status.state not in ("finished", "stopped"):
+        eta = f"  {format_seconds(status.eta_s)} of training left"
+        if status.walltime_left_s is not None:
+            eta += f", {format_seconds(status.walltime_left_s)} of walltime"
+            eta += f", {status.slices_left} more jobs" if status.slices_left else ", ends in this job"
+        lines.append(eta)
+    age = f", {format_seconds(status.checkpoint_age_s)} old" if status.checkpoint_age_s is not None else ""
+    lines.append(f"  last durable checkpoint: step {status.checkpoint_step}{age}" if status.checkpoint_step else "  no checkpoint yet")
+    if status.restarts:
+        counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
+        lines.append(f"  {status.restarts} restarts; attempts ended: " + ", ".join(f"{count} {cause}" for cause, count in counts.items()))
+    if status.last_failure:
+        lines.append(f"  last failure: {status.last_failure}")
+    if status.bad_hosts:
+        lines.append(f"  excluded hosts: {', '.join(status.bad_hosts)}")
+    return "\n".join(lines)

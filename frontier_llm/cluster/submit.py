@@ -1,0 +1,250 @@
+"""Queue a run: check everything, freeze code and configuration in the run directory, then call sbatch once.
+
+RUN_DIR/run.yaml        the resolved configuration that the job reads
+RUN_DIR/code-DIGEST/    the package, launch/, slurm/ and configs/ as they were
+RUN_DIR/job.sbatch      the script; a successor job uses it again
+RUN_DIR/submissions.jsonl
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.sbatch import JobScript, render
+from frontier_llm.cluster.sites import Site, format_walltime, request_problems, root_dir
+from frontier_llm.config import RunConfig, dump
+from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.topology import plan_problems
+
+SNAPSHOT = ("frontier_llm", "launch", "slurm", "configs")
+MIN_LEAD_S = 120
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user wants queued."""
+
+    config: RunConfig
+    site: Site
+    nodes: int  # that work; spares come on top
+    spares: int = 0
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    minutes: int | None = None  # None = the longest that the bin allows
+    continue_with: str = "requeue"
+    dependency: str | None = None
+    exclude: tuple[str, ...] = ()
+    program: str = "frontier_llm.cluster.job"
+    words: tuple[str, ...] = ()  # for the program, before the run file
+    name: str | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, absolute."""
+        return Path(self.config.train.run_dir).resolve()
+
+    @property
+    def all_nodes(self) -> int:
+        """What is asked of Slurm."""
+        return self.nodes + self.spares
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is, or with a dry run would be, given to sbatch."""
+
+    script: str
+    command: tuple[str, ...]
+    directory: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    job_id: str | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json."""
+        return {
+            "job_id": self.job_id,
+            "run_dir": str(self.directory),
+            "command": list(self.command),
+            "variables": self.variables,
+            "script": self.script,
+        }
+
+
+def problems(request: Request) -> list[Problem]:
+    """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
+    found = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
+    if request.nodes >= 1:
+        found += plan_problems(request.config, request.nodes * request.site.tasks_per_node)
+    if request.spares < 0:
+        found.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
+    for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
+        if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            found.append(Problem(flag, f"{value!r} is not a name", "letters, digits, - _ ."))
+    return found
+
+
+def prepare(request: Request) -> Submission:
+    """The script and the command line. Raises ConfigError with every problem; writes nothing."""
+    if found := problems(request):
+        raise ConfigError(found)
+    directory = request.directory
+    lead_s = signal_lead_s(directory, request.site)
+    job = JobScript(
+        name=request.name or request.config.model.name,
+        about=f"{request.config.model.name} on {request.nodes * request.site.tasks_per_node} ranks, queued by frontier-llm submit",
+        config=str(directory / "run.yaml"),
+        nodes=request.all_nodes,
+        site=request.site.name,
+        minutes=request.minutes,
+        program=request.program,
+        words=request.words,
+        signal_lead_s=lead_s,
+    )
+    exclude = sorted({*request.exclude, *run_dir.bad_hosts(directory)})
+    options = {
+        "account": request.account,
+        "partition": request.partition,
+        "qos": request.qos,
+        "dependency": request.dependency,
+        "exclude": hostlist.compress(exclude) or None,
+        "output": str(directory / "job-%j.out"),
+        "chdir": os.getcwd(),  # relative paths of the configuration keep their meaning
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items() if value]
+    variables = {
+        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest()[:12]}"),
+        "FRONTIER_LLM_SITE": request.site.name,
+        "FRONTIER_LLM_SPARE_NODES": str(request.spares),
+        "FRONTIER_LLM_CONTINUE": request.continue_with,
+        "FRONTIER_LLM_SIGNAL_LEAD_S": str(lead_s),
+    }
+    return Submission(render(job, request.site), ("sbatch", "--parsable", *arguments, str(directory / "job.sbatch")), directory, variables)
+
+
+def submit(request: Request) -> Submission:
+    """Check, freeze and queue; the result carries the job's id. Raises FrontierError before anything is queued."""
+    made = prepare(request)
+    _refuse_busy(request)
+    directory = made.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    snapshot(Path(made.variables["FRONTIER_LLM_ROOT"]))
+    config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
+    run_dir.write_atomically(directory / "run.yaml", dump(config))
+    run_dir.write_atomically(directory / "job.sbatch", made.script)
+    job_id = slurm.call(made.command, env={**environment(), **made.variables}).strip().split(";")[0]
+    done = Submission(made.script, made.command, directory, made.variables, job_id)
+    with (directory / "submissions.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(made.command)}) + "\n")
+    run_dir.write_atomically(directory / "successor", job_id + "\n")
+    return done
+
+
+def _refuse_busy(request: Request) -> None:
+    """One job per run directory, and no more in the queue than the site lets a user have."""
+    found = []
+    for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), _read(request.directory / "successor")} - {""}:
+        if slurm.is_active(job_id):
+            found.append(
+                Problem(
+                    "train.run_dir", f"job {job_id} already runs or waits for {request.directory}", f"scancel {job_id}, or another run_dir"
+                )
+            )
+    limit = request.site.max_queued_jobs
+    if limit is not None:
+        mine = len(slurm.call(["squeue", "--me", "--noheader", "--format=%A"]).split())
+        if mine >= limit:
+            found.append(Problem("queue", f"{mine} of your jobs are queued; {request.site.name} takes {limit}", "wait, or scancel some"))
+    if found:
+        raise ConfigError(found)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+
+def _snapshot_files() -> list[Path]:
+    """Files of the checkout that a job needs, relative to it, sorted."""
+    root = root_dir()
+    files = [path.relative_to(root) for name in SNAPSHOT for path in (root / name).rglob("*") if path.is_file()]
+    return sorted(path for path in files if "__pycache__" not in path.parts)
+
+
+def code_digest() -> str:
+    """sha256 over names and contents of what a snapshot holds; equal code gives equal digests."""
+    digest = hashlib.sha256()
+    for relative in _snapshot_files():
+        content = (root_dir() / relative).read_bytes()
+        digest.update(f"{relative}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def snapshot(target: Path) -> None:
+    """Copy the code to `target`, unless this very code is there already; appears whole or not at all."""
+    if target.is_dir():
+        return
+    partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
+    for relative in _snapshot_files():
+        (partial / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root_dir() / relative, partial / relative)
+    partial.rename(target)
+
+
+def save_seconds(directory: Path) -> list[float]:
+    """How long each recorded save took: from the last step's line to the save's, at the same step."""
+    seconds, last = [], None
+    for row in run_dir.read_jsonl(directory / "metrics.jsonl"):
+        if row.get("kind") == "save" and last is not None and last.get("step") == row.get("step"):
+            seconds.append(float(row["time"]) - float(last["time"]))
+        if row.get("kind") == "step":
+            last = row
+    return seconds
+
+
+def signal_lead_s(directory: Path, site: Site) -> int:
+    """How long before the walltime ranks are told to save: twice (a step + the slowest save) + 60 s, or the site's when unmeasured.
+
+    A rank notices at the end of a step, and Slurm's clock has a grain of a minute.
+    """
+    saves = save_seconds(directory)
+    steps = [float(row["step_time_s"]) for row in run_dir.steps(directory) if "step_time_s" in row]
+    if not saves or not steps:
+        return site.signal_lead_s
+    lead_s = 2 * (statistics.median(steps) + max(saves)) + 60
+    return max(MIN_LEAD_S, -(-int(lead_s + 1) // 30) * 30)
+
+
+def describe(request: Request, made: Submission) -> str:
+    """What a person wants to see before or after queueing."""
+    minutes = request.minutes or request.site.max_minutes(request.all_nodes, request.partition)
+    words = shlex.join(made.command)
+    spare = f" + {request.spares} spare" if request.spares else ""
+    return "\n".join(
+        [
+            f"{request.config.model.name}: {request.nodes}{spare} nodes of {request.site.name}"
+            + (f", {format_walltime(minutes)} each slice" if minutes else "")
+            + f", then {request.continue_with}",
+            f"run directory {made.directory}",
+            f"{words}" + (f"  ->  job {made.job_id}" if made.job_id else "  (not run)"),
+        ]
+    )
+
+
+def parse_hosts(text: str | None) -> tuple[str, ...]:
+    """--exclude's argument."""
+    return hostlist.expand(text) if text else ()
+
+
+def default_account() -> str | None:
+    """What Slurm itself would take when no -A is given."""
+    return environ("SBATCH_ACCOUNT") or environ("SLURM_ACCOUNT")

@@ -1,0 +1,249 @@
+"""Shared memory as a Group: collectives and messages between CPU ranks of one host (csrc/shm_collectives.cpp, loaded with ctypes).
+
+gloo sends every byte through a loopback socket and runs its own threads on the cores that should compute; here a rank copies
+what the others need into its slot and sums what it reads (measured by scripts/bench_comm_cpu.py, see docs/communication.md).
+A peer that dies or falls silent is an error that names axis and rank; the memory has no name and goes with its last process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import secrets
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frontier_llm.comm.group import DONE, Pending
+from frontier_llm.errors import BackendError, RankFailure
+
+ABI = 1
+BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
+MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
+SLOT_BYTES = 512 * 1024  # one step of a collective; four of them per rank stay within a core's share of the cache
+ARENA_BYTES = 1 << 30  # messages under way between two ranks: address space only, memory is committed as it is used
+PIECE_BYTES = ARENA_BYTES // 8
+SPIN_NS = 50_000  # how long to poll before sleeping (a wake-up costs some 50 us); polling yields the core to whoever wants it
+SLICE_NS = 200_000_000  # between looks at the clock and at signals
+
+_LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libshm_collectives.so"
+_KINDS = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "broadcast": 3}
+_TYPES = {
+    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5, torch.uint8: 6,
+}  # fmt: skip
+_PENDING, _DEAD, _MISMATCH, _NO_SPACE = 1, -1, -2, -3
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """'' or the reason why ranks of this host cannot share memory."""
+    if not MEMORY_DIR.is_dir() or not os.access(MEMORY_DIR, os.W_OK):
+        return f"{MEMORY_DIR} is not writable"
+    if not _LIBRARY.exists():
+        return f"{_LIBRARY.name} has not been built: {BUILD_COMMAND}"
+    try:
+        version = ctypes.CDLL(str(_LIBRARY)).fl_shm_abi()
+    except (OSError, AttributeError) as error:
+        return f"{_LIBRARY.name} does not load: {str(error).splitlines()[0]}"
+    return "" if version == ABI else f"{_LIBRARY.name} has interface {version}, expected {ABI}: build it again: {BUILD_COMMAND}"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    if reason := why_unavailable():
+        raise BackendError(reason, where="shared-memory collectives", fix=f"{BUILD_COMMAND}, or choose the transport 'torch'")
+    library = ctypes.CDLL(str(_LIBRARY))
+    pointer, whole, number, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "open": (pointer, [number, number, number, size, size, whole, ctypes.POINTER(whole)]),
+        "close": (None, [pointer]),
+        "start": (whole, [pointer, number, number, number, number, pointer, pointer, size]),
+        "finish": (whole, [pointer, whole, whole]),
+        "send": (whole, [pointer, number, pointer, size, whole]),
+        "receive": (whole, [pointer, number, pointer, size, whole]),
+        "culprit": (whole, [pointer]),
+        "progress": (size, [pointer, number]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"fl_shm_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def host_identity() -> bytes:
+    """32 bytes that are equal for two processes exactly when both see the same boot of the same kernel and the same /dev/shm."""
+    import hashlib
+
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    memory = MEMORY_DIR.stat()
+    text = f"{boot.read_text(encoding='ascii') if boot.exists() else os.uname().nodename} {memory.st_dev} {memory.st_ino}"
+    return hashlib.sha256(text.encode()).digest()
+
+
+def create_memory() -> tuple[int, str]:
+    """(file descriptor, path) of a new empty region, readable by this user only; its creator unlinks it when all have opened it."""
+    path = str(MEMORY_DIR / f"frontier-llm-{secrets.token_hex(12)}")
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), path
+
+
+def open_memory(path: str) -> int:
+    """The file descriptor of a region that a peer has created."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+class _Collective:
+    """A collective under way; keeps its tensors alive."""
+
+    def __init__(self, group: ShmGroup, number: int, what: str, tensors: tuple[Tensor, ...]) -> None:
+        self._group, self._number, self._what, self._tensors = group, number, what, tensors
+
+    def wait(self) -> None:
+        """Do this rank's part of it, and of those started before it."""
+        self._group.finish(self._number, self._what)
+
+
+class _Message:
+    """A posted receive."""
+
+    def __init__(self, group: ShmGroup, source: int, buffer: Tensor) -> None:
+        self._group, self._source, self._buffer, self.arrived = group, source, buffer, False
+
+    def take(self) -> None:
+        """Copy the next message from the source into this receive's buffer."""
+        self._group.take(self._buffer, self._source)
+        self.arrived = True
+
+    def wait(self) -> None:
+        """Take messages in the order in which the receives were posted, up to this one."""
+        posted = self._group.posted[self._source]
+        while not self.arrived:
+            posted.popleft().take()
+
+
+class ShmGroup:
+    """The ranks of an axis that share a host. `start_…` hands over what peers need and returns; `wait` does this rank's reading.
+
+    Raises RankFailure naming axis and rank when a peer dies (within about 20 ms of its death), has not come within
+    `timeout_s`, or calls something else; BackendError when /dev/shm is full or the dtype is not one of _TYPES.
+    """
+
+    def __init__(self, name: str, rank: int, ranks: tuple[int, ...], descriptor: int, timeout_s: float) -> None:
+        self._name, self._rank, self._ranks, self._timeout_s = name, rank, ranks, timeout_s
+        self.posted: dict[int, deque[_Message]] = defaultdict(deque)
+        self._started: deque[_Collective] = deque()  # strong references: a caller may drop a Pending
+        self._done = -1
+        status = ctypes.c_int64(0)
+        slot_bytes = max(SLOT_BYTES, 4096 * len(ranks))
+        self._region = _library().fl_shm_open(descriptor, rank, len(ranks), slot_bytes, ARENA_BYTES, SPIN_NS, ctypes.byref(status))
+        if not self._region:
+            raise BackendError(f"cannot map shared memory for axis {name}: status {status.value}", self._room_fix(), "comm")
+
+    def __del__(self) -> None:
+        if getattr(self, "_region", None):
+            _library().fl_shm_close(self._region)
+            self._region = None
+
+    def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
+        """See Group."""
+        return self._start("all_reduce", x, x, x.numel(), take_max=op == "max")
+
+    def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        assert gathered.numel() == len(self._ranks) * x.numel() and gathered.dtype == x.dtype
+        return self._start("all_gather", x, gathered, x.numel())
+
+    def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        assert x.numel() == len(self._ranks) * scattered.numel() and scattered.dtype == x.dtype
+        return self._start("reduce_scatter", x, scattered, scattered.numel())
+
+    def broadcast_(self, x: Tensor, source: int) -> None:
+        """See Group."""
+        self._start("broadcast", x, x, x.numel(), root=source).wait()
+
+    def barrier(self) -> None:
+        """See Group."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._start("all_reduce", nothing, nothing, 0).wait()
+
+    def send(self, x: Tensor, to: int) -> Pending:
+        """See Group. The message is copied out at once; only a peer that lags by a whole arena makes this wait."""
+        for start, size in _pieces(x):
+            self._until_done("send", _library().fl_shm_send, to, x.data_ptr() + start, size)
+        return DONE
+
+    def receive(self, buffer: Tensor, source: int) -> Pending:
+        """See Group."""
+        message = _Message(self, source, buffer)
+        self.posted[source].append(message)
+        return message
+
+    def take(self, buffer: Tensor, source: int) -> None:
+        """The next message from `source`, waiting for it."""
+        for start, size in _pieces(buffer):
+            self._until_done("receive", _library().fl_shm_receive, source, buffer.data_ptr() + start, size)
+
+    def finish(self, number: int, what: str) -> None:
+        """Complete the collectives up to `number`."""
+        if number <= self._done:
+            return
+        self._until_done(what, _library().fl_shm_finish, number)
+        self._done = number
+        while self._started and self._started[0]._number <= number:
+            self._started.popleft()
+
+    def _start(self, what: str, x: Tensor, out: Tensor, elements: int, take_max: bool = False, root: int = 0) -> Pending:
+        if x.dtype not in _TYPES:
+            raise BackendError(f"shared memory cannot {what} {x.dtype}", "use one of " + ", ".join(map(str, _TYPES)), f"axis {self._name}")
+        assert x.is_contiguous() and out.is_contiguous() and x.device.type == "cpu"
+        number = _library().fl_shm_start(
+            self._region, _KINDS[what], _TYPES[x.dtype], take_max, root, x.data_ptr(), out.data_ptr(), elements
+        )
+        if number < 0:
+            self._raise(number, what, 0.0)
+        self._started.append(_Collective(self, number, what, (x, out)))
+        return self._started[-1]
+
+    def _until_done(self, what: str, function: Callable[..., int], *arguments: int) -> None:
+        """Repeat a call that pauses every SLICE_NS, so that Python sees signals, until it is done or the time-out is over."""
+        status = function(self._region, *arguments, SLICE_NS)
+        started_s = time.monotonic()
+        while status == _PENDING and time.monotonic() - started_s < self._timeout_s:
+            status = function(self._region, *arguments, SLICE_NS)
+        if status:
+            self._raise(status, what, self._timeout_s)
+
+    def _raise(self, status: int, what: str, waited_s: float) -> None:
+        culprit = _library().fl_shm_culprit(self._region)
+        peer = f"rank {culprit} of axis {self._name} (global rank {self._ranks[culprit]})" if culprit >= 0 else "a rank"
+        us = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]})"
+        if status == _DEAD:
+            raise RankFailure(f"{us}: {peer} has died or left", fix="its own log says why; look for the first rank that failed")
+        if status == _PENDING:
+            steps = [_library().fl_shm_progress(self._region, rank) for rank in range(len(self._ranks))]
+            raise RankFailure(
+                f"{us}: no answer from {peer} within {waited_s:.0f} s; steps published by axis rank: {steps}",
+                fix=f"see what {peer} is doing (py-spy dump); raise train.timeout_s if it is only slow",
+            )
+        if status == _MISMATCH:
+            raise RankFailure(f"{us}: {peer} is in another operation, or has another shape or dtype", fix="ranks must make the same calls")
+        if status == _NO_SPACE:
+            raise BackendError(f"{us}: no room in {MEMORY_DIR}", self._room_fix(), "comm")
+        raise AssertionError(f"{us}: status {status}")
+
+    @staticmethod
+    def _room_fix() -> str:
+        free_mib = os.statvfs(MEMORY_DIR).f_bavail * os.statvfs(MEMORY_DIR).f_frsize >> 20
+        return f"{MEMORY_DIR} has {free_mib} MiB free: enlarge it (docker: --shm-size=2g), or choose the transport 'torch'"
+
+
+def _pieces(x: Tensor) -> list[tuple[int, int]]:
+    """(byte offset, bytes) of the parts in which a tensor is sent; one, even when empty, unless it is very large."""
+    total = x.numel() * x.element_size()
+    return [(start, min(PIECE_BYTES, total - start)) for start in range(0, max(total, 1), PIECE_BYTES)]

@@ -1,0 +1,156 @@
+"""Seconds of one transformer layer, and of the embedding and the head, on one rank for one microbatch.
+
+Each returns named terms {name: (forward_s, backward_s)}, so that `plan --explain` prints the very numbers that were added.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from frontier_llm.costs.collectives import node_ring_s, spread_s
+from frontier_llm.costs.kernels import ALIGNMENT, flash_s, gemm_s, memory_s
+from frontier_llm.costs.workload import Number, Workload
+from frontier_llm.machine.rates import Rates
+
+Terms = dict[str, tuple[Number, Number]]
+
+# operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward issues two
+# products per weight and an accumulation
+FORWARD_OPS, BACKWARD_OPS = 24, 40
+
+
+def accumulate_bytes(w: Workload, rates: Rates) -> Number:
+    """Bytes per parameter and microbatch to add a weight gradient to its buffer; the first microbatch only writes.
+
+    An fp32 buffer where the stack's own is 16 bit costs 6 bytes more (4 read, 4 written instead of 2, and the 16-bit product).
+    """
+    more = np.where((np.asarray(w.gradient_bytes) == 4) & (rates.gradient_bytes == 2), 6.0, 0.0)
+    return (rates.accumulate_bytes + more) * (1 - 1 / np.maximum(np.asarray(w.m, dtype=float), 1))
+
+
+def linear(tokens: Number, inputs: Number, outputs: Number, rates: Rates, accumulate: Number) -> tuple[Number, Number]:
+    """(forward, backward) seconds of a linear layer: input and weight gradient, and adding the latter to the buffer."""
+    forward = gemm_s(tokens, outputs, inputs, rates)
+    backward = gemm_s(tokens, inputs, outputs, rates) + gemm_s(outputs, inputs, tokens, rates)
+    return forward, backward + memory_s(accumulate * inputs * outputs, 0, rates)
+
+
+def tp_collective_s(w: Workload, rates: Rates) -> Number:
+    """One all-reduce of the activations (S·B·H) over tp, or, with sequence parallelism, the pair that replaces it.
+
+    A ring all-reduce is a reduce-scatter and an all-gather, so both cost the same bytes. tp beyond the node pays the network.
+    """
+    size = w.tokens * w.H * w.dtype_bytes
+    tp = np.asarray(w.tp, dtype=float)
+    inside = node_ring_s(rates, np.minimum(tp, rates.node_devices), size, 2)
+    pair = np.where(np.asarray(w.sp) == 1, 2 * node_ring_s(rates, np.minimum(tp, rates.node_devices), size, 1), inside)
+    per_node = np.minimum(tp, rates.node_devices)
+    across = spread_s(rates, tp, per_node, rates.node_devices / per_node, size, 2)
+    return np.where(tp <= rates.node_devices, pair, across) * (1 - rates.tp_overlap)
+
+
+def attention_core(w: Workload, rates: Rates) -> tuple[Number, Number]:
+    """(forward, backward) seconds of scores, softmax, dropout and weighted sum for this rank's heads."""
+    a = np.asarray(w.A) / w.tp
+    S = np.asarray(w.S, dtype=float)
+    flash = flash_s(w.B, a, S, w.D, rates)
+    batch = w.B * a
+    aligned = np.asarray(w.D) % ALIGNMENT == 0
+    scores = gemm_s(S, S, w.D, rates, batch, aligned)
+    values = gemm_s(S, w.D, S, rates, batch, aligned)
+    square = batch * S * S * 2  # bytes of the score matrix
+    passes = (2.0 if rates.fused else 5.0) + (2.5 if rates.dropout else 0.0)
+    forward = scores + values + memory_s(passes * square, 2, rates)
+    backward = 2 * (scores + values) + memory_s((passes + 1.0) * square, 2, rates)
+    use_flash = np.where(np.asarray(w.flash) < 0, rates.attention == "flash", np.asarray(w.flash) == 1)
+    return np.where(use_flash, flash[0], forward), np.where(use_flash, flash[1], backward)
+
+
+def elementwise(w: Workload, rates: Rates) -> tuple[Number, Number]:
+    """(forward, backward) seconds of norms, biases, activation, rotary, dropout and residual additions.
+
+    Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the sequence
+    only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
+    """
+    token_bytes = w.tokens * 2.0
+    block = token_bytes * w.H / w.sequence_shards
+    residual = 3.0 + (1.5 if rates.dropout else 0.0)
+    whole = (2 * 2.0 + 2 * residual) * block * (1.0 if rates.fused else 1.8)
+    heads = (np.asarray(w.A) + 2 * np.asarray(w.G)) * w.D / w.tp
+    inner = token_bytes * heads * (2.0 + 2.0 * np.asarray(w.rope)) + token_bytes * w.F / w.tp * (2 + np.asarray(w.gated)) * (
+        1.0 if rates.fused else 2.5
+    )
+    kernels = 6 if rates.fused else 16
+    return memory_s(whole + inner, kernels, rates), memory_s(1.6 * (whole + inner), 2 * kernels, rates)
+
+
+def layer_terms(w: Workload, rates: Rates) -> Terms:
+    """One layer; the recomputed forward is counted in backward."""
+    T, H, tp = w.tokens, w.H, w.tp
+    accumulate = accumulate_bytes(w, rates)
+    qkv = linear(T, H, (np.asarray(w.A) + 2 * np.asarray(w.G)) * w.D / tp, rates, accumulate)
+    out = linear(T, np.asarray(w.A) * w.D / tp, H, rates, accumulate)
+    up = linear(T, H, (1 + np.asarray(w.gated)) * w.F / tp, rates, accumulate)
+    down = linear(T, np.asarray(w.F) / tp, H, rates, accumulate)
+    tp_s = 2 * tp_collective_s(w, rates)
+    # with sequence parallelism the backward of a column-parallel product gathers its input again
+    regather = np.where(np.asarray(w.sp) == 1, 2 * node_ring_s(rates, np.minimum(tp, rates.node_devices), T * H * w.dtype_bytes, 1), 0.0)
+    terms: Terms = {
+        "matrix products": (
+            qkv[0] + out[0] + up[0] + down[0],
+            qkv[1] + out[1] + up[1] + down[1],
+        ),
+        "attention": attention_core(w, rates),
+        "norms, activation, residual": elementwise(w, rates),
+        "tp communication": (tp_s, tp_s + regather * (1 - rates.tp_overlap) * 0.5),
+    }
+    full, selective = np.asarray(w.recompute) == 2, np.asarray(w.recompute) == 1
+    again = {key: np.where(full, value[0], 0.0) for key, value in terms.items()}
+    again["attention"] = np.where(full | selective, terms["attention"][0], 0.0)
+    terms["recompute"] = (0.0 * np.asarray(tp_s), sum(again.values()))
+    # the host dispatches ahead of the device; where it cannot keep up, the layer takes the host's time
+    forward, backward = (sum(term[side] for name, term in terms.items() if name != "tp communication") for side in (0, 1))
+    backward = backward - np.where(full, tp_s, 0.0)
+    host_forward = FORWARD_OPS * rates.launch_s
+    host_backward = (BACKWARD_OPS + FORWARD_OPS * full + 6 * selective) * rates.launch_s
+    terms["launch-bound"] = (np.maximum(host_forward - forward, 0.0), np.maximum(host_backward - backward, 0.0))
+    return terms
+
+
+def weight_gradient_s(w: Workload, rates: Rates) -> Number:
+    """The part of a layer's backward that makes weight gradients: what a zero-bubble schedule may run later."""
+    T, H, tp, more = w.tokens, np.asarray(w.H, dtype=float), w.tp, accumulate_bytes(w, rates)
+    shapes = (
+        (H, (np.asarray(w.A) + 2 * np.asarray(w.G)) * w.D / tp),
+        (np.asarray(w.A) * w.D / tp, H),
+        (H, (1 + np.asarray(w.gated)) * w.F / tp),
+        (np.asarray(w.F) / tp, H),
+    )
+    return sum(gemm_s(outputs, inputs, T, rates) + memory_s(more * inputs * outputs, 0, rates) for inputs, outputs in shapes)
+
+
+def embedding_terms(w: Workload, rates: Rates) -> Terms:
+    """The vocabulary-parallel embedding: gather rows, sum over tp; backward scatters into the gradient."""
+    size = w.tokens * w.H * w.dtype_bytes
+    sum_s = tp_collective_s(w, rates)
+    return {"embedding": (memory_s(3 * size, 4, rates) + sum_s, memory_s(4 * size, 4, rates))}
+
+
+def head_terms(w: Workload, rates: Rates) -> Terms:
+    """Final norm, output head and cross-entropy; logits live in 16 bit, the loss reads and writes them in fp32."""
+    T, v = w.tokens, np.asarray(w.V) / w.tp
+    accumulate = accumulate_bytes(w, rates)
+    product = linear(T, w.H, v, rates, accumulate)
+    logits = T * v * 4.0
+    passes = 2.0 if rates.fused else 4.0
+    sum_s = np.where(np.asarray(w.sp) == 1, tp_collective_s(w, rates) / 2, tp_collective_s(w, rates) / 1)
+    stats_s = node_ring_s(rates, np.minimum(w.tp, rates.node_devices), 12.0 * T * np.asarray(w.tp), 1)
+    return {
+        "head": (product[0] + np.where(np.asarray(w.sp) == 1, sum_s, 0.0), product[1] + sum_s),
+        "cross-entropy": (memory_s(passes * logits, 6, rates) + stats_s, memory_s(0.75 * passes * logits, 3, rates)),
+    }
+
+
+def totals(terms: Terms) -> tuple[Number, Number]:
+    """(forward, backward) sums."""
+    return sum(term[0] for term in terms.values()), sum(term[1] for term in terms.values())

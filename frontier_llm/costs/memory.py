@@ -1,0 +1,103 @@
+"""Bytes per rank and stage: weights, gradients, optimizer, activations in flight, logits, buffers, reserve.
+
+Each line is returned by name, so that a plan can say what fills the device. All figures are for one pipeline rank, which holds
+`chunks` virtual stages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from frontier_llm.costs.parameters import stage_parameters
+from frontier_llm.costs.workload import GPIPE, ZERO_BUBBLE, Number, Workload
+from frontier_llm.machine.rates import Rates
+
+Lines = dict[str, Number]
+
+STATE_BYTES = 12  # fp32 master weight and two moments per parameter
+BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
+
+
+def layer_activation_bytes(w: Workload, rates: Rates, recompute: Number) -> Number:
+    """What one layer keeps for backward of one microbatch.
+
+    Kept whole (cut over tp with sequence parallelism): the inputs of both norms and their outputs, 4·S·B·H elements.
+    Per tp part: q, k, v and the attention's output with its log-sum-exp; the MLP's pre-activation (twice if gated) and
+    activation. Unfused attention adds scores and probabilities; dropout adds one byte per element masked. Compare
+    Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks. Full recompute keeps the layer's input only;
+    selective drops the attention core's part.
+    """
+    T, H, tp, size = w.tokens * 1.0, w.H, np.asarray(w.tp, dtype=float), w.dtype_bytes
+    cut = np.asarray(w.sequence_shards, dtype=float)
+    heads, groups = np.asarray(w.A) * w.D / tp, np.asarray(w.G) * w.D / tp
+    whole = 4 * T * H * size / cut + (2 * T * H / cut if rates.dropout else 0.0)
+    flash = np.where(np.asarray(w.flash) < 0, rates.attention == "flash", np.asarray(w.flash) == 1)
+    scores = np.asarray(w.B) * w.A / tp * np.asarray(w.S, dtype=float) ** 2 * (2 * size + (1 if rates.dropout else 0))
+    qkv = T * (heads + 2 * groups) * size
+    output = T * heads * size
+    core = np.where(flash, 4.0 * T * np.asarray(w.A) / tp, scores)
+    mlp = T * np.asarray(w.F) / tp * size * (2 + np.asarray(w.gated))
+    none = whole + qkv + output + core + mlp
+    selective = none - np.where(flash, 4.0 * T * np.asarray(w.A) / tp, scores)
+    full = T * H * size / cut
+    mode = np.asarray(recompute)
+    return np.where(mode == 0, none, np.where(mode == 1, selective, full))
+
+
+def in_flight(w: Workload, stage: Number) -> Number:
+    """Chunk activations that a pipeline rank holds at its worst moment.
+
+    GPipe m; 1F1B min(m, pp - i); ZB-H1 min(m, pp); interleaved min(m·v, 2(pp - 1 - i) + (v - 1)·pp + 1).
+    `schedule.in_flight` counts the same on the action lists; a test compares the two.
+    """
+    pp, m, v = (np.asarray(value, dtype=float) for value in (w.pp, w.m, w.chunks))
+    one = np.minimum(m, pp - stage)
+    one = np.where(np.asarray(w.schedule) == ZERO_BUBBLE, np.minimum(m, pp), one)
+    one = np.where(np.asarray(w.schedule) == GPIPE, m, one)
+    many = np.minimum(m * v, 2 * (pp - 1 - stage) + (v - 1) * pp + 1)
+    return np.where(v > 1, many, one)
+
+
+def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embedding: Number, head: Number) -> Lines:
+    """Lines of one pipeline rank that holds `layers` layers in all its chunks."""
+    parameters = stage_parameters(w, layers, embedding, head)
+    zero, dp = np.asarray(w.zero), np.asarray(w.dp, dtype=float)
+    size, tokens = w.dtype_bytes, w.tokens * 1.0
+    sharded = np.where(zero >= 2, dp, 1.0)
+    gathered = np.where(zero >= 2, 2 * stage_parameters(w, 1, False, False) * size, 0.0)
+    # a fully sharded run keeps its fp32 weights as the only copy; otherwise 16-bit weights stand beside the fp32 master copy
+    weights = np.where(zero >= 2, 0.0, parameters * size)
+    state = STATE_BYTES if np.all(np.asarray(size) <= 2) else 2 * np.asarray(size)
+    per_chunk = np.asarray(layers, dtype=float) / w.chunks
+    held = in_flight(w, stage)
+    checkpointed = np.asarray(w.recompute) == 2
+    kept = layer_activation_bytes(w, rates, w.recompute) * per_chunk * held
+    working = np.where(checkpointed, layer_activation_bytes(w, rates, np.zeros_like(np.asarray(w.recompute))), 0.0)
+    logits = np.where(head, tokens * np.asarray(w.V) / w.tp * (size if rates.fused and rates.attention == "flash" else size + 4), 0.0)
+    boundary = np.where(np.asarray(w.pp) > 1, 4 * tokens * w.H * size / w.sequence_shards, 0.0)
+    return {
+        "weights": weights,
+        "gradients": parameters * rates.gradient_bytes / sharded,
+        "optimizer": parameters * state / np.where(zero >= 1, dp, 1.0),
+        "activations": kept * rates.fragmentation,
+        "recompute working set": working * rates.fragmentation,
+        "logits": logits,
+        "pipeline buffers": boundary,
+        "communication buffers": np.where(zero >= 2, gathered, np.minimum(np.where(dp > 1, BUCKET_BYTES, 0.0), parameters * size)),
+        "reserve": rates.reserve_bytes + 0.0 * parameters,
+    }
+
+
+def total(lines: Lines) -> Number:
+    """Sum of the lines."""
+    return sum(lines.values())
+
+
+def peak_memory(w: Workload, rates: Rates) -> Number:
+    """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the last (head, logits)."""
+    pp = np.asarray(w.pp, dtype=float)
+    alone = pp == 1
+    first = total(stage_memory(w, rates, w.stage_layers, np.zeros_like(pp), True, alone))
+    last_layers = np.where(np.asarray(w.layers) % pp == 0, w.stage_layers, np.floor(np.asarray(w.layers) / pp))
+    last = total(stage_memory(w, rates, last_layers, pp - 1, alone, True))
+    return np.maximum(first, last)

@@ -1,0 +1,92 @@
+"""Parameters: exact, by name and global shape, per stage and tensor-parallel rank, as the runtime allocates them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.workload import Number, Workload
+from frontier_llm.topology import StageSpec
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model: name → global shape. A tied head has no entry of its own."""
+    S, H, V = model.sequence_length, model.hidden, model.padded_vocab_size
+    shapes: dict[str, tuple[int, ...]] = {"embedding.token.weight": (V, H)}
+    if model.position == "learned":
+        shapes["embedding.position.weight"] = (S, H)
+    for index in range(model.layers):
+        shapes.update({f"layers.{index}.{name}": shape for name, shape in layer_shapes(model).items()})
+    shapes.update(_norm("final_norm", H, model))
+    if not model.tied_embeddings:
+        shapes["head.weight"] = (V, H)
+    return shapes
+
+
+def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of one layer; the name's part after 'layers.N.' → global shape."""
+    H, A, G, D, F = model.hidden, model.heads, model.num_kv_heads, model.dim_per_head, model.ffn_hidden
+    shapes: dict[str, tuple[int, ...]] = _norm("attention_norm", H, model)
+    shapes["attention.qkv.weight"] = (G, A // G + 2, D, H)
+    shapes["attention.output.weight"] = (H, A * D)
+    shapes.update(_norm("mlp_norm", H, model))
+    shapes["mlp.up.weight"] = (2, F, H) if model.gated else (F, H)
+    shapes["mlp.down.weight"] = (H, F)
+    if model.bias:
+        shapes["attention.qkv.bias"] = (G, A // G + 2, D)
+        shapes["attention.output.bias"] = (H,)
+        shapes["mlp.up.bias"] = (2, F) if model.gated else (F,)
+        shapes["mlp.down.bias"] = (H,)
+    return shapes
+
+
+def _norm(name: str, H: int, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (H,)}
+    if model.norm == "layernorm" and model.norm_bias:
+        shapes[f"{name}.bias"] = (H,)
+    return shapes
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """All parameters of the model, padding rows included, a tied head once."""
+    return sum(int(np.prod(shape)) for shape in parameter_shapes(model).values())
+
+
+def rank_parameters(model: ModelConfig, stage: StageSpec, tp: int, last_holds_tied_copy: bool = True) -> int:
+    """Parameters that one tensor-parallel rank of a stage allocates.
+
+    Column- and row-parallel weights and vocabulary rows are cut by tp; norms, row-parallel biases and position embeddings are
+    whole on every rank. A tied head on another stage than the embedding is a second copy.
+    """
+    layer = sum(int(np.prod(shape)) // (tp if _cut(name) else 1) for name, shape in layer_shapes(model).items())
+    count = layer * stage.num_layers
+    H = model.hidden
+    vocabulary = model.padded_vocab_size * H // tp
+    if stage.embedding:
+        count += vocabulary + (model.sequence_length * H if model.position == "learned" else 0)
+    if stage.head:
+        count += sum(int(np.prod(shape)) for shape in _norm("final_norm", H, model).values())
+        if not model.tied_embeddings or (not stage.embedding and last_holds_tied_copy):
+            count += vocabulary
+    return count
+
+
+def _cut(name: str) -> bool:
+    """Whether tensor parallelism splits this parameter."""
+    return not (name.endswith(("attention.output.bias", "mlp.down.bias")) or "norm" in name)
+
+
+def stage_parameters(w: Workload, layers: Number, embedding: Number, head: Number) -> Number:
+    """`rank_parameters` for arrays: `layers` layers, with the embedding and/or the head where true."""
+    H, tp = np.asarray(w.H, dtype=float), np.asarray(w.tp, dtype=float)
+    heads, groups = np.asarray(w.A, dtype=float) * w.D, np.asarray(w.G, dtype=float) * w.D
+    F, gates = np.asarray(w.F, dtype=float), 1 + np.asarray(w.gated)
+    norm = H * (1 + np.asarray(w.norm_bias))
+    cut = H * (heads + 2 * groups) + H * heads + H * F * gates + H * F
+    biases = np.asarray(w.bias) * ((heads + 2 * groups + gates * F) / tp + 2 * H)
+    per_layer = cut / tp + biases + 2 * norm
+    vocabulary = np.asarray(w.V, dtype=float) * H / tp
+    front = np.where(embedding, vocabulary + np.asarray(w.learned_positions) * w.S * H, 0.0)
+    own_head = (np.asarray(w.tied) == 0) | ~np.asarray(embedding, dtype=bool)
+    back = np.where(head, norm + np.where(own_head, vocabulary, 0.0), 0.0)
+    return per_layer * layers + front + back

@@ -1,0 +1,86 @@
+"""What is in a dataset: counts, lengths, the most frequent tokens, decoded beginnings of documents."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from frontier_llm.data.indexed import IndexedDataset, bin_path
+from frontier_llm.data.meta import read_meta
+from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
+from frontier_llm.errors import DataError
+
+CHUNK_TOKENS = 1 << 24
+PERCENTILES = (0, 25, 50, 75, 99, 100)
+
+
+def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: int = 20, characters: int = 200) -> dict[str, Any]:
+    """A JSON-ready description of a dataset; every entry of the index is checked on the way.
+
+    `tokenizer` None = the one in the record, when it is still there. Raises DataError for damage, and for a tokenizer that did not
+    make the data.
+    """
+    dataset = IndexedDataset(prefix, scan=True)
+    meta = read_meta(prefix)
+    spec = tokenizer or (meta.tokenizer if meta is not None and (meta.tokenizer == "bytes" or Path(meta.tokenizer).exists()) else None)
+    codec = load_tokenizer(spec) if spec else None
+    if codec is not None and meta is not None and codec.digest != meta.tokenizer_digest:
+        raise DataError(f"did not make {prefix}: that was {meta.tokenizer}", where=codec.name, fix=f"give --tokenizer {meta.tokenizer}")
+    counts = _histogram(dataset)
+    shares = counts[counts > 0] / max(dataset.token_count, 1)
+    order = np.argsort(-counts, kind="stable")[:top]
+    starts = np.array([dataset.document_start(document) for document in range(dataset.document_count + 1)])
+    lengths = np.diff(starts)
+    report: dict[str, Any] = {
+        "prefix": prefix,
+        "dtype": str(dataset.dtype),
+        "documents": dataset.document_count,
+        "sequences": dataset.sequence_count,
+        "tokens": dataset.token_count,
+        "bin_bytes": bin_path(prefix).stat().st_size,
+        "distinct_tokens": int((counts > 0).sum()),
+        "largest_token": int(np.flatnonzero(counts)[-1]) if dataset.token_count else None,
+        "unigram_entropy_bits": float(-(shares * np.log2(shares)).sum()),
+        "document_lengths": {f"p{p}": int(np.percentile(lengths, p)) for p in PERCENTILES} if lengths.size else {},
+        "top_tokens": [
+            {"id": int(i), "count": int(counts[i]), "text": codec.decode([int(i)]) if codec else None} for i in order if counts[i]
+        ],
+        "samples": [_sample(dataset, document, codec, characters) for document in _spread(dataset.document_count, samples)],
+    }
+    if meta is not None:
+        per_token = math.log(2) * meta.bytes_per_token
+        report |= {"tokenizer": meta.tokenizer, "tokenizer_digest": meta.tokenizer_digest, "vocab_size": meta.vocab_size, "eod": meta.eod}
+        report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token, "damaged": meta.damaged}
+        report["bits_per_byte_of_one_nat"] = 1 / per_token
+    return report
+
+
+def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How often each id occurs."""
+    counts = np.zeros(1, np.int64)
+    for start in range(0, dataset.token_count, CHUNK_TOKENS):
+        chunk = dataset.tokens[start : start + CHUNK_TOKENS]
+        if chunk.min() < 0:
+            at = start + int(np.argmin(chunk))
+            offset = at * dataset.dtype.itemsize
+            raise DataError(
+                f"at byte {offset}: token id {chunk.min()} is negative", where=str(bin_path(dataset.prefix)), fix="tokenize again"
+            )
+        more = np.bincount(chunk, minlength=counts.size)
+        more[: counts.size] += counts
+        counts = more
+    return counts
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """`wanted` documents, evenly spread."""
+    return sorted({number * count // wanted for number in range(wanted)}) if count else []
+
+
+def _sample(dataset: IndexedDataset, document: int, codec: Tokenizer | None, characters: int) -> dict[str, Any]:
+    ids = dataset.document(document)[:characters].tolist()
+    text = codec.decode(ids)[:characters] if codec else None
+    return {"document": document, "tokens": dataset.document(document).size, "first_ids": ids[:16], "text": text}

@@ -1,0 +1,118 @@
+"""Generation: the prompt in one pass, then one token per row and pass, until every row has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from frontier_llm.comm import broadcast_
+from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.inference.cache import KeyValueCache
+from frontier_llm.inference.model import InferenceModel
+from frontier_llm.inference.sampling import Sampler, Sampling
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One row's new tokens and why it ended: "stop" (a stop token) or "length" (asked-for number, or the context is full)."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+
+
+def generate(model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True) -> list[Completion]:
+    """Complete every prompt, in one batch. Collective over tp and pp; every rank returns the same."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(model, prompts, sampling, use_cache):
+        for row, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    stops = set(sampling.stop_tokens)
+    return [Completion(tuple(row[:-1]), "stop") if row and row[-1] in stops else Completion(tuple(row), "length") for row in rows]
+
+
+@torch.inference_mode()
+def stream(
+    model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True
+) -> Iterator[list[int | None]]:
+    """Yield each new token of every row as it is chosen (None for rows that have ended); a stop token is yielded too.
+
+    Raises ConfigError for an empty prompt, one that fills the context, or a token outside the vocabulary.
+    """
+    _check(model, prompts)
+    batch = _Batch(model, prompts, sampling)
+    cache = model.new_cache(len(prompts), batch.slots) if use_cache else None
+    sampler = Sampler(sampling, range(len(prompts)))
+    while not all(batch.ended):
+        x_BH = batch.last_hidden(cache)
+        tokens_B = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
+        if x_BH is not None:
+            logits_BV = model.whole_logits(x_BH[None])[0]
+            tokens_B = sampler.choose(logits_BV.cpu(), batch.seen_BV).to(model.device)
+            broadcast_(tokens_B, model.mesh.tp, 0)
+        yield batch.append(broadcast_(tokens_B, model.mesh.pp, model.mesh.pp.size - 1))
+
+
+class _Batch:
+    """Rows of unequal length, padded on the right."""
+
+    def __init__(self, model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        self.model, self.sampling = model, sampling
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.limits = [min(length + sampling.max_new_tokens, model.config.sequence_length) for length in self.lengths]
+        self.ended = [length >= limit for length, limit in zip(self.lengths, self.limits, strict=True)]
+        self.slots = max(self.limits)
+        self.tokens_SB = torch.zeros(self.slots, len(prompts), dtype=torch.int64)
+        self.seen_BV = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            self.tokens_SB[: len(prompt), row] = torch.tensor(prompt)
+            self.seen_BV[row, list(prompt)] = True
+        self.cached = False
+
+    def last_hidden(self, cache: KeyValueCache | None) -> Tensor | None:
+        """Hidden state (B, H) of each row's last token, on the last stage."""
+        device = self.model.device
+        last_B = torch.tensor(self.lengths) - 1
+        if cache is None or not self.cached:
+            tokens_SB = self.tokens_SB[: max(self.lengths)].to(device)
+            positions_SB = torch.arange(len(tokens_SB), device=device)[:, None].expand_as(tokens_SB)
+            x_SBH = self.model.hidden(tokens_SB, positions_SB, cache)
+            self.cached = True
+            return None if x_SBH is None else x_SBH[last_B, torch.arange(len(self.lengths))]
+        tokens_1B = self.tokens_SB.gather(0, last_B[None]).to(device)
+        x_1BH = self.model.hidden(tokens_1B, last_B[None].to(device), cache)
+        return None if x_1BH is None else x_1BH[0]
+
+    def append(self, tokens_B: Tensor) -> list[int | None]:
+        """Add one token to each row that goes on."""
+        new: list[int | None] = []
+        for row, token in enumerate(tokens_B.tolist()):
+            if self.ended[row]:
+                new.append(None)
+                continue
+            new.append(token)
+            self.tokens_SB[self.lengths[row], row] = token
+            self.seen_BV[row, token] = True
+            self.lengths[row] += 1
+            self.ended[row] = token in self.sampling.stop_tokens or self.lengths[row] >= self.limits[row]
+        return new
+
+
+def _check(model: InferenceModel, prompts: Sequence[Sequence[int]]) -> None:
+    problems = []
+    S, V = model.config.sequence_length, model.config.vocab_size
+    for row, prompt in enumerate(prompts):
+        where = f"prompt {row}"
+        if not prompt:
+            problems.append(Problem(where, "holds no token", "start it with the end-of-document token, or give some text"))
+        elif len(prompt) >= S:
+            problems.append(Problem(where, f"{len(prompt)} tokens leave no room in a context of {S}", f"give at most {S - 1}"))
+        if prompt and not 0 <= min(prompt) <= max(prompt) < V:
+            problems.append(
+                Problem(where, f"holds token {max(prompt)}, the vocabulary has {V}", "use the tokenizer that made the training data")
+            )
+    if problems or not prompts:
+        raise ConfigError(problems or "there is no prompt", fix="give one")

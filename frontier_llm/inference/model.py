@@ -1,0 +1,107 @@
+"""One rank's part of a model that only infers: the training stage with weights alone, no gradients, no optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from frontier_llm.checkpoint.huggingface import WeightSource, load_weights
+from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
+from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig
+from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
+from frontier_llm.model import Microbatch, Stage, working_dtype
+from frontier_llm.ops import select_ops
+from frontier_llm.tensor_parallel import LayerContext, ShardedParameter, WeightGradients
+from frontier_llm.topology import ParallelPlan, make_plan
+
+
+def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: int) -> ParallelPlan:
+    """The layout; data-parallel replicas share the requests. Raises LayoutError as training does."""
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    return make_plan(RunConfig(model=model, parallel=parallel, batch=BatchConfig(global_batch=world_size)), world_size)
+
+
+@dataclass
+class InferenceModel:
+    """What one rank needs to run its stage. Every method is collective over tp and pp; each dp replica works for itself."""
+
+    config: ModelConfig
+    mesh: Mesh
+    device: torch.device
+    dtype: torch.dtype
+    stage: Stage
+    attention: RememberingAttention
+
+    @property
+    def is_first(self) -> bool:
+        """True where tokens are embedded."""
+        return self.stage.spec.embedding
+
+    @property
+    def is_last(self) -> bool:
+        """True where logits come out."""
+        return self.stage.spec.head
+
+    def new_cache(self, rows: int, slots: int) -> KeyValueCache:
+        """An empty cache for this rank's layers and heads."""
+        kv_heads = self.config.num_kv_heads // self.mesh.tp.size
+        return KeyValueCache(self.stage.spec.num_layers, rows, slots, kv_heads, self.config.dim_per_head, self.dtype, self.device)
+
+    def hidden(self, tokens_SB: Tensor, positions_SB: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor | None:
+        """Play the pipeline once, stage after stage. Returns (S, B, H) before the final norm on the last stage, None on others.
+
+        `positions_SB` are given with a cache; without one the tokens are whole sequences.
+        """
+        batch = Microbatch(tokens_SB, tokens_SB, positions_SB=positions_SB)
+        self.attention.cache = cache
+        if cache is not None:
+            assert positions_SB is not None
+            cache.begin(positions_SB)
+        x, pp = None, self.mesh.pp
+        if not self.is_first:
+            shape = (*tokens_SB.shape, self.config.hidden)
+            x = post_receive(shape, self.dtype, self.device, self.mesh.channels["forward"], pp.rank - 1).wait()
+        x = self.stage.hidden(x, batch)
+        if self.is_last:
+            return x
+        sends = Sends(limit=1)
+        sends.start(x.contiguous(), self.mesh.channels["forward"], pp.rank + 1)
+        sends.wait_all()
+        return None
+
+    def whole_logits(self, x_SBH: Tensor) -> Tensor:
+        """(S, B, V) in fp32 (fp64 under fp64), the same on every tp rank; last stage only."""
+        logits_SBv = self.stage.logits(x_SBH)
+        rows = self.config.padded_vocab_size // self.mesh.tp.size
+        padded_vSB = torch.nn.functional.pad(logits_SBv, (0, rows - logits_SBv.shape[-1])).permute(2, 0, 1)
+        logits_VSB = all_gather(padded_vSB.contiguous(), self.mesh.tp)[: self.config.vocab_size]
+        return logits_VSB.permute(1, 2, 0).to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+
+def build_inference_model(
+    source: WeightSource, plan: ParallelPlan, mesh: Mesh, device: torch.device, dtype: str, ops: OpsConfig
+) -> InferenceModel:
+    """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a missing op."""
+    working = working_dtype(dtype)
+    selected = select_ops(ops, device.type, working)
+    attention = RememberingAttention(selected.attention)
+    context = LayerContext(mesh.tp, False, replace(selected, attention=attention), WeightGradients(), working)
+    stage = Stage(source.model, plan.stage_of(mesh.pp.rank, 0), context, device)
+    load_weights(source, _materialise(stage, device))
+    return InferenceModel(source.model, mesh, device, working, stage, attention)
+
+
+def _materialise(stage: Stage, device: torch.device) -> list[ShardedParameter]:
+    """Give every parameter of a stage on the meta device memory of its own."""
+    real: dict[ShardedParameter, ShardedParameter] = {}
+    for module in stage.modules():
+        for name, declared in module._parameters.items():
+            if not isinstance(declared, ShardedParameter):
+                continue
+            if declared not in real:
+                data = torch.empty(declared.spec.shape, dtype=declared.dtype, device=device)
+                real[declared] = ShardedParameter.create(data, declared.spec, declared.layer_accumulates, declared.uses)
+            module._parameters[name] = real[declared]
+    return list(real.values())

@@ -1,0 +1,105 @@
+"""Log-probabilities: of each token of a text, of continuations of contexts; shared by held-out evaluation, tasks and lm_eval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from frontier_llm.comm import all_gather, all_reduce_
+from frontier_llm.errors import ConfigError
+from frontier_llm.inference.model import InferenceModel
+from frontier_llm.tensor_parallel import vocab_parallel_cross_entropy
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one continuation given its context."""
+
+    log_probability: float  # summed over the continuation's tokens, nats
+    greedy: bool  # each of its tokens is the most likely one
+    tokens: int
+
+
+def score(
+    model: InferenceModel,
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_size: int = 8,
+    on_batch: Callable[[int], object] = lambda done: None,
+) -> list[Score]:
+    """log p(continuation | context) for every (context, continuation). Collective over the world; every rank returns all scores.
+
+    What does not fit the context window S is cut from the left. Batches go to the dp replicas in turn; the numbers do not depend
+    on the batch size beyond rounding. Raises ConfigError for an empty context or continuation, or a continuation longer than S.
+    """
+    _check(model, requests)
+    window = model.config.sequence_length + 1
+    texts = [([*context, *continuation][-window:], len(continuation)) for context, continuation in requests]
+    # long ones first: rows of a batch are of like length, and running out of memory happens at once
+    order = sorted(range(len(texts)), key=lambda index: (-len(texts[index][0]), index))
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    sums_N2 = torch.zeros(len(texts), 2, dtype=torch.float64)
+    for number, batch in enumerate(batches):
+        if number % model.mesh.dp.size != model.mesh.dp.rank:
+            continue
+        rows = token_scores(model, [texts[index][0] for index in batch])
+        if rows is not None and model.mesh.tp.rank == 0:
+            for index, (log_probabilities, greedy) in zip(batch, rows, strict=True):
+                count = texts[index][1]
+                sums_N2[index, 0] = log_probabilities[-count:].sum(dtype=torch.float64)
+                sums_N2[index, 1] = float(greedy[-count:].all())
+        on_batch(number + 1)
+    total = all_reduce_(sums_N2.to(model.device), model.mesh.world).tolist()
+    return [Score(value, bool(greedy), texts[index][1]) for index, (value, greedy) in enumerate(total)]
+
+
+@torch.inference_mode()
+def token_scores(model: InferenceModel, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]] | None:
+    """For each text, of n tokens: log p of tokens 1 … n-1 given those before, and whether each was the most likely; (n-1,) on the CPU.
+
+    Collective over tp and pp; None where no logits come out. Texts have 2 to S + 1 tokens; rows are padded on the right, where
+    causal attention never looks.
+    """
+    longest = max(map(len, texts))
+    padded_BS1 = torch.zeros(len(texts), longest, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        padded_BS1[row, : len(text)] = torch.tensor(text)
+    tokens_SB = padded_BS1[:, :-1].T.contiguous().to(model.device)
+    targets_SB = padded_BS1[:, 1:].T.contiguous().to(model.device)
+    x_SBH = model.hidden(tokens_SB)
+    if x_SBH is None:
+        return None
+    logits_SBv = model.stage.logits(x_SBH)
+    best_SB = _most_likely(model, logits_SBv)  # before the loss, which may use the logits' memory
+    first_vocab = _first_vocab(model)
+    loss_SB = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
+    log_probabilities_BS, greedy_BS = -loss_SB.T.cpu(), (best_SB == targets_SB).T.cpu()
+    return [(log_probabilities_BS[row, : len(text) - 1], greedy_BS[row, : len(text) - 1]) for row, text in enumerate(texts)]
+
+
+def _first_vocab(model: InferenceModel) -> int:
+    return model.config.padded_vocab_size // model.mesh.tp.size * model.mesh.tp.rank
+
+
+def _most_likely(model: InferenceModel, logits_SBv: Tensor) -> Tensor:
+    """Vocabulary id of the highest logit, (S, B); of equal ones the lowest id, as argmax over the whole vocabulary has it."""
+    value_SB, index_SB = logits_SBv.max(-1)
+    values_tSB = all_gather(value_SB[None].contiguous(), model.mesh.tp)
+    indices_tSB = all_gather((index_SB + _first_vocab(model))[None].contiguous(), model.mesh.tp)
+    return indices_tSB.gather(0, values_tSB.argmax(0, keepdim=True))[0]
+
+
+def _check(model: InferenceModel, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    S, V = model.config.sequence_length, model.config.vocab_size
+    for number, (context, continuation) in enumerate(requests):
+        where = f"request {number}"
+        if not context or not continuation:
+            empty = "context" if not context else "continuation"
+            raise ConfigError(f"has an empty {empty}", fix="start a context with the end-of-document token", where=where)
+        if len(continuation) > S:
+            raise ConfigError(f"a continuation of {len(continuation)} tokens does not fit the model's context of {S}", where=where)
+        highest = max(max(context), max(continuation))
+        if highest >= V:
+            raise ConfigError(f"holds token {highest}, the vocabulary has {V}", fix="use the tokenizer of the training data", where=where)

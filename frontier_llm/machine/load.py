@@ -1,0 +1,212 @@
+"""Machine files: YAML → Machine, with the line of whatever is wrong; Machine + stack → Rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from frontier_llm.config.load import available, find_file, merge, read_yaml
+from frontier_llm.errors import ConfigError, Problem, suggest
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine, Number
+
+GIB = 1024**3
+
+
+def machine_names() -> list[str]:
+    """The machines that are shipped."""
+    return available("machines")
+
+
+def load_machine(name_or_path: str) -> Machine:
+    """A machine by shipped name or path; `base:` names another machine whose values it starts from.
+
+    Stacks may start from each other too (`base:` in a stack). Raises ConfigError with file, line, key and rule for every
+    violation, and for an unknown name the closest one.
+    """
+    path = find_file(name_or_path, "machines")
+    content, lines = _compose(path, ())
+    content["stacks"] = _stacks(content.get("stacks"), str(path))
+    try:
+        return Machine.model_validate({"name": path.stem, **content})
+    except ValidationError as error:
+        raise ConfigError([_problem(path, lines, detail) for detail in error.errors()]) from None
+
+
+def _compose(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], tuple[Path, int]]]:
+    """The file's content on top of its bases', and the file and line of every key."""
+    if path.resolve() in seen:
+        raise ConfigError(f"`base:` goes in a circle through {path}", fix="remove one of these `base:` lines")
+    content, lines = read_yaml(path), _lines(path)
+    if "base" not in content:
+        return content, lines
+    below, below_lines = _compose(find_file(str(content.pop("base")), "machines", path.parent), (*seen, path.resolve()))
+    return merge(below, content), {**below_lines, **lines}
+
+
+def _stacks(stacks: Any, where: str) -> Any:
+    """Resolve `base:` between the stacks of one machine."""
+    if not isinstance(stacks, dict):
+        return stacks
+
+    def resolve(name: str, seen: tuple[str, ...]) -> Any:
+        stack = stacks[name]
+        if not isinstance(stack, dict) or "base" not in stack:
+            return stack
+        base = str(stack["base"])
+        if base not in stacks or base in (*seen, name):
+            reason = "goes in a circle" if base in stacks else "is not a stack of this file"
+            raise ConfigError(
+                f"`base: {base}` {reason}", suggest(base, [other for other in stacks if other != name]), f"{where}: stacks.{name}"
+            )
+        return merge(resolve(base, (*seen, name)), {key: value for key, value in stack.items() if key != "base"})
+
+    return {name: resolve(name, ()) for name in stacks}
+
+
+def _lines(path: Path) -> dict[tuple[str, ...], tuple[Path, int]]:
+    """Key path → (file, line), from the YAML node tree."""
+    lines: dict[tuple[str, ...], tuple[Path, int]] = {}
+
+    def visit(node: yaml.Node | None, at: tuple[str, ...]) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                here = (*at, str(key.value))
+                lines[here] = (path, key.start_mark.line + 1)
+                visit(value, here)
+
+    visit(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ())
+    return lines
+
+
+def _problem(path: Path, lines: dict[tuple[str, ...], tuple[Path, int]], detail: Any) -> Problem:
+    """One violation with the line of the nearest key that exists in the file."""
+    key = tuple(str(part) for part in detail["loc"] if part != "[key]")
+    known = next((key[:length] for length in range(len(key), 0, -1) if key[:length] in lines), ())
+    file, line = lines.get(known, (path, 1))
+    dotted = ".".join(key)
+    if detail["type"] == "extra_forbidden":
+        section: Any = Machine
+        for part in key[:-1]:
+            field = getattr(section, "model_fields", {}).get(part)
+            section = field.annotation if field else None
+        return Problem(f"{file}:{line}: {dotted}", "unknown key", suggest(key[-1], getattr(section, "model_fields", {})))
+    if detail["type"] == "missing":
+        return Problem(f"{file}:{line}: {dotted}", "is required", f"add `{key[-1]}:` with value, tag and source")
+    return Problem(
+        f"{file}:{line}: {dotted}",
+        f"{detail['msg']}; got {_short(detail['input'])}",
+        "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}" if isinstance(detail["input"], int | float) else "",
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def stack_name(machine: Machine, stack: str | None) -> str:
+    """The stack asked for, or the machine's default. Raises ConfigError with the closest name."""
+    name = stack or machine.default_stack
+    if name not in machine.stacks:
+        raise ConfigError(f"{machine.name} has no software stack {name!r}", suggest(name, machine.stacks))
+    return name
+
+
+def rates(machine: Machine, stack: str | None = None) -> Rates:
+    """The machine under a software stack as plain numbers in SI units."""
+    s = machine.stacks[stack_name(machine, stack)]
+    device, node, network, table = machine.device, machine.node, machine.network, machine.allreduce
+    fabric = sorted(node.fabric_gbps.items())
+    return Rates(
+        peak_flops=device.peak_tflops.value * 1e12,
+        memory_bytes=device.memory_gib.value * GIB,
+        hbm_bytes_s=device.memory_gbps.value * 1e9,
+        compute_units=int(device.compute_units.value),
+        node_devices=int(node.devices.value),
+        nodes=int(node.count.value),
+        node_network_bytes_s=node.nics.value * node.nic_gbps.value * 1e9,
+        fabric_size=tuple(size for size, _ in fabric),
+        fabric_bytes_s=tuple(speed.value * 1e9 for _, speed in fabric),
+        fabric_latency_s=node.fabric_latency_us.value * 1e-6,
+        fabric_hop_s=node.fabric_hop_us.value * 1e-6,
+        network_efficiency=network.efficiency.value,
+        network_crowding=network.crowding.value,
+        network_latency_s=network.latency_us.value * 1e-6,
+        network_hop_s=network.hop_us.value * 1e-6,
+        table_nodes=tuple(map(float, table.time_us)) if table else (),
+        table_bytes=tuple(map(float, table.message_bytes)) if table else (),
+        table_seconds=tuple(tuple(us * 1e-6 for us in row) for row in table.time_us.values()) if table else (),
+        gemm_efficiency=s.gemm_efficiency.value,
+        gemm_k_half=s.gemm_k_half.value,
+        unaligned_penalty=s.unaligned_penalty.value,
+        flash_efficiency=s.flash_efficiency.value,
+        flash_backward=s.flash_backward.value,
+        hbm_efficiency=s.hbm_efficiency.value,
+        kernel_s=s.kernel_us.value * 1e-6,
+        launch_s=s.launch_us.value * 1e-6,
+        microbatch_s=s.microbatch_us.value * 1e-6,
+        step_s=s.step_us.value * 1e-6,
+        attention=s.attention,
+        dropout=s.dropout,
+        fused=s.fused,
+        gradient_bytes=s.gradient_bytes,
+        accumulate_bytes=s.accumulate_bytes,
+        optimizer_bytes=s.optimizer_bytes,
+        p2p_split=s.p2p_split,
+        blocking_messages=s.blocking_messages,
+        last_stage_recomputes=s.last_stage_recomputes,
+        dp_overlap=s.dp_overlap.value,
+        gather_overlap=s.gather_overlap.value,
+        tp_overlap=s.tp_overlap.value,
+        reserve_bytes=s.reserve_gib.value * GIB,
+        fragmentation=s.fragmentation.value,
+    )
+
+
+# field of Rates → (section, key) of the machine file; for `--explain` and for writing fitted values back
+PLACES: dict[str, tuple[str, str]] = {
+    "gemm_efficiency": ("stack", "gemm_efficiency"),
+    "gemm_k_half": ("stack", "gemm_k_half"),
+    "unaligned_penalty": ("stack", "unaligned_penalty"),
+    "flash_efficiency": ("stack", "flash_efficiency"),
+    "flash_backward": ("stack", "flash_backward"),
+    "hbm_efficiency": ("stack", "hbm_efficiency"),
+    "kernel_s": ("stack", "kernel_us"),
+    "launch_s": ("stack", "launch_us"),
+    "microbatch_s": ("stack", "microbatch_us"),
+    "step_s": ("stack", "step_us"),
+    "tp_overlap": ("stack", "tp_overlap"),
+    "dp_overlap": ("stack", "dp_overlap"),
+    "gather_overlap": ("stack", "gather_overlap"),
+    "reserve_bytes": ("stack", "reserve_gib"),
+    "fragmentation": ("stack", "fragmentation"),
+    "fabric_bytes_s": ("node", "fabric_gbps"),
+    "fabric_latency_s": ("node", "fabric_latency_us"),
+    "fabric_hop_s": ("node", "fabric_hop_us"),
+    "network_efficiency": ("network", "efficiency"),
+    "network_crowding": ("network", "crowding"),
+    "network_latency_s": ("network", "latency_us"),
+    "network_hop_s": ("network", "hop_us"),
+    "peak_flops": ("device", "peak_tflops"),
+    "hbm_bytes_s": ("device", "memory_gbps"),
+    "memory_bytes": ("device", "memory_gib"),
+    "compute_units": ("device", "compute_units"),
+    "node_devices": ("node", "devices"),
+    "node_network_bytes_s": ("node", "nic_gbps"),
+}
+
+
+def provenance(machine: Machine, stack: str | None, field: str, group: int | None = None) -> Number:
+    """Value, tag and source behind a field of Rates; `group` picks the fabric entry of that many devices."""
+    section, key = PLACES[field]
+    holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)
+    found = getattr(holder, key)
+    if isinstance(found, dict):
+        size = min(found, key=lambda entry: abs(entry - (group or max(found))))
+        return found[size]
+    assert isinstance(found, Number)
+    return found

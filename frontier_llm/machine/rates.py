@@ -1,0 +1,61 @@
+"""The numbers of one machine under one software stack, as plain floats in SI units: what `costs` computes with.
+
+A machine file says where each number comes from; `Rates` is that file boiled down. Fitting replaces fields of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One device, its node, its network, and how the software stack uses them."""
+
+    # device
+    peak_flops: float  # per second, dense 16-bit matrix
+    memory_bytes: float
+    hbm_bytes_s: float  # peak
+    compute_units: int  # SMs or CUs: the wave size of tiled kernels
+    # node and network
+    node_devices: int
+    nodes: int
+    node_network_bytes_s: float  # all NICs of a node, one direction, peak
+    fabric_size: tuple[int, ...]  # devices of a group inside the node …
+    fabric_bytes_s: tuple[float, ...]  # … and the bus bandwidth its collectives reach with large messages
+    fabric_latency_s: float  # fixed part of one collective inside the node
+    fabric_hop_s: float  # per ring step inside the node
+    network_efficiency: float  # of node_network_bytes_s, reached by large messages
+    network_crowding: float  # further factor when several communicators of a node share its NICs at the same time
+    network_latency_s: float  # fixed part of one collective or message across nodes
+    network_hop_s: float  # per ring step across nodes (ring-only reduce-scatter and all-gather)
+    # measured all-reduce times: table_nodes x table_bytes -> seconds, eight ranks per node in one communicator; empty = ring formula
+    table_nodes: tuple[float, ...]
+    table_bytes: tuple[float, ...]
+    table_seconds: tuple[tuple[float, ...], ...]
+    # compute
+    gemm_efficiency: float  # of peak, for a large, well-shaped matrix product
+    gemm_k_half: float  # inner dimension at which a product reaches half of that
+    unaligned_penalty: float  # time factor where a head dimension is not a multiple of 8 elements (16 bytes)
+    flash_efficiency: float  # of peak, flash attention forward, head dimension 128, long sequences
+    flash_backward: float  # backward's efficiency over forward's
+    hbm_efficiency: float  # of hbm_bytes_s, reached by memory-bound kernels
+    kernel_s: float  # fixed device time of one kernel
+    launch_s: float  # host time to dispatch one operation: a layer takes at least (its operations) x this
+    microbatch_s: float  # host time per microbatch and stage that nothing hides (scheduler, data, synchronisation)
+    step_s: float  # fixed time per step: data, loss scale, logging
+    # what the software does
+    attention: str  # flash | unfused
+    dropout: bool
+    fused: bool  # norm, bias+activation, residual in one kernel each
+    gradient_bytes: int  # in which the gradients are summed over dp
+    accumulate_bytes: float  # moved per parameter to add one microbatch's gradient
+    optimizer_bytes: float  # moved per owned parameter by the optimizer step
+    p2p_split: bool  # pipeline messages are cut over tp even without sequence parallelism (scatter-gather)
+    dp_overlap: float  # share of the gradient reduction that may hide under the last backward
+    gather_overlap: float  # share of the weight all-gather that may hide under the first forward
+    tp_overlap: float  # share of tp communication hidden under its matrix product
+    blocking_messages: bool  # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
+    last_stage_recomputes: bool  # False: the last stage keeps its activations, whose backward follows at once
+    reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
+    fragmentation: float  # allocator's reserved over allocated, for activations

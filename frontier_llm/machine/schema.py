@@ -1,0 +1,145 @@
+"""What a machine file may say. Every number carries where it comes from; `costs` computes with the `Rates` made of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from frontier_llm.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+Tag = Literal["measured", "published", "estimated"]  # estimated includes fitted: the source then says on what
+
+
+class Number(Section):
+    """A quantity with its provenance; the unit is in the key's name."""
+
+    value: NonNegativeFloat
+    tag: Tag
+    source: Annotated[str, Field(min_length=3)]
+
+
+class Device(Section):
+    """What one rank runs on. On MI250X that is one of the package's two dies (a GCD), never the package."""
+
+    name: str
+    peak_tflops: Number  # dense bf16/fp16
+    memory_gib: Number
+    memory_gbps: Number  # GB/s, peak
+    compute_units: Number  # SMs or CUs
+
+
+class Node(Section):
+    """Devices, NICs and the fabric between devices."""
+
+    count: Number  # nodes of the machine
+    devices: Number
+    nics: Number
+    nic_gbps: Number  # GB/s per NIC and direction
+    fabric_gbps: dict[PositiveInt, Number]  # bus bandwidth, GB/s, that collectives of so many neighbours reach
+    fabric_latency_us: Number
+    fabric_hop_us: Number
+
+
+class Network(Section):
+    """Between nodes."""
+
+    efficiency: Number
+    crowding: Number
+    latency_us: Number
+    hop_us: Number
+
+
+class AllReduceTable(Section):
+    """Measured all-reduce medians: rows by node count, columns by message size, with every device of a node taking part."""
+
+    tag: Tag
+    source: str
+    message_bytes: tuple[PositiveInt, ...]
+    time_us: dict[PositiveInt, tuple[PositiveFloat, ...]]
+
+    @model_validator(mode="after")
+    def _rectangular(self) -> AllReduceTable:
+        short = [nodes for nodes, row in self.time_us.items() if len(row) != len(self.message_bytes)]
+        if short:
+            raise ValueError(f"rows for {short} nodes do not have {len(self.message_bytes)} entries, one per message size")
+        if list(self.message_bytes) != sorted(set(self.message_bytes)) or list(self.time_us) != sorted(self.time_us):
+            raise ValueError("message sizes and node counts must rise")
+        if len(self.message_bytes) < 2 or len(self.time_us) < 2:
+            raise ValueError("a table needs at least two message sizes and two node counts to interpolate")
+        return self
+
+
+class Stack(Section):
+    """How a training software uses the machine: what it fuses and overlaps, and what its kernels reach."""
+
+    description: str
+    source: str  # of the yes/no properties below
+    attention: Literal["flash", "unfused"] = "flash"
+    dropout: bool = False
+    fused: bool = True
+    gradient_bytes: Literal[2, 4] = 4
+    accumulate_bytes: NonNegativeFloat = 8.0
+    optimizer_bytes: NonNegativeFloat = 30.0
+    p2p_split: bool = False
+    blocking_messages: bool = False
+    last_stage_recomputes: bool = True
+    gemm_efficiency: Number
+    gemm_k_half: Number
+    unaligned_penalty: Number
+    flash_efficiency: Number
+    flash_backward: Number
+    hbm_efficiency: Number
+    kernel_us: Number
+    launch_us: Number
+    microbatch_us: Number
+    step_us: Number
+    dp_overlap: Number
+    gather_overlap: Number
+    tp_overlap: Number
+    reserve_gib: Number
+    fragmentation: Number
+
+
+class QueueBin(Section):
+    """A scheduling bin: jobs of `nodes_from` … `nodes_to` nodes may run `max_hours`."""
+
+    name: str
+    nodes_from: PositiveInt
+    nodes_to: PositiveInt
+    max_hours: PositiveFloat
+
+
+class Operations(Section):
+    """What running a job there means."""
+
+    device_mtbf_hours: Number  # mean time between failures that end a job, per device
+    checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
+    checkpoint_gbps_total: Number  # GB/s of the whole file system
+    restart_minutes: Number  # from failure to the first step again
+    queue: tuple[QueueBin, ...] = ()
+
+
+class Machine(Section):
+    """A cluster."""
+
+    name: str
+    title: str
+    device: Device
+    node: Node
+    network: Network
+    allreduce: AllReduceTable | None = None
+    default_stack: str
+    stacks: dict[str, Stack]
+    operations: Operations | None = None
+
+    @model_validator(mode="after")
+    def _default_exists(self) -> Machine:
+        if self.default_stack not in self.stacks:
+            raise ValueError(f"default_stack {self.default_stack!r} is not one of the stacks {sorted(self.stacks)}")
+        return self
+
+    @property
+    def devices_per_node(self) -> int:
+        """GPUs of a node; on MI250X nodes its 8 GCDs."""
+        return int(self.node.devices.value)

@@ -1,0 +1,1 @@
+"""Enumerate, prune, simulate the finalists, explain; validate against published measurements."""

@@ -1,0 +1,255 @@
+"""Published measurements → workloads. Reads the two formats that exist in the wild: vTrain's CSV and a throughput TSV.
+
+A row says which machine and stack it ran on, what it was, and how long a step took. Only seconds per step and tokens/s are
+compared; where a source gives TFLOP/s alone, its stated convention turns them into tokens/s first.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from frontier_llm.costs.workload import Workload
+from frontier_llm.errors import DataError
+
+PUBLISHED = Path(__file__).parent / "published"
+SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One published run."""
+
+    key: str  # identity of the row: decides on which side of the split it falls
+    dataset: str
+    machine: str
+    stack: str
+    model: str
+    workload: Workload
+    seconds: float  # per step
+    known: bool  # False: the source leaves the degrees or the batch out; the row is never fitted
+    unstated: tuple[str, ...] = ()  # fields of the workload that the source does not give; the fastest that fits is assumed
+    memory_gib: float | None = None
+
+    @property
+    def fitted(self) -> bool:
+        """Whether constants may be fitted on this row: half of all rows, by a hash of what the row is."""
+        return self.known and zlib.crc32(self.key.encode()) % 2 == 0
+
+
+# (machine, stack) by what the `hardware` and `id` columns say; the first match counts
+CLUSTERS = (
+    (r"^korth|^sc21|selene", "selene", "megatron-lm"),
+    (r"jean zay", "jean-zay", "megatron-deepspeed"),
+    (r"^mcore|eos", "eos", "megatron-core"),
+    (r"^ttitan.*mi250|^torchtitan.*frontier|emin", "frontier", "torchtitan"),
+    (r"^ttitan.*h100|h100.*torchtitan", "eos", "torchtitan"),
+    (r"^ttitan|^torchtitan", "torchtitan-a100", "torchtitan"),
+    (r"h100.*fp8", "llm-foundry-h100", "llm-foundry-fp8"),
+    (r"h100_80gb", "llm-foundry-h100", "llm-foundry"),
+    (r"a100_40gb", "llm-foundry-a100-40", "llm-foundry"),
+    (r"a100_80gb", "llm-foundry-a100", "llm-foundry"),
+    (r"^forge", "frontier", "gpt-neox"),
+    (r"^axonn", "frontier", "axonn"),
+    (r"^poro|lumi", "lumi", "megatron-deepspeed"),
+    (r"frontier|mi250x", "frontier", "megatron-deepspeed"),
+    (r"mi250", "mi250", "fsdp"),
+)
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """The rows of a file that carry a time and a complete model shape.
+
+    Raises DataError when the file has neither format's columns.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read: {error}", where=str(path), fix="give a vTrain CSV or a throughput TSV") from error
+    header = text.partition("\n")[0]
+    delimiter = "\t" if "\t" in header else ","
+    rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
+    columns = set(header.strip().split(delimiter))
+    if "iteration time (ms)" in columns:
+        return [_vtrain(row) for row in rows]
+    if {"id", "layers", "hidden", "TP", "PP"} <= columns:
+        return [found for row in _with_heads(rows) if (found := _throughput(row)) is not None]
+    raise DataError(
+        f"has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): {header[:80]}",
+        where=str(path),
+        fix="name the columns as in frontier_llm/planner/published",
+    )
+
+
+def shipped() -> list[Measurement]:
+    """Everything that comes with the package."""
+    return [row for name in SHIPPED for row in read_measurements(PUBLISHED / name)]
+
+
+def _with_heads(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Tables give the head count where it changes: an empty cell means the one above, of the same source and hidden size or not."""
+    heads: dict[str, str] = {}
+    for row in rows:
+        source = (row.get("source") or "")[:60]
+        row["heads"] = row.get("heads") or heads.get(source, "")
+        heads[source] = row["heads"]
+    return rows
+
+
+def stack_workloads(rows: Sequence[Measurement]) -> Workload:
+    """One workload whose fields are arrays over the rows."""
+    keys = vars(rows[0].workload)
+    return replace(rows[0].workload, **{key: np.array([getattr(row.workload, key) for row in rows], dtype=float) for key in keys})
+
+
+def _vtrain(row: dict[str, str]) -> Measurement:
+    number = {key.strip(): float(value) for key, value in row.items() if key}
+    devices, H, A = number["# GPUs"], number["hidden size"], number["attention heads"]
+    dp, B = number["data parallelism"], number["micro batch"]
+    single = devices <= 8
+    workload = Workload(
+        S=number["sequence length"], H=H, A=A, G=A, D=H / A, F=4 * H, V=51200, layers=number["# layers"], gated=0,
+        learned_positions=1, rope=0, bias=1, norm_bias=1, tied=1, tp=number["tensor parallelism"], pp=number["pipeline parallelism"],
+        dp=dp, chunks=1, B=B, m=number["global batch"] / dp / B, sp=0, recompute=2, zero=0, dp_outer=0,
+    )  # fmt: skip
+    return Measurement(
+        key=",".join(value for key, value in row.items() if key and key != "iteration time (ms)"),
+        dataset="vTrain single-node" if single else "vTrain multi-node",
+        machine="vtrain-a100-node" if single else "vtrain-a100",
+        stack="megatron-lm",
+        model=f"L{number['# layers']:.0f} H{H:.0f}",
+        workload=workload,
+        seconds=number["iteration time (ms)"] / 1e3,
+        known=True,
+    )
+
+
+def _number(text: str | None, default: float = 0.0) -> float:
+    found = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", text or "")
+    return float(found.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[found.group(2)] if found else default
+
+
+def _throughput(row: dict[str, str]) -> Measurement | None:
+    row = {key: (value or "").strip() for key, value in row.items() if key}
+    layers, H, S = _number(row["layers"]), _number(row["hidden"]), _number(row["seq"], 2048.0)
+    V = _number(row["vocab"], 51200.0)
+    if V == 250e3:
+        V = 250880.0  # BLOOM's padded vocabulary
+    if not H:
+        return None
+    F = _number(row["ffn"]) or 4 * H
+    if not layers:
+        layers = float(round((_number(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F)))
+    A = _number(row["heads"]) or H / 128
+    dies = 2.0 if "OAM" in row.get("dev_unit", "") else 1.0  # two GCDs per package: the device here is the GCD
+    devices = _number(row["devices"]) * dies
+    tp, pp = _degree(row["TP"]), _degree(row["PP"])
+    known = bool(devices) and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
+    if not devices:
+        devices = 8 * tp * pp
+    dp = _number(row["DP"]) or max(devices / tp / pp, 1.0)
+    B = _number(row["MBS"]) or default_microbatch(row)
+    gbs = _number(row["GBS"])
+    if "replica" in row["GBS"]:
+        gbs *= dp
+    m = max(gbs / dp / B, 1.0) if gbs else 4.0 * pp
+    step_tokens = S * B * m * dp
+    tokens_per_s = _tokens_per_s(row, layers, H, S, V, F) / dies
+    seconds = _number(row["sec_per_iter"]) or (step_tokens / tokens_per_s / devices if tokens_per_s else 0.0)
+    if not seconds:
+        return None
+    label = f"{row['id']} {row['hardware']} {row['source']}".lower()
+    machine, stack = row.get("machine", ""), row.get("stack", "")
+    if not machine:
+        machine, stack = next(((name, software) for pattern, name, software in CLUSTERS if re.search(pattern, label)), ("", ""))
+    if not machine:
+        return None
+    unstated = tuple(
+        field
+        for field, missing in (
+            ("B", _number(row["MBS"]) == 0),
+            ("chunks", pp > 1 and stack == "megatron-core" and row["layers_per_virtual_stage"] == ""),
+            ("tp", row["TP"] == ""),
+            ("pp", row["PP"] == "" and row["TP"] == ""),
+        )
+        if missing
+    )
+    workload = Workload(
+        S=S, V=V, layers=layers, H=H, A=A, D=H / A, F=F, tp=tp, pp=pp, dp=dp, B=B, m=m, **_properties(row, tp, pp, layers, A)
+    )
+    return Measurement(
+        key=row["id"],
+        dataset=_dataset(row["id"], machine, stack),
+        machine=machine,
+        stack=stack,
+        model=row["model"] or f"L{layers:.0f} H{H:.0f}",
+        workload=workload,
+        seconds=seconds,
+        known=known,
+        unstated=unstated,
+        memory_gib=_number(row["mem_gb_per_dev"]) or None,
+    )
+
+
+def default_microbatch(row: dict[str, str]) -> float:
+    """A microbatch for rows that do not state one: what such codes are run with."""
+    return 1.0 if _degree(row["PP"]) > 1 or _degree(row["TP"]) > 1 else 4.0
+
+
+def _degree(text: str) -> float:
+    return 8.0 if "D:" in text else max(_number(text.split("/")[-1], 1.0), 1.0)
+
+
+def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: float) -> dict[str, float]:
+    shard, recompute = row["zero_or_shard"].lower(), row["recompute"].lower()
+    llama = "lama" in row["model"]
+    mode = 2 if recompute.startswith("full") else 1 if recompute.startswith("selective") else 0
+    zero = 2 if "grad_op" in shard else 3 if "fsdp" in shard else 1 if "zero-1" in shard or "distributed" in shard else 0
+    per_virtual = _number(row["layers_per_virtual_stage"])
+    fp32_gradients = "fp32 grad" in row["precision"]
+    return {
+        "G": _number(row["kv_heads"]) or A,
+        "gated": float(llama),
+        "rope": float(llama),
+        "learned_positions": 0.0,
+        "bias": float(not llama),
+        "norm_bias": float(not llama),
+        "tied": float(not llama),
+        "chunks": max(1.0, round(layers / pp / per_virtual)) if per_virtual else 1.0,
+        "sp": float(row["seq_parallel"].startswith("yes") and tp > 1),
+        "recompute": float(mode),
+        "zero": float(zero),
+        "dp_outer": 0.0,
+        "flash": {"y": 1.0, "v": 1.0, "n": 0.0}.get(row["flash_attn"][:1], -1.0),
+        "gradient_bytes": 4.0 if fp32_gradients else 0.0,
+    }
+
+
+def _tokens_per_s(row: dict[str, str], layers: float, H: float, S: float, V: float, F: float) -> float:
+    """Per device as the source counts devices; from TFLOP/s by the stated convention where tokens/s are missing."""
+    if _number(row["tokens_per_s_per_dev"]):
+        return _number(row["tokens_per_s_per_dev"])
+    flops = _number(row["tflops_per_dev"]) * 1e12
+    if not flops:
+        return 0.0
+    matrices = layers * (4 * H * H + 2 * H * F)
+    hardware = "hardware" in row["flops_convention"]
+    per_token = (8 if hardware else 6) * matrices * (1 + S / (6 * H)) + 6 * V * H
+    return flops / per_token
+
+
+def _dataset(key: str, machine: str, stack: str) -> str:
+    prefixes = {
+        "sc21t1": "Megatron SC'21 table 1", "sc21": "Megatron SC'21 table 2", "korth": "Korthikanti", "bloom": "BLOOM", "mcore": "Megatron-Core H100",
+        "llmf": "LLM-Foundry FSDP", "ttitan": "torchtitan A100", "ornl": "MI250X", "forge": "MI250X", "axonn": "MI250X", "mosaic": "MI250X",
+        "amd": "MI250X", "poro": "MI250X",
+    }  # fmt: skip
+    if machine in ("frontier", "lumi", "mi250"):
+        return "MI250X"
+    return next((name for prefix, name in prefixes.items() if key.startswith(prefix)), f"{machine} {stack}")

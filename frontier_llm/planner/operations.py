@@ -1,0 +1,68 @@
+"""A plan as a campaign: days, node-hours, checkpoint interval, expected share of useful time, queue bin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from frontier_llm.machine.schema import Machine, QueueBin
+
+CHECKPOINT_BYTES_PER_PARAMETER = 14  # 16-bit weights, fp32 master weights and two moments
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, when no budget is given
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What a training run of `tokens` means on a site."""
+
+    tokens: float
+    days: float  # computing only
+    node_hours: float  # computing only
+    mtbf_hours: float  # of the whole job
+    save_s: float  # one checkpoint
+    interval_s: float  # Young/Daly
+    interval_steps: int
+    effective: float  # share of the wall clock that advances training
+    calendar_days: float  # days / effective, queueing left out
+    queue: QueueBin | None
+
+    @property
+    def jobs(self) -> int:
+        """Jobs one after the other under the bin's walltime (1 without a limit)."""
+        return 1 if self.queue is None else max(1, round(self.calendar_days * 24 / self.queue.max_hours + 0.5))
+
+
+def campaign(machine: Machine, nodes: int, parameters: float, step_s: float, step_tokens: float, tokens: float | None) -> Campaign | None:
+    """Days and losses of a run, or None for a machine without operations data.
+
+    Young (1974), Daly (2006): the interval sqrt(2·t_save·MTBF) minimises the expected loss t_save/interval + interval/(2·MTBF).
+    A failure costs half an interval and a restart; a job's end by walltime costs a save and a restart.
+    """
+    site = machine.operations
+    if site is None:
+        return None
+    tokens = tokens or TOKENS_PER_PARAMETER * parameters
+    busy_s = tokens / step_tokens * step_s
+    mtbf_s = site.device_mtbf_hours.value * 3600 / (nodes * machine.devices_per_node)
+    write = min(site.checkpoint_gbps_total.value, nodes * site.checkpoint_gbps_per_node.value) * 1e9
+    save_s = parameters * CHECKPOINT_BYTES_PER_PARAMETER / write
+    interval_s = max(sqrt(2 * save_s * mtbf_s), step_s)
+    restart_s = site.restart_minutes.value * 60
+    queue = next((entry for entry in site.queue if entry.nodes_from <= nodes <= entry.nodes_to), None)
+    lost = save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
+    if queue:
+        lost += (restart_s + save_s) / (queue.max_hours * 3600)
+    effective = max(1 - lost, 0.0) if lost < 1 else 1 / (1 + lost)
+    days = busy_s / 86400
+    return Campaign(
+        tokens,
+        days,
+        days * 24 * nodes,
+        mtbf_s / 3600,
+        save_s,
+        interval_s,
+        max(1, round(interval_s / step_s)),
+        effective,
+        days / effective,
+        queue,
+    )

@@ -1,0 +1,177 @@
+"""The step simulated: the very action list that the engine plays, with a time for every stage, chunk and action.
+
+Long schedules are played short and extended: once every stage repeats the same pattern from microbatch to microbatch (from round
+to round when interleaved), each further microbatch adds exactly one period. `play` checks that the pattern has set in and plays
+longer until it has; a test compares with the full list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms, totals, weight_gradient_s
+from frontier_llm.costs.parameters import stage_parameters
+from frontier_llm.costs.time import p2p_s, placement, tail
+from frontier_llm.costs.workload import Workload
+from frontier_llm.machine.rates import Rates
+from frontier_llm.schedule import Action, Kind, Timeline, build, simulate, virtual_stage
+from frontier_llm.topology import StageSpec
+
+STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one microbatch on one virtual stage."""
+
+    forward_s: float
+    backward_s: float  # input and weight gradient
+    weight_s: float  # of which the weight gradient
+
+
+@dataclass(frozen=True)
+class Played:
+    """A simulated step."""
+
+    timeline: Timeline  # of the part that was played
+    pipeline_s: float  # makespan of the whole schedule
+    busy_s: tuple[float, ...]  # compute per pipeline rank, whole schedule
+    end_s: tuple[float, ...]  # last action per pipeline rank, whole schedule
+    reduce_s: float  # exposed gradient reduction
+    optimizer_s: float
+    gather_s: float
+    message_s: float  # one transfer between neighbours
+    stage_times: tuple[StageTimes, ...]  # by virtual stage
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.pipeline_s + self.reduce_s + self.optimizer_s + self.gather_s
+
+    @property
+    def bubble(self) -> float:
+        """Share of the pipeline's time in which an average rank waits, messages included."""
+        return 1 - float(np.mean(self.busy_s)) / self.pipeline_s
+
+
+def stage_times(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
+    """Times of every virtual stage; the last one skips recomputation where the stack does."""
+    terms = layer_terms(w, rates)
+    forward, backward = (float(value) for value in totals(terms))
+    weight = float(weight_gradient_s(w, rates))
+    embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
+    host = rates.microbatch_s / 2 / float(w.chunks) + (float(p2p_s(w, rates)) if rates.blocking_messages else 0.0)
+    times = []
+    for stage in stages:
+        skip = float(terms["recompute"][1]) if stage.head and len(stages) > 1 and not rates.last_stage_recomputes else 0.0
+        extra = [0.0, 0.0]
+        for present, part in ((stage.embedding, embedding), (stage.head, head)):
+            if present:
+                extra = [extra[0] + float(part[0]), extra[1] + float(part[1])]
+        n = stage.num_layers
+        times.append(StageTimes(n * forward + extra[0] + host, n * (backward - skip) + extra[1] + host, n * weight))
+    return tuple(times)
+
+
+def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec, ...]) -> Played:
+    """Simulate one step of the layout `w` (plain numbers) with these virtual stages."""
+    pp, m, v = int(w.pp), int(w.m), int(w.chunks)
+    times = stage_times(w, rates, stages)
+    message = 0.0 if rates.blocking_messages else float(p2p_s(w, rates))
+    round_size = pp if v > 1 else 1
+    length = m
+    if m > pp + 2 * STEADY_MICROBATCHES + round_size:
+        # 1F1B is in its stride after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
+        wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
+        length = min(m, wanted + (m - wanted) % round_size)
+    while True:
+        timeline = _simulate(schedule_name, pp, length, v, times, message)
+        period = 0.0 if length == m else _period(timeline, times, v, round_size)
+        if period is not None:
+            break
+        length = min(m, length + round_size * max(1, length // round_size))
+    added = (m - length) / round_size * period
+    ends = [stage_ends[-1] + added for stage_ends in timeline.end_s]
+    busy = [timeline.busy_s(stage) * m / length for stage in range(pp)]
+    return _with_tail(w, rates, stages, timeline, tuple(ends), tuple(busy), times, message)
+
+
+def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float) -> Timeline:
+    seconds = {}
+    for stage in range(pp):
+        for chunk in range(v):
+            one = times[virtual_stage(stage, chunk, pp)]
+            seconds[stage, chunk, Kind.FORWARD] = one.forward_s
+            seconds[stage, chunk, Kind.BACKWARD] = one.backward_s
+            seconds[stage, chunk, Kind.BACKWARD_INPUT] = one.backward_s - one.weight_s
+            seconds[stage, chunk, Kind.BACKWARD_WEIGHT] = one.weight_s
+
+    def duration(stage: int, action: Action) -> float:
+        return seconds[stage, action.chunk, action.kind]
+
+    return simulate(build(name, pp, m, v), duration, message)
+
+
+def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
+    """Seconds that one more round adds, or None while no pattern has set in.
+
+    Either the rank with most work is saturated - its backwards follow each other as fast as its own compute allows, so it
+    alone sets the pace from here on - or first, middle and last rank advance at one and the same pace (messages set it).
+    """
+    pp = timeline.schedule.stages
+    work = [
+        sum(times[virtual_stage(rank, chunk, pp)].forward_s + times[virtual_stage(rank, chunk, pp)].backward_s for chunk in range(v))
+        for rank in range(pp)
+    ]
+    busiest = int(np.argmax(work))
+    own = work[busiest] * round_size
+    if _is_steady(pace := _pace(timeline, busiest, v, round_size)) and abs(float(pace[-1]) - own) <= 1e-9 * own:
+        return own
+    paces = [_pace(timeline, rank, v, round_size) for rank in (0, pp // 2, pp - 1)]
+    if all(_is_steady(pace) for pace in paces) and np.ptp([pace[-1] for pace in paces]) <= 1e-9 * paces[0][-1]:
+        return float(paces[0][-1])
+    return None
+
+
+def _pace(timeline: Timeline, rank: int, v: int, round_size: int) -> np.ndarray:
+    """Distances between the ends of one round's and the next round's backwards of a rank, just before the drain."""
+    kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    ends = np.array([end for action, _, end in timeline.spans(rank) if action.kind in kinds and action.chunk == 0])
+    steps = ends[round_size:] - ends[:-round_size]
+    drain = min(timeline.schedule.stages * (1 if v == 1 else 2), max(len(steps) - 9, 0))
+    return steps[len(steps) - drain - 6 : len(steps) - drain]
+
+
+def _is_steady(pace: np.ndarray) -> bool:
+    return len(pace) >= 3 and float(np.ptp(pace)) <= 1e-9 * float(pace.mean())
+
+
+def _with_tail(
+    w: Workload,
+    rates: Rates,
+    stages: tuple[StageSpec, ...],
+    timeline: Timeline,
+    ends: tuple[float, ...],
+    busy: tuple[float, ...],
+    times: tuple[StageTimes, ...],
+    message: float,
+) -> Played:
+    """Add what follows the pipeline: every rank reduces its own stage's gradients when its last backward is done."""
+    pp, v = int(w.pp), int(w.chunks)
+    finish, optimizer, gather = 0.0, 0.0, 0.0
+    for rank in range(pp):
+        held = [stages[virtual_stage(rank, chunk, pp)] for chunk in range(v)]
+        mine = [times[virtual_stage(rank, chunk, pp)] for chunk in range(v)]
+        parameters = sum(float(stage_parameters(w, stage.num_layers, stage.embedding, stage.head)) for stage in held)
+        end = tail(w, rates, parameters, sum(one.backward_s for one in mine), sum(one.forward_s for one in mine))
+        finish = max(finish, ends[rank] + float(end.reduce_s))
+        optimizer, gather = max(optimizer, float(end.optimizer_s)), max(gather, float(end.gather_s))
+    pipeline = max(ends)
+    return Played(timeline, pipeline, busy, ends, finish - pipeline, optimizer, gather, message, times)
+
+
+def neighbours_share_node(w: Workload, rates: Rates) -> bool:
+    """Whether pipeline messages stay inside a node."""
+    return bool(placement(w, rates).pp_inside)

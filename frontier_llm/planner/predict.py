@@ -1,0 +1,92 @@
+"""Predict a measured run: simulate its pipeline under its cluster's constants; fill in what the source leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from frontier_llm.costs.memory import peak_memory
+from frontier_llm.costs.time import step_s
+from frontier_llm.costs.workload import SCHEDULES, Workload
+from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.planner.datasets import Measurement
+from frontier_llm.planner.pipeline import play
+from frontier_llm.topology import StageSpec
+
+GRID = {"B": (1, 2, 4, 8), "chunks": (1, 2, 3, 4, 5, 6, 7, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8)}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says about a measured run."""
+
+    row: Measurement
+    seconds: float
+    peak_bytes: float
+    limit_bytes: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the time; negative is too fast."""
+        return self.seconds / self.row.seconds - 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether the planner would have admitted this run. It ran, so False is a false alarm."""
+        return self.peak_bytes <= self.limit_bytes
+
+
+@lru_cache(maxsize=64)
+def cluster_rates(machine: str, stack: str) -> Rates:
+    """The shipped constants of a cluster."""
+    return rates(load_machine(machine), stack or None)
+
+
+def predict(rows: Sequence[Measurement], constants: Rates | None = None) -> list[Prediction]:
+    """One prediction per row, under `constants` or else under each row's own cluster."""
+    found = []
+    for row in rows:
+        numbers = constants or cluster_rates(row.machine, row.stack)
+        w = complete(row, numbers)
+        found.append(Prediction(row, seconds_of(w, numbers), float(peak_memory(w, numbers)), numbers.memory_bytes))
+    return found
+
+
+def seconds_of(w: Workload, numbers: Rates) -> float:
+    """Step time: simulated where there is a pipeline with whole microbatches, else in closed form (which is then exact)."""
+    if w.pp == 1 or w.m != int(w.m) or w.zero >= 2:
+        return float(step_s(w, numbers))
+    stages = even_stages(int(w.layers), int(w.pp * w.chunks))
+    name = "interleaved" if w.chunks > 1 else SCHEDULES[int(w.schedule)]
+    return play(w, numbers, name, stages).step_s
+
+
+def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
+    """Layers cut as other frameworks cut them: as even as possible by count, leftovers to the front, the head not weighed."""
+    base, more = divmod(layers, pieces)
+    counts = [base + (index < more) for index in range(pieces)]
+    return tuple(StageSpec(sum(counts[:index]), number, index == 0, index == pieces - 1) for index, number in enumerate(counts))
+
+
+def complete(row: Measurement, numbers: Rates) -> Workload:
+    """The row's workload, with unstated knobs set as a user who tunes would: the fastest choice that fits the device."""
+    w = row.workload
+    if not row.unstated:
+        return w
+    replicas_batch = w.m * w.B * w.dp
+    choices = []
+    for values in product(*(GRID[name] for name in row.unstated)):
+        option = replace(w, **dict(zip(row.unstated, values, strict=True)))
+        dp = w.devices / option.tp / option.pp
+        if dp < 1 or dp != int(dp) or option.pp * option.chunks > w.layers or w.layers % (option.pp * option.chunks) or w.A % option.tp:
+            continue
+        m = replicas_batch / dp / option.B
+        if m < 1 or m != int(m) or (option.chunks > 1 and option.pp == 1):
+            continue
+        choices.append(replace(option, dp=dp, m=m, schedule=2 if option.chunks > 1 else 1))
+    fitting = [option for option in choices if peak_memory(option, numbers) <= numbers.memory_bytes] or choices
+    return min(fitting, key=lambda option: float(np.asarray(step_s(option, numbers)))) if fitting else w

@@ -1,0 +1,238 @@
+"""A search as text and as JSON: the choice, the runner-up, what binds each plan, where the time and the memory go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms
+from frontier_llm.costs.parameters import total_parameters
+from frontier_llm.costs.workload import RECOMPUTE
+from frontier_llm.machine import Machine, Rates, provenance
+from frontier_llm.planner.candidates import AXIS_ORDERS
+from frontier_llm.planner.operations import Campaign
+from frontier_llm.planner.search import Plan, Search, memory_summary, utilisations
+from frontier_llm.units import GIB, format_count, format_seconds
+
+RECOMPUTE_NAMES = {code: name for name, code in RECOMPUTE.items()}
+
+# which numbers of the machine file each line of the breakdown rests on
+SOURCES = {
+    "matrix products": ("gemm_efficiency", "peak_flops"),
+    "attention": ("flash_efficiency", "peak_flops"),
+    "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
+    "tp communication": ("fabric_bytes_s", "fabric_latency_s"),
+    "recompute": ("gemm_efficiency",),
+    "launch-bound": ("launch_s",),
+    "embedding": ("hbm_efficiency",),
+    "head": ("gemm_efficiency",),
+    "cross-entropy": ("hbm_efficiency",),
+    "host per microbatch": ("microbatch_s",),
+    "bubble and messages": ("node_network_bytes_s", "network_efficiency"),
+    "gradient reduction": ("node_network_bytes_s", "network_efficiency", "dp_overlap"),
+    "optimizer": ("hbm_efficiency", "step_s"),
+    "weight all-gather": ("node_network_bytes_s", "network_hop_s"),
+}
+
+
+def layout_words(plan: Plan) -> str:
+    """'TP8 PP32 DP12, microbatch 1 x 800, zb-h1, sequence parallel, no recompute, ZeRO-1, tp-dp-pp'."""
+    w = plan.workload
+    chunks = f" x {int(w.chunks)} chunks" if w.chunks > 1 else ""
+    parts = [
+        f"TP{int(w.tp)} PP{int(w.pp)}{chunks} DP{int(w.dp)}",
+        f"microbatch {int(w.B)} x {int(w.m)}",
+        plan.schedule,
+        "sequence parallel" if w.sp else "",
+        f"recompute {RECOMPUTE_NAMES[int(w.recompute)]}",
+        f"ZeRO-{int(w.zero)}",
+        AXIS_ORDERS[int(w.dp_outer)],
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
+    """Seconds of the step by cause, on the busiest pipeline rank; they add up to the step.
+
+    Compute terms are those of the rank with most work; what is left of the pipeline's time is bubble and messages.
+    """
+    w, played = plan.workload, plan.played
+    pp, v, m = int(w.pp), int(w.chunks), float(w.m)
+    busiest = max(range(pp), key=lambda rank: played.busy_s[rank])
+    held = plan.stages[busiest::pp]
+    layers = sum(stage.num_layers for stage in held)
+    parts: dict[str, float] = {}
+    for name, (forward, backward) in layer_terms(w, rates).items():
+        skip = name == "recompute" and pp * v > 1 and not rates.last_stage_recomputes
+        count = sum(stage.num_layers for stage in held if not stage.head) if skip else layers
+        parts[name] = m * count * float(forward + backward)
+    for present, terms in (
+        (any(stage.embedding for stage in held), embedding_terms(w, rates)),
+        (any(stage.head for stage in held), head_terms(w, rates)),
+    ):
+        if present:
+            parts.update({name: m * float(forward + backward) for name, (forward, backward) in terms.items()})
+    parts["host per microbatch"] = m * rates.microbatch_s
+    parts["bubble and messages"] = played.pipeline_s - played.busy_s[busiest]
+    parts["gradient reduction"] = played.reduce_s
+    parts["optimizer"] = played.optimizer_s
+    parts["weight all-gather"] = played.gather_s
+    return parts
+
+
+def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates) -> str:
+    """The step as a table: seconds, share, and the numbers behind each line with tag and source; then the memory lines."""
+    lines = ["where the step goes (busiest pipeline rank, simulated)"]
+    for name, seconds in breakdown(plan, rates).items():
+        if seconds < 1e-4 * plan.step_s:
+            continue
+        lines.append(f"  {name:28s} {format_seconds(seconds):>10s}  {100 * seconds / plan.step_s:5.1f} %")
+        for field in SOURCES[name]:
+            number = provenance(machine, stack, field, int(plan.workload.tp))
+            lines.append(f"      {field} = {number.value:g} [{number.tag}] {number.source}")
+    if machine.allreduce:
+        lines.append(f"      all-reduce table [{machine.allreduce.tag}] {machine.allreduce.source}")
+    rank, memory = memory_summary(plan)
+    lines.append(f"memory of the fullest rank (stage {rank})")
+    for name, size in memory.items():
+        tag = {"reserve": "estimated", "activations": "estimated x fragmentation"}.get(name, "exact count")
+        if size > 0:
+            lines.append(f"  {name:28s} {size / GIB:8.2f} GiB  [{tag}]")
+    lines.append(f"  {'total':28s} {plan.peak_bytes / GIB:8.2f} GiB of {plan.limit_bytes / GIB:.0f}")
+    return "\n".join(lines)
+
+
+def table(plans: tuple[Plan, ...] | list[Plan]) -> str:
+    """One line per plan."""
+    head = f"  {'#':>2} {'TP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} {'SP':2} {'recompute':9} {'Z':1} {'step':>9} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}  bound by"
+    rows = [head]
+    for index, plan in enumerate(plans, 1):
+        w = plan.workload
+        rows.append(
+            f"  {index:>2} {int(w.tp):>3} {int(w.pp):>3} {int(w.chunks):>2} {int(w.dp):>5} {int(w.B):>3} {int(w.m):>5} {plan.schedule:11} "
+            f"{'y' if w.sp else 'n':2} {RECOMPUTE_NAMES[int(w.recompute)]:9} {int(w.zero):1} {format_seconds(plan.step_s):>9} "
+            f"{plan.tokens_per_s_per_device:>9.1f} {100 * plan.played.bubble:>6.1f}% {plan.peak_bytes / GIB:>5.1f}  {plan.binding}"
+        )
+    return "\n".join(rows)
+
+
+def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None) -> str:
+    """The report that people read."""
+    best, model = found.best, found.model
+    use = utilisations(best, model, rates)
+    w = best.workload
+    lines = [
+        f"{model.name} ({format_count(total_parameters(model))} parameters) on {found.nodes} nodes of {machine.name}: "
+        f"{found.nodes * machine.devices_per_node} devices, {machine.device.name}",
+        f"global batch {found.global_batch} sequences = {format_count(float(w.step_tokens))} tokens",
+        f"{found.legal} legal layouts, {found.fitting} fit, {found.dominated} of these dominated; {len(found.plans)} finalists simulated",
+        "",
+        f"choice: {layout_words(best)}",
+        f"  {format_seconds(best.step_s)} per step (simulated), {best.tokens_per_s_per_device:.1f} tokens/s per device, "
+        f"{best.tokens_per_s_per_device * float(w.devices):,.0f} in all",
+        f"  MFU {100 * use['mfu']:.1f} % ({use['mfu'] * rates.peak_flops / 1e12:.1f} TFLOP/s, full attention counted; causal {100 * use['mfu_causal']:.1f} %), "
+        f"HFU {100 * use['hfu']:.1f} % (recomputation counted)",
+        f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
+        + ("  WARNING: within 5 % of the limit" if best.tight else ""),
+        "",
+        table(found.plans),
+    ]
+    if len(found.plans) > 1:
+        lines += [
+            "",
+            f"runner-up: {layout_words(found.plans[1])}: {100 * (found.plans[1].step_s / best.step_s - 1):+.1f} % time; {_why(best, found.plans[1])}",
+        ]
+    lines += [f"rejected: {line}" for line in found.rejected]
+    if found.across is not None:
+        other = found.across
+        lines.append(
+            f"across nodes: {layout_words(other)}: {other.tokens_per_s_per_device:.1f} tokens/s per device, "
+            f"{100 * (other.step_s / best.step_s - 1):+.1f} % time against the choice"
+        )
+    if run is not None:
+        lines += ["", *campaign_lines(run)]
+    return "\n".join(lines)
+
+
+def _why(best: Plan, other: Plan) -> str:
+    """The largest difference between two plans, in a few words."""
+    a, b = best.played, other.played
+    if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:
+        return "a tie within what the model resolves"
+    gaps = {
+        "busiest stage's compute": max(b.busy_s) - max(a.busy_s),
+        "bubble and messages": (b.pipeline_s - max(b.busy_s)) - (a.pipeline_s - max(a.busy_s)),
+        "gradient reduction and gather": (b.reduce_s + b.gather_s) - (a.reduce_s + a.gather_s),
+        "optimizer": b.optimizer_s - a.optimizer_s,
+    }
+    name = max(gaps, key=lambda key: gaps[key])
+    return f"it loses {format_seconds(gaps[name])} in {name}"
+
+
+def campaign_lines(run: Campaign) -> list[str]:
+    """Days, node-hours, checkpoints, walltime."""
+    lines = [
+        f"{format_count(run.tokens)} tokens: {run.days:.1f} days of computing, {run.node_hours:,.0f} node-hours",
+        f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with {format_seconds(run.save_s)} per save and "
+        f"{run.mtbf_hours:.1f} h between failures of the job)",
+        f"  expected share of useful time {100 * run.effective:.1f} %: {run.calendar_days:.1f} calendar days without queueing",
+    ]
+    if run.queue:
+        lines.append(f"  queue: {run.queue.name}, at most {run.queue.max_hours:g} h per job, {run.jobs} jobs one after the other")
+    return lines
+
+
+def as_dict(plan: Plan, model: ModelConfig, rates: Rates) -> dict[str, Any]:
+    """One plan for programs."""
+    w = plan.workload
+    return {
+        "tensor": int(w.tp),
+        "pipeline": int(w.pp),
+        "data": int(w.dp),
+        "chunks": int(w.chunks),
+        "schedule": plan.schedule,
+        "micro_batch": int(w.B),
+        "microbatches": int(w.m),
+        "global_batch": int(w.B * w.m * w.dp),
+        "sequence_parallel": bool(w.sp),
+        "recompute": RECOMPUTE_NAMES[int(w.recompute)],
+        "zero": int(w.zero),
+        "axis_order": AXIS_ORDERS[int(w.dp_outer)],
+        "stage_layers": [stage.num_layers for stage in plan.stages],
+        "step_s": plan.step_s,
+        "closed_form_step_s": plan.closed_form_s,
+        "tokens_per_s": plan.tokens_per_s_per_device * float(w.devices),
+        "tokens_per_s_per_device": plan.tokens_per_s_per_device,
+        **utilisations(plan, model, rates),
+        "bubble": plan.played.bubble,
+        "memory_bytes": plan.peak_bytes,
+        "memory_limit_bytes": plan.limit_bytes,
+        "memory_by_stage_bytes": [sum(lines.values()) for lines in plan.memory],
+        "memory_lines_bytes": memory_summary(plan)[1],
+        "breakdown_s": breakdown(plan, rates),
+        "binding": plan.binding,
+        "tight": plan.tight,
+    }
+
+
+def search_as_dict(found: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None) -> dict[str, Any]:
+    """The whole report for programs."""
+    return {
+        "model": found.model.name,
+        "parameters": total_parameters(found.model),
+        "machine": machine.name,
+        "stack": stack,
+        "nodes": found.nodes,
+        "devices": found.nodes * machine.devices_per_node,
+        "global_batch": found.global_batch,
+        "legal": found.legal,
+        "fitting": found.fitting,
+        "dominated": found.dominated,
+        "simulated": True,
+        "plans": [as_dict(plan, found.model, rates) for plan in found.plans],
+        "rejected": list(found.rejected),
+        "across_nodes": None if found.across is None else as_dict(found.across, found.model, rates),
+        "campaign": None
+        if run is None
+        else {**{key: value for key, value in vars(run).items() if key != "queue"}, "queue": run.queue.name if run.queue else None},
+    }

@@ -1,0 +1,264 @@
+"""Enumerate, price in closed form, refuse what does not fit, simulate the finalists, and say what binds each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
+from frontier_llm.costs.memory import peak_memory, stage_memory
+from frontier_llm.costs.time import step_s
+from frontier_llm.costs.workload import SCHEDULES, Workload
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.candidates import count, enumerate_layouts
+from frontier_llm.planner.pipeline import Played, play
+from frontier_llm.topology import StageSpec, split_layers
+
+TARGET_TOKENS = 16 * 2**20  # of the default global batch
+WARN_SHARE = 0.95  # of the device's memory
+FINALISTS = 8
+NEAR = 1.06  # finalists lie within this factor of the closed form's best
+ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One simulated layout."""
+
+    workload: Workload  # plain numbers
+    stages: tuple[StageSpec, ...]
+    played: Played
+    memory: tuple[dict[str, float], ...]  # lines by pipeline rank
+    limit_bytes: float
+    closed_form_s: float
+    binding: str = ""
+
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline schedule."""
+        return SCHEDULES[int(self.workload.schedule)]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step, simulated."""
+        return self.played.step_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Throughput of one device."""
+        return float(self.workload.step_tokens / self.step_s / self.workload.devices)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Memory of the fullest rank."""
+        return max(sum(lines.values()) for lines in self.memory)
+
+    @property
+    def tight(self) -> bool:
+        """Within 5 % of the device's memory: worth a warning."""
+        return self.peak_bytes > WARN_SHARE * self.limit_bytes
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found."""
+
+    model: ModelConfig
+    nodes: int
+    global_batch: int
+    legal: int
+    fitting: int
+    dominated: int
+    plans: tuple[Plan, ...]  # best first; empty when nothing fits
+    smallest_bytes: float  # of the legal layouts, per device
+    rejected: tuple[str, ...] = ()
+    across: Plan | None = None  # best layout with tp beyond the node, when that was asked for
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Plan:
+        """The planner's choice."""
+        return self.plans[0]
+
+
+def default_global_batch(model: ModelConfig, nodes: int) -> int:
+    """Sequences per step when the user names none: about 16 Mi tokens, as nodes x a power of two so that most dp divide it."""
+    per_node = TARGET_TOKENS / model.sequence_length / nodes
+    return int(nodes * 2 ** max(0, round(float(np.log2(per_node)))))
+
+
+def simulate_layout(model: ModelConfig, w: Workload, rates: Rates, counts: tuple[int, ...] | None = None) -> Plan:
+    """One layout with its exact stages: simulated step, memory by rank."""
+    pp, v = int(w.pp), int(w.chunks)
+    stages = split_layers(model, pp * v, counts)
+    played = play(w, rates, SCHEDULES[int(w.schedule)], stages)
+    memory = []
+    for rank in range(pp):
+        held = stages[rank::pp]
+        layers = sum(stage.num_layers for stage in held)
+        embeds, ends = any(stage.embedding for stage in held), any(stage.head for stage in held)
+        lines = stage_memory(w, rates, layers, rank, embeds, ends)
+        memory.append({name: float(value) for name, value in lines.items()})
+    return Plan(w, stages, played, tuple(memory), rates.memory_bytes, float(step_s(w, rates)))
+
+
+def search(
+    model: ModelConfig,
+    rates: Rates,
+    nodes: int,
+    global_batch: int,
+    fixed: Mapping[str, Any] | None = None,
+    cross_node: bool = False,
+    top: int = FINALISTS,
+    dtype_bytes: int = 2,
+) -> Search:
+    """The best layouts of `model` on `nodes` nodes. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
+    devices = nodes * rates.node_devices
+    limit = rates.node_devices
+    if (fixed or {}).get("tp", 1) > limit:
+        limit = int((fixed or {})["tp"])
+    layouts = enumerate_layouts(model, devices, global_batch, limit, fixed, dtype_bytes)
+    if count(layouts) == 0:
+        return Search(model, nodes, global_batch, 0, 0, 0, (), 0.0, fixed=dict(fixed or {}))
+    memory = peak_memory(layouts, rates)
+    fits = memory <= rates.memory_bytes
+    legal, fitting = count(layouts), int(fits.sum())
+    result = Search(model, nodes, global_batch, legal, fitting, 0, (), float(memory.min()), fixed=dict(fixed or {}))
+    if not fitting:
+        return result
+    kept, kept_memory = layouts.at(fits), memory[fits]
+    seconds = np.asarray(step_s(kept, rates), dtype=float)
+    plans = _finalists(model, kept, seconds, rates, top)
+    plans = [replace(plan, binding=_binding(plan, kept, seconds)) for plan in plans]
+    across = _best_across(model, rates, devices, global_batch, fixed, dtype_bytes) if cross_node else None
+    return replace(
+        result,
+        dominated=_dominated(seconds, kept_memory),
+        plans=tuple(plans),
+        rejected=tuple(_rejections(layouts, memory, fits, rates)),
+        across=across,
+    )
+
+
+def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, rates: Rates, top: int) -> list[Plan]:
+    """Simulate the closed form's best of each (tp, pp, microbatch, schedule), best first, within the action budget."""
+    order = np.lexsort((kept.dp_outer, kept.recompute, kept.chunks, seconds))
+    seen: set[tuple[float, ...]] = set()
+    plans: list[Plan] = []
+    spent = 0.0
+    for index in order:
+        w = kept.at(index)
+        variant = (float(w.tp), float(w.pp), float(w.B), float(w.schedule))
+        if variant in seen:
+            continue
+        seen.add(variant)
+        far = seconds[index] > NEAR * seconds[order[0]]
+        if plans and (len(plans) >= top or (far and len(plans) >= 3) or spent > ACTION_BUDGET):
+            break
+        plan = simulate_layout(model, _plain(w), rates)
+        if plan.peak_bytes > rates.memory_bytes:
+            continue  # exact stages hold more than the even spread assumed
+        spent += sum(len(actions) for actions in plan.played.timeline.schedule.actions)
+        plans.append(plan)
+    return sorted(plans, key=lambda plan: plan.step_s)
+
+
+def _plain(w: Workload) -> Workload:
+    return replace(w, **{key: value.item() if isinstance(value, np.generic | np.ndarray) else value for key, value in vars(w).items()})
+
+
+def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
+    """Layouts for which another one is at least as fast and needs less memory, or is faster and needs no more."""
+    order = np.lexsort((memory, seconds))
+    best_before = np.minimum.accumulate(np.concatenate([[np.inf], memory[order][:-1]]))
+    return int((memory[order] >= best_before).sum())
+
+
+def _binding(plan: Plan, kept: Workload, seconds: np.ndarray) -> str:
+    """What holds this plan back: the memory wall, or the largest cost that is not arithmetic."""
+    w = plan.workload
+    reasons = []
+    if w.tp > 1 and not np.any(kept.tp < w.tp):
+        reasons.append(f"TP{int(w.tp)}: {plan.limit_bytes / 2**30:.0f} GiB")
+    shares = overheads(plan)
+    name = max(shares, key=lambda key: shares[key])
+    reasons.append(f"{name} {100 * shares[name]:.1f} %")
+    if plan.tight:
+        reasons.append("memory within 5 %")
+    return ", ".join(reasons)
+
+
+def overheads(plan: Plan) -> dict[str, float]:
+    """Shares of the step that are not the model's arithmetic."""
+    played, w = plan.played, plan.workload
+    messages = 2 * played.message_s * float(w.m) * float(w.chunks) if w.pp > 1 else 0.0
+    waiting = played.pipeline_s - max(played.busy_s)
+    return {
+        "bubble": max(waiting - messages, 0.0) / plan.step_s,
+        "p2p": min(messages, max(waiting, 0.0)) / plan.step_s,
+        "gradient reduction": (played.reduce_s + played.gather_s) / plan.step_s,
+        "optimizer": played.optimizer_s / plan.step_s,
+    }
+
+
+def _rejections(layouts: Workload, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
+    """Why whole families of layouts are out."""
+    lines = []
+    for tp in np.unique(layouts.tp):
+        family = layouts.tp == tp
+        if not np.any(fits & family):
+            need = memory[family].min() / 2**30
+            lines.append(
+                f"TP{tp:.0f}: none of {int(family.sum())} layouts fits; the smallest needs {need:.1f} of {rates.memory_bytes / 2**30:.0f} GiB"
+            )
+    for mode, name in ((0, "no recomputation"), (1, "selective recomputation")):
+        family = layouts.recompute == mode
+        out = int((family & ~fits).sum())
+        if out:
+            lines.append(f"{name}: {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / 2**30:.0f} GiB")
+    return lines
+
+
+def _best_across(
+    model: ModelConfig, rates: Rates, devices: int, global_batch: int, fixed: Mapping[str, Any] | None, dtype_bytes: int
+) -> Plan | None:
+    """The best layout whose tensor group spans nodes."""
+    layouts = enumerate_layouts(model, devices, global_batch, 8 * rates.node_devices, fixed, dtype_bytes)
+    if count(layouts) == 0:
+        return None
+    wide = (layouts.tp > rates.node_devices) & (peak_memory(layouts, rates) <= rates.memory_bytes)
+    if not np.any(wide):
+        return None
+    kept = layouts.at(wide)
+    best = int(np.argmin(step_s(kept, rates)))
+    return simulate_layout(model, _plain(kept.at(best)), rates)
+
+
+def utilisations(plan: Plan, model: ModelConfig, rates: Rates) -> dict[str, float]:
+    """MFU and HFU with attention counted in full (Megatron's convention) and causally."""
+    speed = plan.tokens_per_s_per_device / rates.peak_flops
+    return {
+        "mfu": model_flops_per_token(model) * speed,
+        "hfu": float(hardware_flops_per_token(plan.workload)) * speed,
+        "mfu_causal": model_flops_per_token(model, causal=True) * speed,
+    }
+
+
+def memory_summary(plan: Plan) -> tuple[int, dict[str, float]]:
+    """(pipeline rank, lines) of the fullest rank."""
+    rank = max(range(len(plan.memory)), key=lambda index: sum(plan.memory[index].values()))
+    return rank, plan.memory[rank]
+
+
+def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
+    """The fewest nodes, of the powers of two up to the whole machine, on which some layout fits; None when none does."""
+    for number in (2**power for power in range(15) if 2**power <= rates.nodes):
+        batch = default_global_batch(model, number)
+        layouts = enumerate_layouts(model, number * rates.node_devices, batch, rates.node_devices, {"recompute": 2, "zero": 1})
+        if count(layouts) and np.any(peak_memory(layouts, rates) <= rates.memory_bytes):
+            return number
+    return None

@@ -1,0 +1,142 @@
+"""`plan --validate`: predictions against published measurements, per data set, fitted and unseen rows apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from frontier_llm.errors import DataError
+from frontier_llm.planner.datasets import Measurement, read_measurements, shipped
+from frontier_llm.planner.predict import Prediction, cluster_rates, predict
+
+
+@dataclass(frozen=True)
+class Score:
+    """How right a set of predictions is. Percentages are of seconds per step (the same as of tokens/s, inverted)."""
+
+    dataset: str
+    part: str  # fitted | unseen | left out
+    n: int
+    mape: float
+    median: float
+    p90: float
+    bias: float
+    pairs: int  # of rows that differ only in their layout
+    order: float  # share of pairs ranked as measured, percent; NaN without pairs
+    regret: float  # mean loss of taking the predicted best of a group, percent; NaN without groups
+    false_no_fit: int  # runs that took place and would have been refused
+
+
+def score(dataset: str, part: str, predictions: Sequence[Prediction]) -> Score:
+    """Metrics of one set."""
+    errors = np.array([one.error for one in predictions])
+    size = 100 * np.abs(errors)
+    right, pairs, regrets = 0, 0, []
+    for group in _groups(predictions):
+        for one, other in combinations(group, 2):
+            pairs += 1
+            right += (one.seconds - other.seconds) * (one.row.seconds - other.row.seconds) > 0
+        chosen = min(group, key=lambda one: one.seconds)
+        regrets.append(chosen.row.seconds / min(one.row.seconds for one in group) - 1)
+    return Score(
+        dataset,
+        part,
+        len(predictions),
+        float(size.mean()),
+        float(np.median(size)),
+        float(np.quantile(size, 0.9)),
+        float(100 * errors.mean()),
+        pairs,
+        100 * right / pairs if pairs else float("nan"),
+        100 * float(np.mean(regrets)) if regrets else float("nan"),
+        sum(not one.fits for one in predictions),
+    )
+
+
+def _groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
+    """Rows between which a user could choose: the same cluster, model, sequence, devices and tokens per step."""
+    groups: dict[tuple[object, ...], list[Prediction]] = {}
+    for one in predictions:
+        w = one.row.workload
+        key = (one.row.machine, one.row.stack, w.layers, w.H, w.A, w.S, round(float(w.devices)), round(float(w.step_tokens)))
+        groups.setdefault(key, []).append(one)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def score_all(rows: Sequence[Measurement]) -> list[Score]:
+    """One line per data set and part, in the order in which they appear."""
+    predictions = predict(rows)
+    scores = []
+    for dataset in dict.fromkeys(row.dataset for row in rows):
+        mine = [one for one in predictions if one.row.dataset == dataset]
+        for part, chosen in (("fitted", True), ("unseen", False)):
+            group = [one for one in mine if is_fitted(one.row) == chosen]
+            if group:
+                scores.append(score(dataset, part, group))
+    return scores
+
+
+def is_fitted(row: Measurement) -> bool:
+    """Whether this very row moved a shipped constant: on the fitted side of the split, of a stack that is fitted at all."""
+    from frontier_llm.planner.fit import KEYS
+
+    return row.fitted and (row.machine, row.stack) in KEYS
+
+
+def leave_models_out(rows: Sequence[Measurement]) -> list[Score]:
+    """Cross-validation: every model of a fitted stack predicted by constants fitted on that cluster's other models."""
+    from frontier_llm.planner.fit import KEYS, fit, starting_point
+
+    scores = []
+    for (machine, stack), keys in KEYS.items():
+        mine = [row for row in rows if (row.machine, row.stack) == (machine, stack) and row.known]
+        models = list(dict.fromkeys(row.model for row in mine))
+        if len(models) < 2:
+            continue
+        found: list[Prediction] = []
+        for model in models:
+            others = [row for row in mine if row.model != model]
+            constants = fit(others, starting_point(machine, cluster_rates(machine, stack), keys), keys, iterations=40)
+            found += predict([row for row in mine if row.model == model], constants)
+        scores.append(score(f"{mine[0].dataset} ({machine})", f"left out, {len(models)} models", found))
+    return scores
+
+
+def as_text(scores: Sequence[Score]) -> str:
+    """The table."""
+    head = f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} {'pairs':>5} {'order':>6} {'regret':>6} {'refused':>7}"
+    lines = [head, "-" * len(head)]
+    for one in scores:
+        order, regret = (f"{value:6.1f}" if value == value else "     -" for value in (one.order, one.regret))
+        lines.append(
+            f"{one.dataset:38} {one.part:20} {one.n:>4} {one.mape:6.1f} {one.median:6.1f} {one.p90:6.1f} {one.bias:+6.1f} {one.pairs:>5} {order} {regret} {one.false_no_fit:>7}"
+        )
+    return "\n".join(lines)
+
+
+def validate_command(files: Sequence[Path], as_json: bool = False, cross: bool = False, show_rows: bool = False) -> int:
+    """Print the scores of the shipped set, or of files in the two known formats."""
+    rows = [row for path in files for row in read_measurements(path)] if files else shipped()
+    if not rows:
+        raise DataError(
+            "no row holds a time, a model shape and a known cluster",
+            "see frontier_llm/planner/published for the columns",
+            "plan --validate",
+        )
+    scores = score_all(rows) + (leave_models_out(rows) if cross else [])
+    if as_json:
+        print(json.dumps([asdict(one) for one in scores], indent=1))
+        return 0
+    if show_rows:
+        for one in predict(rows):
+            print(
+                f"{one.row.dataset:24} {one.row.key:44} measured {one.row.seconds:9.3f} s  predicted {one.seconds:9.3f} s  {100 * one.error:+6.1f} %"
+            )
+    print("seconds per step, percent; `refused` counts runs that took place but would have been called too big (should be 0)")
+    print(as_text(scores))
+    return 0

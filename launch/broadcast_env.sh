@@ -1,0 +1,28 @@
+#!/bin/bash
+# Copy an environment archive to the local disk of every node of the job and unpack it there; prints its Python.
+# Measured on Frontier (OLCF): 8 nodes import torch in 2 s from NVMe, 51 s from Orion, 3 min 56 s from NFS.
+#     broadcast_env.sh ENV.tar.gz
+set -euo pipefail
+
+archive="$1"
+target="${FRONTIER_LLM_NODE_LOCAL:-/tmp}/frontier_llm_env_${SLURM_JOB_ID:?runs inside a job}"
+if [[ ! -r "$archive" ]]; then
+    echo "broadcast_env.sh: cannot read $archive; make it with conda-pack -o ENV.tar.gz" >&2
+    exit 2
+fi
+# sbcast may fail on one node and go on: its exit code is the only sign
+status=0
+sbcast --preserve --force "$archive" "$target.tar.gz" >&2 || status=$?
+if [[ "$status" -ne 0 ]]; then
+    echo "broadcast_env.sh: sbcast ended with $status; is there room for $(stat -c %s "$archive") bytes in $(dirname "$target") on every node?" >&2
+    exit "$status"
+fi
+# $1 and $2 belong to the inner shell
+# shellcheck disable=SC2016
+srun --nodes="${SLURM_JOB_NUM_NODES:?}" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --gpus-per-node=0 --kill-on-bad-exit=1 \
+    bash -c 'set -e
+        mkdir -p "$1"
+        tar -xzf "$1.tar.gz" -C "$1"
+        rm -f "$1.tar.gz"
+        if [[ -x "$1/bin/conda-unpack" ]]; then "$1/bin/conda-unpack"; fi' unpack "$target" >&2
+echo "$target/bin/python"

@@ -1,0 +1,30 @@
+#!/bin/bash
+# Runs in the batch shell of every job: site environment, Python, then the supervisor that starts the ranks with srun.
+#     job.sh SITE MODULE [WORD ...]
+# FRONTIER_LLM_PYTHON       the interpreter (python3 after the site's modules)
+# FRONTIER_LLM_ENV_ARCHIVE  a conda-pack or venv-pack .tar.gz: copied to every node's local disk and used from there
+set -euo pipefail
+
+site="$1"
+shift
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; then
+    echo "job.sh: no slurm/sites/$site.sh; render it with python -m frontier_llm.cluster.sbatch" >&2
+    exit 2
+fi
+set +u # Lmod reads variables that may be unset
+# shellcheck source=/dev/null
+. "$root/slurm/sites/$site.sh"
+set -u
+
+python="${FRONTIER_LLM_PYTHON:-python3}"
+if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" ]]; then
+    python="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
+fi
+if ! command -v "$python" >/dev/null; then
+    echo "job.sh: no $python on $(hostname); export FRONTIER_LLM_PYTHON=/path/to/python" >&2
+    exit 2
+fi
+export FRONTIER_LLM_PYTHON="$python" FRONTIER_LLM_SITE="$site" FRONTIER_LLM_ROOT="$root"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m "$@"

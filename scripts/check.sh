@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Everything that a machine can say about the code without running it: format, lint, types, import layers, shell scripts.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ruff format --check .
+ruff check .
+mypy
+lint-imports
+if command -v shellcheck >/dev/null; then
+  git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck
+else
+  echo "shellcheck is not installed: shell scripts were not checked (apt-get install shellcheck)" >&2
+fi

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Sourced by the other scripts: a virtual environment in .venv with torch, the package and its prebuilt C++ parts.
+# A torch that is already importable and built for ROCm or CUDA is kept; FRONTIER_LLM_EXTRAS adds extras, e.g. "test".
+# shellcheck shell=bash
+python="${PYTHON:-python3}"
+extras="${FRONTIER_LLM_EXTRAS:-plot}"
+
+if [[ ! -x .venv/bin/python ]]; then
+  if "$python" -c 'import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))' 2>/dev/null; then
+    echo "== keeping the torch of this site" >&2
+    "$python" -m venv --system-site-packages .venv
+  else
+    "$python" -m venv .venv
+  fi
+fi
+# shellcheck disable=SC1091
+source .venv/bin/activate
+
+if ! python -c 'import torch' 2>/dev/null; then
+  echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0}" >&2
+  python -m pip install --quiet --disable-pip-version-check "$FRONTIER_LLM_TORCH"
+fi
+
+# installed once per state of the sources that are compiled or packaged; Python files are used where they lie
+stamp=".venv/installed-${extras//,/-}"
+state="$(cat setup.py pyproject.toml csrc/*.cpp csrc/*/* 2>/dev/null | sha256sum)"
+if [[ "$(cat "$stamp" 2>/dev/null)" != "$state" ]]; then
+  echo "== installing frontier_llm and building its C++ parts (about a minute)" >&2
+  python -m pip install --quiet --disable-pip-version-check setuptools wheel
+  python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[$extras]"
+  echo "$state" >"$stamp"
+fi

@@ -1,0 +1,151 @@
+"""One rank of megatron-core 0.16.1 on gloo and the CPU: the same GPT as configs/models/bench-l8-h384.yaml, timed.
+
+Started by scripts/bench_peers.py under torchrun. megatron-core expects CUDA; `run_on_cpu` is what it takes to do without, and it
+changes no arithmetic. Fused CUDA kernels are switched off because they do not exist here.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def run_on_cpu() -> None:
+    """Point megatron-core's CUDA calls at the CPU."""
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.synchronize = lambda *args: None
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
+
+    class _Generator:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    torch.cuda.default_generators = [_Generator()]
+    tensor_type = torch.Tensor.type
+
+    def type_of(self, dtype=None, *args, **kwargs):
+        if dtype is not None:
+            return tensor_type(self, dtype, *args, **kwargs)
+        return tensor_type(self).replace("torch.", "torch.cuda.")
+
+    torch.Tensor.type = type_of
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+    def without_cuda(function):
+        def call(*args, **kwargs):
+            if "cuda" in str(kwargs.get("device", "")):
+                kwargs["device"] = cpu
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("empty", "zeros", "ones", "tensor", "arange", "full", "rand", "randn"):
+        setattr(torch, name, without_cuda(getattr(torch, name)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("tp", "pp", "steps", "warmup", "layers", "hidden", "heads", "ffn", "sequence", "vocab", "micro_batch", "global_batch"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    run_on_cpu()
+
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    bf16 = args.dtype == "bf16"
+    config = TransformerConfig(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=args.heads,
+        ffn_hidden_size=args.ffn,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=args.tp,
+        pipeline_model_parallel_size=args.pp,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=bf16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        attention_softmax_in_fp32=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=args.vocab,
+        max_sequence_length=args.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute",
+    )
+    if bf16:
+        model = model.bfloat16()
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(config, ddp, model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-4, bf16=bf16, use_distributed_optimizer=True, clip_grad=1.0), [model]
+    )
+    dp = parallel_state.get_data_parallel_world_size()
+    microbatches = args.global_batch // (args.micro_batch * dp)
+    position = torch.arange(args.sequence).expand(args.micro_batch, -1)
+    mask = torch.ones(1, 1, args.sequence, args.sequence).tril() < 0.5
+
+    def forward(batches, model):
+        tokens = torch.randint(0, args.vocab, (args.micro_batch, args.sequence + 1))
+        output = model(tokens[:, :-1], position, mask, labels=tokens[:, 1:])
+        return output, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
+
+    play = get_forward_backward_func()
+    seconds = []
+    for step in range(args.warmup + args.steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        play(
+            forward_step_func=forward,
+            data_iterator=iter([]),
+            model=[model],
+            num_microbatches=microbatches,
+            seq_length=args.sequence,
+            micro_batch_size=args.micro_batch,
+            decoder_seq_length=args.sequence,
+            forward_only=False,
+        )
+        optimizer.step()
+        dist.barrier()
+        if step >= args.warmup:
+            seconds.append(time.perf_counter() - begin)
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps({"step_s": seconds}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

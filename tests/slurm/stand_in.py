@@ -1,0 +1,52 @@
+"""A training run without a model: ranks that count steps, save `LATEST`, and end in order when a signal asks for it.
+
+As a module it is what each rank runs; `stand_in.py job …` is the batch script's supervisor with this program in place of
+`frontier-llm train`. It lets node failures and walltimes be tested in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from frontier_llm.cluster import job, run_dir
+from frontier_llm.cluster.attempt import INTERRUPTED
+from frontier_llm.cluster.rank_env import discover, environ
+from frontier_llm.cluster.signals import SignalWatcher
+from frontier_llm.config import load_run
+
+
+def train(words: list[str]) -> int:
+    config = load_run(words[0], words[1:])
+    place = discover()
+    assert place is not None
+    directory = Path(config.train.run_dir)
+    incarnation = int(environ("FRONTIER_LLM_INCARNATION") or 0)
+    (directory / "alive").mkdir(parents=True, exist_ok=True)
+    with SignalWatcher() as watcher:
+        step = run_dir.latest_step(directory)
+        while step < config.train.steps and watcher.requested is None:
+            if planted := environ("STAND_IN_CRASH"):
+                when, who = map(int, planted.split(":"))
+                if (step, place.rank) == (when, who):
+                    raise RuntimeError("planted crash")
+            time.sleep(float(environ("STAND_IN_STEP_S") or 0.05))
+            step += 1
+            (directory / "alive" / f"{incarnation}-{place.rank}").write_text(f"{place.hostname} {step}")
+            if place.rank == 0:
+                run_dir.check_fence(directory, incarnation)
+                with (directory / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
+                run_dir.write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
+        done = step >= config.train.steps
+        print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
+    return 0 if done else INTERRUPTED
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "job":
+        sys.exit(job.main(sys.argv[2:], program=(__file__, "train")))
+    sys.exit(train(sys.argv[2:]))

@@ -1,0 +1,208 @@
+"""The supervisor on a real Slurm, with a stand-in for training: what happens to a job, not what is trained."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.sbatch import JobScript, render
+from frontier_llm.cluster.sites import load_site
+from tests.harness.slurm import ROOT, LocalSlurm
+
+SMALL = ("model=gpt-tiny", "parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=64")
+
+
+def write_script(tmp_path: Path, nodes: int, **fields: object) -> Path:
+    """The template's script, with the stand-in as the program of launch/job.sh."""
+    text = render(JobScript("stand_in", "stand-in", "train_small", nodes, "local", **fields), load_site("local"))  # type: ignore[arg-type]
+    program = shlex.quote(str(ROOT / "tests" / "slurm" / "stand_in.py"))
+    path = tmp_path / "stand_in.sbatch"
+    path.write_text(text.replace("    frontier_llm.cluster.job train_small ops.no_jit=true", "    runpy_shim"))
+    (tmp_path / "runpy_shim.py").write_text(
+        f"import runpy, sys\nsys.argv = [{program!r}, 'job', 'train_small', *sys.argv[1:]]\nrunpy.run_path({program!r}, run_name='__main__')\n"
+    )
+    return path
+
+
+class Run:
+    """One submitted stand-in run."""
+
+    def __init__(
+        self, cluster: LocalSlurm, tmp_path: Path, nodes: int, tasks: int, words: tuple[str, ...], env: dict[str, str], *options: str
+    ) -> None:
+        self.cluster, self.directory = cluster, tmp_path / "run"
+        script = write_script(tmp_path, nodes)
+        env = {"FRONTIER_LLM_SIGNAL_LEAD_S": "10", "PYTHONPATH": str(tmp_path), **env}
+        self.output = tmp_path / "job.out"
+        self.job_id = cluster.submit(
+            f"--ntasks-per-node={tasks}",
+            f"--output={self.output}",
+            *options,
+            str(script),
+            f"train.run_dir={self.directory}",
+            *SMALL,
+            *words,
+            cwd=tmp_path,
+            env=env,
+        )
+
+    def wait(self, timeout_s: float = 120) -> dict[str, str]:
+        try:
+            return self.cluster.wait_job(self.job_id, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from error
+
+    def text(self) -> str:
+        return self.output.read_text() if self.output.exists() else "(no output yet)"
+
+    def causes(self) -> list[str]:
+        return [attempt.cause for attempt in run_dir.attempts(self.directory)]
+
+    def wait_step(self, step: int, timeout_s: float = 60) -> None:
+        self.cluster.wait_for(lambda: run_dir.latest_step(self.directory) >= step, timeout_s, f"step {step}: {self.text()}")
+
+
+def test_runs_every_rank_once_and_finishes(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 4, 8, ("train.steps=3",), {})
+    assert run.wait()["JobState"] == "COMPLETED", run.text()
+    assert run.causes() == ["finished"]
+    logs = sorted((run.directory / "logs" / "attempt_0001").iterdir())
+    assert len(logs) == 32
+    assert "rank 0 ends at 3" in run.text() and "rank 1 ends" not in run.text()
+    hosts = {path.read_text().split()[0] for path in (run.directory / "alive").iterdir()}
+    assert hosts == {"n0", "n1", "n2", "n3"}
+    assert run.job_id not in cluster.queued()
+
+
+def test_crash_is_retried_and_its_traceback_comes_last(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 2, 2, ("train.steps=6",), {"STAND_IN_CRASH": "0:3", "STAND_IN_STEP_S": "5"})
+    job = run.wait()
+    assert job["JobState"] == "FAILED", run.text()
+    assert run.causes() == ["crash"] * 3  # the crash loop ends it
+    record = json.loads((run.directory / "failure.json").read_text())
+    assert (record["rank"], record["host"]) == (3, "n1")
+    tail = run.text().splitlines()[-12:]
+    assert any("RuntimeError: planted crash" in line for line in tail)
+    assert "giving up" in tail[-1]
+
+
+def test_refused_config_ends_at_once(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 1, 2, ("train.steps=3", "batch.global_batch=3"), {})
+    assert run.wait()["ExitCode"] == "2:0"
+    assert "batch.global_batch" in run.text() and "use 2 or 4" in run.text()
+    assert not (run.directory / "attempts.jsonl").exists()
+
+
+def test_stop_file_ends_the_chain(cluster: LocalSlurm, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / run_dir.STOP_FILE).touch()
+    run = Run(cluster, tmp_path, 1, 1, ("train.steps=3",), {})
+    assert run.wait()["JobState"] == "COMPLETED"
+    assert "stopped at step 0" in run.text()
+
+
+def test_stop_file_ends_a_running_job_in_order(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 2, 2, ("train.steps=4000",), {})
+    run.wait_step(2)
+    (run.directory / run_dir.STOP_FILE).touch()
+    assert run.wait()["JobState"] == "COMPLETED", run.text()
+    assert run.causes() == ["interrupted"]
+    assert "asked by SIGUSR1" in run.text() and cluster.queued() == []
+
+
+def test_second_job_in_a_run_directory_is_refused(cluster: LocalSlurm, tmp_path: Path) -> None:
+    first = Run(cluster, tmp_path, 1, 1, ("train.steps=400",), {})
+    first.wait_step(2)
+    script = tmp_path / "stand_in.sbatch"
+    second = cluster.submit(
+        "--ntasks-per-node=1",
+        f"--output={tmp_path}/second.out",
+        str(script),
+        f"train.run_dir={first.directory}",
+        *SMALL,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert cluster.wait_job(second)["ExitCode"] == "2:0"
+    assert f"job {first.job_id} on n0" in (tmp_path / "second.out").read_text()
+    cluster.run("scancel", first.job_id)
+    cluster.wait_job(first.job_id)
+
+
+def test_warned_before_the_walltime_and_requeued_until_done(cluster: LocalSlurm, tmp_path: Path) -> None:
+    # one minute of walltime, warned 30 s before its end or, by Slurm's rule, up to 60 s earlier
+    run = Run(
+        cluster,
+        tmp_path,
+        2,
+        1,
+        ("train.steps=150",),
+        {"STAND_IN_STEP_S": "0.3", "FRONTIER_LLM_SIGNAL_LEAD_S": "30"},
+        "--time=1",
+        "--signal=USR1@30",
+    )
+    job = run.wait(240)
+    assert job["JobState"] == "COMPLETED", run.text()
+    assert int(job["Restarts"]) >= 1
+    causes = run.causes()
+    assert causes[-1] == "finished" and set(causes[:-1]) == {"interrupted"}
+    steps = [row["step"] for row in run_dir.read_jsonl(run.directory / "metrics.jsonl")]
+    assert steps == list(range(1, 151))  # nothing lost, nothing twice
+    assert cluster.queued() == []
+
+
+@pytest.fixture
+def revived(cluster: LocalSlurm):
+    """Nodes that a test has killed come back afterwards."""
+    yield
+    for process in cluster.processes():
+        if "slurmstepd" in process.name():
+            process.kill()
+    for node in cluster.nodes:
+        if cluster.daemons[node].poll() is not None:
+            cluster.start_node(node)
+    cluster.wait_for(lambda: set(cluster.node_states().values()) == {"IDLE"}, 60, "revived nodes")
+
+
+@pytest.mark.usefixtures("revived")
+def test_dead_node_is_replaced_by_the_spare_and_its_rank_is_fenced(cluster: LocalSlurm, tmp_path: Path) -> None:
+    env = {"FRONTIER_LLM_SPARE_NODES": "1", "STAND_IN_STEP_S": "0.2"}
+    run = Run(cluster, tmp_path, 4, 2, ("train.steps=400", "batch.global_batch=6"), env)
+    run.wait_step(3)
+    cluster.kill_node("n1")
+    cluster.wait_for(lambda: len(run_dir.attempts(run.directory)) == 1, 60, f"end of the first attempt: {run.text()}")
+    first = run_dir.attempts(run.directory)[0]
+    assert (first.cause, first.nodes) == ("node failure", ("n0", "n1", "n2"))
+    cluster.wait_for(lambda: (run.directory / "alive" / "2-5").exists(), 60, f"second attempt: {run.text()}")
+    hosts = {(run.directory / "alive" / f"2-{rank}").read_text().split()[0] for rank in range(6)}
+    assert hosts == {"n0", "n2", "n3"}
+    # the ranks on the dead node live on, and belong to the old incarnation
+    stale = run.directory / "alive" / "1-2"
+    before = stale.read_text()
+    time.sleep(1.0)
+    assert stale.read_text() != before
+    with pytest.raises(run_dir.Fenced):
+        run_dir.check_fence(run.directory, 1)
+    run_dir.check_fence(run.directory, 2)
+    assert run_dir.bad_hosts(run.directory) == ["n1"]
+    assert cluster.job(run.job_id)["Restarts"] == "0"
+    cluster.run("scancel", run.job_id)
+    cluster.wait_job(run.job_id)
+
+
+@pytest.mark.usefixtures("revived")
+def test_dead_node_without_a_spare_requeues_on_the_others(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 3, 1, ("train.steps=100", "batch.global_batch=6"), {"STAND_IN_STEP_S": "0.5"})
+    run.wait_step(3)
+    cluster.kill_node("n1")
+    assert run.wait(180)["JobState"] == "COMPLETED", run.text()
+    made = run_dir.attempts(run.directory)
+    assert [attempt.cause for attempt in made] == ["node failure", "finished"]
+    assert made[1].nodes == ("n0", "n2", "n3")
+    steps = [row["step"] for row in run_dir.read_jsonl(run.directory / "metrics.jsonl")]
+    assert steps == list(range(1, 101))

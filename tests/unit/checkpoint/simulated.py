@@ -1,0 +1,140 @@
+"""Ranks without processes: the real buckets, optimizer states, planning, writing and reading of every rank of a layout, one after another."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import load, shard
+from frontier_llm.checkpoint.manifest import Manifest, Progress
+from frontier_llm.checkpoint.pieces import KINDS
+from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
+from frontier_llm.checkpoint.snapshot import Snapshot
+from frontier_llm.comm import Axis, Ledger
+from frontier_llm.config import ModelConfig, OpsConfig, load_model
+from frontier_llm.model import Stage, working_dtype
+from frontier_llm.ops import select_ops
+from frontier_llm.optim import BucketState, build_buckets
+from frontier_llm.optim.buckets import Bucket
+from frontier_llm.tensor_parallel import LayerContext, WeightGradients
+from frontier_llm.topology import Grid, split_layers
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    chunks: int = 1
+    zero: int = 1
+    order: str = "tp-dp-pp"
+    dtype: str = "fp32"
+    bucket_numel: int = 30_000
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.tp, self.pp, self.dp, self.order)
+
+
+@dataclass
+class Optimizer:
+    """What the checkpoint room uses of AdamW."""
+
+    buckets: list[Bucket]
+    states: list[BucketState]
+    updates: int = 0
+
+
+def progress(step: int = 7) -> Progress:
+    return Progress(
+        step=step, consumed_samples=step * 8, tokens=step * 8 * 32, optimizer_updates=step - 1, loss_scale=1024.0, scaler_clean_steps=3,
+        skipped_steps=1,
+    )  # fmt: skip
+
+
+def axis(grid: Grid, name: str, rank: int) -> Axis:
+    ranks = grid.group(name, rank)
+    return Axis(name, ranks.index(rank), len(ranks), ranks, None, Ledger())
+
+
+def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu") -> list[Bucket]:
+    """One rank's real buckets."""
+    grid, dtype = layout.grid, working_dtype(layout.dtype)
+    ops = select_ops(OpsConfig(), "cpu", dtype)
+    context = LayerContext(axis(grid, "tp", rank), layout.tp > 1, ops, WeightGradients(), dtype)
+    specs = split_layers(model, layout.pp * layout.chunks)
+    pp_rank = grid.coordinates(rank)["pp"]
+    mine = [specs[chunk * layout.pp + pp_rank] for chunk in range(layout.chunks)]
+    stages = [Stage(model, spec, context, torch.device("cpu" if device == "cpu" else device), "none") for spec in mine]
+    return build_buckets(stages, axis(grid, "dp", rank), layout.zero, torch.device(device), layout.bucket_numel)
+
+
+def value(kind: str, name: str, index: np.ndarray) -> np.ndarray:
+    """What a state element is in these tests: a function of its place in the model alone."""
+    seed = zlib.crc32(f"{kind}/{name}".encode())
+    return ((index * 2654435761 + seed) % 16_777_213).astype(np.float32)
+
+
+def expected_state(kind: str, bucket: Bucket) -> np.ndarray:
+    """The state slice of a rank, element by element from `value`; padding is zero."""
+    size = bucket.weights.numel() // bucket.owner.size
+    state = np.zeros(size, np.float64 if bucket.gradients.dtype == torch.float64 else np.float32)
+    for run in bucket.owned_ranges():
+        spec = run.spec
+        local = np.unravel_index(np.arange(run.start, run.stop), spec.shape)
+        place = np.ravel_multi_index([d + o for d, o in zip(local, spec.offset, strict=True)], spec.global_shape)
+        state[run.position : run.position + run.stop - run.start] = value(kind, spec.name, place)
+    return state
+
+
+def optimizer_of(buckets: list[Bucket], filled: bool) -> Optimizer:
+    states = []
+    for bucket in buckets:
+        arrays = [expected_state(kind, bucket) for kind in KINDS]
+        if not filled:
+            arrays = [np.zeros_like(array) for array in arrays]
+        states.append(BucketState(*map(torch.from_numpy, arrays)))
+    return Optimizer(buckets, states)
+
+
+def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, config: dict | None = None) -> Manifest:
+    """Save as `layout` would, into directory/step_…; returns the manifest."""
+    directory.mkdir(exist_ok=True)
+    building = folder.temporary(directory, step, 1)
+    building.mkdir()
+    described, parts, dtype = [], [], "F32"
+    for rank in range(layout.grid.world_size):
+        optimizer = optimizer_of(buckets_of(model, layout, rank), filled=True)
+        snapshot = Snapshot(optimizer.buckets, optimizer, rank)
+        snapshot.take()
+        head, data = snapshot.header(step), snapshot.data()
+        digest = shard.write(building / snapshot.file, head, data)
+        parts.append({"file": snapshot.file, "bytes": len(head) + len(data), "sha256": digest})
+        described.append([describe_piece(piece) for piece in snapshot.pieces])
+        dtype = snapshot.dtype
+    tensors, rows = index_pieces(described)
+    degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
+    manifest = build_manifest(progress(step), 1, degrees, config or {}, {}, dtype, tensors, rows, parts)
+    folder.commit(directory, manifest)
+    return manifest
+
+
+def check_loads(model: ModelConfig, layout: Layout, path: Path) -> None:
+    """Load as every rank of `layout` would and compare each element."""
+    manifest, _ = folder.read_manifest(path)
+    for rank in range(layout.grid.world_size):
+        buckets = buckets_of(model, layout, rank)
+        optimizer = optimizer_of(buckets, filled=False)
+        assert load.read_shards(path, manifest, optimizer, rank, layout.grid.world_size) == []
+        for bucket, state in zip(buckets, optimizer.states, strict=True):
+            for kind in KINDS:
+                np.testing.assert_array_equal(getattr(state, kind).numpy(), expected_state(kind, bucket))
+
+
+TINY = load_model("llama-tiny")
+TINY_TIED = load_model("gpt-tiny")

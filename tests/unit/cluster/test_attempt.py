@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from frontier_llm.cluster.attempt import Step, diagnose
+
+TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
+
+
+def step(**changes: object) -> Step:
+    fields: dict[str, object] = {
+        "nodes": ("n0", "n2"),
+        "batch_host": "n0",
+        "tasks_per_node": 8,
+        "cpus_per_task": 7,
+        "gpus_per_node": 8,
+        "options": (("network", "disable_rdzv_get"), ("flag", "")),
+        "interface": None,
+        "launch_dir": Path("/l"),
+        "command": ("python", "x y"),
+        "log_dir": Path("/logs"),
+        "variables": {},
+        "deadline_s": None,
+        "job_id": "1",
+        "stop_file": Path("/run/STOP"),
+    }
+    return Step(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_srun_starts_one_task_per_gcd() -> None:
+    command = step().srun()
+    assert {"--nodes=2", "--nodelist=n[0,2]", "--ntasks=16", "--ntasks-per-node=8", "--gpus-per-node=8", "--kill-on-bad-exit=1"} <= set(
+        command
+    )
+    assert {"--network=disable_rdzv_get", "--flag"} <= set(command)
+    assert command[-3:] == ["/l/rank.sh", "python", "x y"]
+
+
+def write(log_dir: Path, rank: int, text: str, at_s: int) -> None:
+    path = log_dir / f"rank_{rank}.log"
+    path.write_text(text)
+    os.utime(path, (at_s, at_s))
+
+
+def test_the_cause_is_not_the_peer_that_complains_first(tmp_path: Path) -> None:
+    write(tmp_path, 0, TRACE.format("RuntimeError: Connection closed by peer [10.0.0.1]"), 100)
+    write(tmp_path, 9, TRACE.format("ValueError: bad sample"), 101)
+    said = ["srun: error: n0: tasks 0-1: Exited with exit code 1", "srun: error: n2: task 9: Exited with exit code 1"]
+    outcome = diagnose(1, said, tmp_path)
+    assert (outcome.cause, outcome.rank, outcome.host) == ("crash", 9, "n2")
+    assert outcome.message[-1] == "ValueError: bad sample"
+
+
+def test_a_killed_rank_beats_the_survivors_that_speak(tmp_path: Path) -> None:
+    write(tmp_path, 0, TRACE.format("RuntimeError: Connection reset by peer"), 100)
+    outcome = diagnose(137, ["srun: error: n2: task 12: Killed", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
+    assert (outcome.rank, outcome.host, outcome.exit_code) == (12, "n2", 137)
+    assert "Killed" in outcome.detail and not outcome.peers_only
+
+
+def test_survivors_only_means_that_a_node_may_be_dead(tmp_path: Path) -> None:
+    write(tmp_path, 3, TRACE.format("RuntimeError: Timed out waiting 10000ms for recv"), 100)
+    assert diagnose(1, [], tmp_path).peers_only
+    assert diagnose(1, ["srun: error: Task launch failed"], tmp_path / "none").peers_only
+
+
+def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
+    write(tmp_path, 0, "error: model.layers: is required\n", 100)
+    assert diagnose(143, ["srun: error: n0: task 0: Exited with exit code 2"], tmp_path).cause == "refused"
+
+
+def test_a_save_at_a_signal_is_no_failure(tmp_path: Path) -> None:
+    said = ["srun: error: n0: task 3: Exited with exit code 75", "srun: error: n2: tasks 8-15: Killed"]
+    assert diagnose(137, said, tmp_path).cause == "interrupted"

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cli.main import main
+from frontier_llm.cluster.doctor import Report, judge, settings_for
+from frontier_llm.cluster.probe import Facts, gcd_memory_gib, interface_is_up, plugin_error, provider_error
+from frontier_llm.cluster.sites import load_site
+
+FRONTIER = load_site("frontier")
+GIB = 2**30
+
+
+def healthy(host: str) -> Facts:
+    return Facts(host, (64.0,) * 8, 56, (), "", "", {"python": "3.12", "HSA": "1"}, "", 0.1, 100 * GIB, "", 1000 * GIB)
+
+
+def findings(changes: dict[str, object], skew_s: float = 0.0, needed_bytes: int = 0, host: str = "n1") -> list[tuple[str, tuple[str, ...]]]:
+    nodes = ["n0", "n1", "n2"]
+    facts = {node: healthy(node) for node in nodes}
+    facts[host] = replace(facts[host], **changes)
+    skews = dict.fromkeys(nodes, 0.0) | {host: skew_s}
+    return [(finding.check, finding.hosts) for finding in judge(FRONTIER, facts, skews, nodes, needed_bytes)]
+
+
+def test_a_healthy_allocation_has_no_findings() -> None:
+    assert findings({}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"gcd_memory_gib": (64.0,) * 7}, "GCDs"),
+        ({"gcd_memory_gib": (64.0,) * 7 + (32.0,)}, "GCD memory"),
+        ({"cores": 8}, "cores"),
+        ({"interfaces_down": ("hsn2",)}, "network"),
+        ({"provider_error": "no data"}, "libfabric"),
+        ({"plugin_error": "librccl-net.so: cannot open"}, "RCCL plugin"),
+        ({"environment": {"python": "3.12", "HSA": "0"}}, "environment"),
+        ({"environment": {"python": "3.12"}}, "environment"),
+        ({"run_dir_error": "Read-only file system"}, "run directory"),
+        ({"run_dir_write_s": 9.0}, "run directory"),
+        ({"node_local_error": "No such file"}, "local disk"),
+        ({"node_local_free_bytes": GIB}, "local disk"),
+    ],
+)
+def test_each_fault_is_found_on_its_host(changes: dict[str, object], check: str) -> None:
+    assert findings(changes) == [(check, ("n1",))]
+
+
+def test_clock_space_and_silence() -> None:
+    assert findings({}, skew_s=30.0) == [("clock", ("n1",))]
+    assert findings({}, skew_s=1.0) == []
+    assert findings({}, needed_bytes=200 * GIB) == [("run directory", ("n0", "n1", "n2"))]
+    facts = {"n0": healthy("n0")}
+    assert [(f.check, f.hosts) for f in judge(FRONTIER, facts, {"n0": 0.0}, ["n0", "n1"], 0)] == [("node", ("n1",))]
+
+
+def test_only_what_distinguishes_a_node_excludes_it() -> None:
+    nodes = ["n0", "n1", "n2"]
+    facts = {node: replace(healthy(node), plugin_error="missing") for node in nodes}
+    facts["n2"] = replace(facts["n2"], gcd_memory_gib=())
+    report = Report(tuple(nodes), tuple(judge(FRONTIER, facts, {}, nodes, 0)), 1.0)
+    assert report.bad_hosts == ("n2",)
+    assert not report.healthy
+    text = report.render()
+    assert "--exclude=n2" in text and "RCCL plugin on n[0-2]" in text and text.count("fix: ") == 2
+    assert report.as_dict()["exclude"] == "n2"
+
+
+def plant(root: Path, gcds: int, memory_gib: int = 64) -> None:
+    for index in range(gcds + 1):
+        node = root / "sys/class/kfd/kfd/topology/nodes" / str(index)
+        (node / "mem_banks/0").mkdir(parents=True)
+        (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count {440 if index else 0}\nunique_id 99999999999999999999\n")
+        (node / "mem_banks/0/properties").write_text(f"heap_type 1\nsize_in_bytes {memory_gib * GIB}\n")
+
+
+def test_gcds_are_counted_from_the_drivers_topology(tmp_path: Path) -> None:
+    plant(tmp_path, 8)
+    assert gcd_memory_gib(tmp_path) == (64.0,) * 8
+    assert gcd_memory_gib(tmp_path / "none") == ()
+
+
+def test_interfaces(tmp_path: Path) -> None:
+    for name, state in (("hsn0", "up"), ("hsn1", "down")):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / name / "operstate").write_text(state + "\n")
+    assert [interface_is_up(tmp_path, f"hsn{index}") for index in range(3)] == [True, False, False]
+    assert settings_for(FRONTIER, tmp_path).interfaces == ("hsn0", "hsn1", "hsn2", "hsn3")
+
+
+def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plugin_error(None) == "" and plugin_error("libc.so.6") == ""
+    assert "librccl-net-of-nobody.so" in plugin_error("librccl-net-of-nobody.so")
+    fake = tmp_path / "fi_info"
+    fake.write_text('#!/bin/sh\n[ "$2" = cxi ] && echo "provider: cxi"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert provider_error("cxi") == "" and "efa" in provider_error("efa")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "not on PATH" in provider_error("cxi")
+
+
+def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--site", "generic", "--this-node", "--run-dir", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"] is True
+    assert main(["doctor", "--site", "frontier", "--this-node", "--run-dir", str(tmp_path), "--system-root", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "0 of 8 are visible" in out and "RCCL plugin" in out and "hsn0, hsn1" in out

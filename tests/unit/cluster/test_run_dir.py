@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.run_dir import Attempt
+
+
+def test_a_new_incarnation_fences_off_the_old(tmp_path: Path) -> None:
+    first = run_dir.take(tmp_path, "11", "n0")
+    run_dir.check_fence(tmp_path, first)
+    second = run_dir.take(tmp_path, "12", "n1")
+    assert second == first + 1
+    run_dir.check_fence(tmp_path, second)
+    with pytest.raises(run_dir.Fenced, match="job 12 on n1"):
+        run_dir.check_fence(tmp_path, first)
+
+
+def test_latest_step(tmp_path: Path) -> None:
+    assert run_dir.latest_step(tmp_path) == 0
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "LATEST").write_text("step_00000120\n")
+    assert run_dir.latest_step(tmp_path) == 120
+
+
+def test_redone_steps_replace_and_torn_lines_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 2, "loss": 1}\n{"event": 1}\n{"step": 3, "lo'
+    )
+    assert [(row["step"], row["loss"]) for row in run_dir.steps(tmp_path)] == [(1, 3), (2, 1)]
+
+
+def add(path: Path, start: int, end: int, cause: str = "crash", host: str = "") -> None:
+    run_dir.record(path, Attempt(1, "1", ("n0", "n1"), start, end, 1, cause, failed_host=host))
+
+
+def test_crash_loop_needs_three_without_progress(tmp_path: Path) -> None:
+    add(tmp_path, 0, 5)
+    add(tmp_path, 5, 5)
+    add(tmp_path, 5, 5)
+    assert not run_dir.crash_loop(tmp_path)
+    add(tmp_path, 5, 5, "node failure")
+    assert not run_dir.crash_loop(tmp_path)
+    add(tmp_path, 5, 5)
+    assert run_dir.crash_loop(tmp_path)
+    add(tmp_path, 5, 6)
+    assert not run_dir.crash_loop(tmp_path)
+
+
+def test_hosts_are_bad_when_down_or_first_to_fail_twice(tmp_path: Path) -> None:
+    add(tmp_path, 0, 0, host="n1")
+    assert run_dir.bad_hosts(tmp_path) == []
+    add(tmp_path, 0, 0, host="n1")
+    add(tmp_path, 0, 0, host="n2")
+    run_dir.add_bad_hosts(tmp_path, ["n7"])
+    assert run_dir.bad_hosts(tmp_path) == ["n1", "n7"]
+    assert [attempt.failed_host for attempt in run_dir.attempts(tmp_path)] == ["n1", "n1", "n2"]
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    run_dir.write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        run_dir.write_atomically(path, "\ud800")
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cluster import sbatch
+from frontier_llm.cluster.affinity import MI250X_NODE
+from frontier_llm.cluster.sites import load_site, root_dir
+from frontier_llm.config import load_run
+from frontier_llm.errors import ConfigError
+from frontier_llm.topology import plan_problems
+
+FRONTIER = load_site("frontier")
+
+
+@pytest.mark.parametrize("relative", [str(path) for path in sbatch.rendered_files()])
+def test_committed_files_are_what_the_renderer_gives(relative: str) -> None:
+    assert (root_dir() / relative).read_text() == sbatch.rendered_files()[Path(relative)], "run python -m frontier_llm.cluster.sbatch"
+
+
+def test_check_notices_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sbatch, "root_dir", lambda: tmp_path)
+    for relative in sbatch.rendered_files():
+        (tmp_path / relative).parent.mkdir(parents=True, exist_ok=True)
+    assert sbatch.main([]) == 0 and sbatch.main(["--check"]) == 0
+    (tmp_path / "slurm" / "train_1t.sbatch").write_text("#!/bin/bash\n")
+    assert sbatch.main(["--check"]) == 1
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_scripts_pass_shellcheck() -> None:
+    scripts = [
+        *(root_dir() / "slurm").rglob("*.sbatch"),
+        *(root_dir() / "slurm" / "sites").glob("*.sh"),
+        *(root_dir() / "launch").glob("*.sh"),
+    ]
+    assert len(scripts) >= 15
+    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("job", sbatch.JOBS, ids=lambda job: job.name)
+def test_every_script_names_files_that_exist_and_a_legal_layout(job: sbatch.JobScript) -> None:
+    assert (root_dir() / job.config).is_file()
+    config = load_run(str(root_dir() / job.config))
+    world = job.nodes * load_site(job.site).tasks_per_node
+    if job.name == "weak_scaling":  # its batch is one replica's
+        replicas = world // (config.parallel.tensor * config.parallel.pipeline)
+        config = load_run(str(root_dir() / job.config), [f"batch.global_batch={config.batch.global_batch * replicas}"])
+    assert plan_problems(config, world) == []
+    assert len((root_dir() / job.config).read_text().splitlines()) <= 30
+
+
+def test_walltime_and_signal_follow_the_site() -> None:
+    options = dict(sbatch.directives(sbatch.JOBS[2], FRONTIER))
+    assert (options["nodes"], options["time"], options["signal"]) == ("384", "12:00:00", "USR1@600")
+    assert dict(sbatch.directives(replace(sbatch.JOBS[2], nodes=64), FRONTIER))["time"] == "02:00:00"
+
+
+@pytest.mark.parametrize("evil", ["a b", "$(reboot)", "a\n#SBATCH --nodes=1", "`x`", "a;b", "a'b"])
+def test_no_option_smuggles_more_than_a_word(evil: str) -> None:
+    with pytest.raises(ConfigError, match="not a plain word"):
+        sbatch.render(replace(sbatch.JOBS[0], name=evil), FRONTIER)
+
+
+def test_no_comment_ends_early() -> None:
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        sbatch.render(replace(sbatch.JOBS[0], about="x\nreboot"), FRONTIER)
+
+
+def test_site_values_expand_names_and_nothing_else(tmp_path: Path) -> None:
+    site = FRONTIER.model_copy(
+        update={"modules": (), "environment": {"A": "$HOME/x:$UNSET_NAME", "B": 'a"$(touch evil)`touch evil`\\ $HOME', "C": "$(id)"}}
+    )
+    script = sbatch.render_site(site) + 'printf "%s\\n" "$A" "$B" "$C"\n'
+    done = subprocess.run(
+        ["bash", "-uc", script], cwd=tmp_path, capture_output=True, text=True, env={"HOME": "/h", "PATH": "/usr/bin:/bin"}
+    )
+    assert done.stdout.splitlines() == ["/h/x:", 'a"$(touch evil)`touch evil`\\ /h', "$(id)"], done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overrides_arrive_as_words(tmp_path: Path) -> None:
+    """What a user types after the script's name reaches the program unchanged, spaces and quotes included."""
+    (tmp_path / "launch").mkdir()
+    fake = tmp_path / "launch" / "job.sh"
+    fake.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    words = ["train.steps=100", "data.train=[{path: a b}]", "x='$(id)'; rm -rf *"]
+    script = str(root_dir() / "slurm" / "train_1t.sbatch")
+    done = subprocess.run(
+        ["bash", script, *words], capture_output=True, text=True, env={"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    )
+    assert done.stdout.splitlines() == ["frontier", "frontier_llm.cluster.job", "configs/runs/train_1t.yaml", "ops.no_jit=true", *words]
+
+
+def test_the_map_of_a_node_covers_it_once() -> None:
+    assert sorted(place.first_core for place in MI250X_NODE) == list(range(0, 64, 8))
+    assert [place.cores.split("-")[0] for place in MI250X_NODE] == [
+        "49",
+        "57",
+        "17",
+        "25",
+        "1",
+        "9",
+        "33",
+        "41",
+    ]  # LUMI's published map_cpu
+    assert [place.nic for place in MI250X_NODE][1::2] == ["hsn0", "hsn1", "hsn2", "hsn3"]
+    assert [place.numa for place in MI250X_NODE] == [3, 3, 1, 1, 0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(("local_rank", "code"), [("3", 0), ("8", 2)])
+def test_bind_script_pins_by_local_rank(tmp_path: Path, local_rank: str, code: int) -> None:
+    for name in ("numactl", "taskset"):
+        (tmp_path / name).write_text('#!/bin/bash\necho "$FRONTIER_LLM_NIC" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_LOCALID": local_rank, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run([str(root_dir() / "launch" / "bind_gcd.sh"), "echo", "hi"], capture_output=True, text=True, env=env)
+    assert done.returncode == code
+    if code == 0:
+        assert done.stdout == "hsn1 --physcpubind=25-31 --preferred=1 -- echo hi\n"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cli.main import main
+from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.status import read_status
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run at step 40 of 100 with a crash behind it, on a machine without Slurm."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    directory = tmp_path / "runs" / "a"
+    directory.mkdir(parents=True)
+    rows = [{"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0} for step in range(1, 41)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "config.yaml").write_text("train: {steps: 100}\n")
+    run_dir.write_atomically(directory / "checkpoints" / "LATEST", "step_00000030\n")
+    run_dir.take(directory, "77", "n0")
+    run_dir.record(directory, run_dir.Attempt(1, "77", ("n0",), 0, 30, 1, "crash", "rank 3 on n0 failed first", "n0"))
+    run_dir.record(directory, run_dir.Attempt(2, "77", ("n0",), 30, 30, 75, "interrupted"))
+    return directory
+
+
+def test_status_of_a_directory(run_directory: Path) -> None:
+    status = read_status(run_directory)
+    assert (status.step, status.steps, status.checkpoint_step, status.state) == (40, 100, 30, "not queued")
+    assert status.eta_s == 120.0 and status.loss == pytest.approx(2.6)
+    assert status.restarts == 1 and status.causes == ("crash", "interrupted")
+    assert status.last_failure == "rank 3 on n0 failed first"
+
+
+def test_command_for_people_and_programs(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run_directory)]) == 0
+    text = capsys.readouterr().out
+    assert "step 40 of 100" in text and "last durable checkpoint: step 30" in text and "1 crash, 1 interrupted" in text
+    assert main(["status", "--json", str(run_directory)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["job_id"] == "77"
+
+
+def test_runs_are_found_and_a_missing_one_is_an_error(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run_directory.parents[1])
+    assert main(["status"]) == 0
+    assert "runs/a" in capsys.readouterr().out
+    assert main(["status", "runs/b"]) == 2
+    assert "no such run directory" in capsys.readouterr().err
+
+
+def test_finished_and_stopped(run_directory: Path) -> None:
+    (run_directory / run_dir.STOP_FILE).touch()
+    assert read_status(run_directory).state == "stopped"
+    run_dir.write_atomically(run_directory / "checkpoints" / "LATEST", "step_00000100\n")
+    assert read_status(run_directory).state == "finished"

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import shlex
+import stat
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cli.main import main
+from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.submit import code_digest, save_seconds, signal_lead_s, snapshot
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands that write down their arguments; the real ones are used in tests/slurm."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    log = tmp_path / "calls"
+    answers = {"sbatch": "4711", "squeue": "", "scontrol": "JobId=1 JobState=COMPLETED"}
+    for name, answer in answers.items():
+        script = commands / name
+        script.write_text(
+            f'#!/bin/bash\nprintf "%s " {name} "$@" >> {shlex.quote(str(log))}\necho >> {shlex.quote(str(log))}\necho {shlex.quote(answer)}\n'
+        )
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    log.touch()
+    return log
+
+
+SMALL = ["submit", "train_small", "--site", "frontier", "-A", "ABC123"]
+
+
+def test_everything_wrong_is_said_before_sbatch_is_called(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "500", "--time", "20:00:00", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert "-A PROJECT" in err and "at most 12:00:00" in err and "3584 or 4096" in err
+    assert fake_slurm.read_text() == "" and not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("flag", ["--account", "--partition", "--qos"])
+def test_names_that_could_be_more_are_refused(fake_slurm: Path, tmp_path: Path, flag: str) -> None:
+    assert main([*SMALL, "--nodes", "1", flag, "x;reboot", f"train.run_dir={tmp_path}/r"]) == 2
+    assert "sbatch" not in fake_slurm.read_text()
+
+
+def test_dry_run_writes_and_queues_nothing(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("#!/bin/bash") and "#SBATCH --time=02:00:00" in out
+    assert fake_slurm.read_text() == "" and not (tmp_path / "r").exists()
+
+
+def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "a run"
+    run_dir.add_bad_hosts(directory, ["n3"])
+    assert (
+        main([*SMALL, "--nodes", "1", "--spares", "1", "--exclude", "n[4-5]", "--json", f"train.run_dir={directory}", "train.steps=7"]) == 0
+    )
+    made = json.loads(capsys.readouterr().out)
+    assert made["job_id"] == "4711"
+    assert "--account=ABC123" in made["command"] and "--exclude=n[3-5]" in made["command"]
+    assert "sbatch --parsable" in fake_slurm.read_text()
+    code = Path(made["variables"]["FRONTIER_LLM_ROOT"])
+    assert code.name == f"code-{code_digest()[:12]}" and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
+    assert (code / "frontier_llm" / "cluster" / "submit.py").is_file()
+    script = (directory / "job.sbatch").read_text()
+    assert "#SBATCH --nodes=2" in script and f"'{directory}/run.yaml'" in script
+    assert "steps: 7" in (directory / "run.yaml").read_text() and str(directory) in (directory / "run.yaml").read_text()
+
+
+def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:
+    target = tmp_path / "code"
+    snapshot(target)
+    (target / "mark").touch()
+    snapshot(target)
+    assert (target / "mark").exists() and not list(tmp_path.glob("*.tmp*"))
+
+
+def test_lead_time_follows_the_measured_save(tmp_path: Path) -> None:
+    frontier = load_site("frontier")
+    assert signal_lead_s(tmp_path, frontier) == 600
+    rows = [{"kind": "step", "step": 1, "loss": 1.0, "time": 100.0, "step_time_s": 30.0}, {"kind": "save", "step": 1, "time": 190.0}]
+    rows += [{"kind": "step", "step": 2, "loss": 1.0, "time": 220.0, "step_time_s": 30.0}, {"kind": "save", "step": 9, "time": 900.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert save_seconds(tmp_path) == [90.0]
+    assert signal_lead_s(tmp_path, frontier) == 330  # 2 x (30 + 90) + 60, in whole half minutes
+
+
+def test_overrides_without_equals_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "train_small", "train.steps", "--site", "local", "--nodes", "1"]) == 2
+    assert "not of the form key=value" in capsys.readouterr().err

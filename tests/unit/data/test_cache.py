@@ -1,0 +1,90 @@
+"""One process builds, the others wait; a dead builder is replaced; a damaged file is named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frontier_llm.data import cache
+from frontier_llm.data.cache import cached_array
+from frontier_llm.errors import DataError
+
+
+def build_slowly(path: str, log: str) -> int:
+    def build(out: Any) -> None:
+        with open(log, "a") as handle:
+            handle.write(f"{os.getpid()}\n")
+        time.sleep(0.5)
+        out[:] = np.arange(out.size)
+
+    return int(cached_array(Path(path), 100, np.uint64, build).sum())
+
+
+def test_one_of_many_processes_builds(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        sums = pool.starmap(build_slowly, [(str(tmp_path / "x" / "a.npy"), str(tmp_path / "log"))] * 3, chunksize=1)
+    assert sums == [4950] * 3
+    assert len((tmp_path / "log").read_text().split()) == 1
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["a.npy"]
+
+
+def test_a_dead_builders_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "STALE_S", 0.3)
+    monkeypatch.setattr(cache, "POLL_S", 0.02)
+    (tmp_path / "a.lock").write_text("gone 1\n")
+    assert build_slowly(str(tmp_path / "a.npy"), str(tmp_path / "log")) == 4950
+
+
+def test_a_living_builders_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    monkeypatch.setattr(cache, "STALE_S", 0.3)
+    monkeypatch.setattr(cache, "POLL_S", 0.02)
+    monkeypatch.setattr(cache, "HEARTBEAT_S", 0.05)
+    built = []
+
+    def build(out: Any) -> None:
+        built.append(1)
+        time.sleep(1.0)
+        out[:] = 1
+
+    threads = [threading.Thread(target=cached_array, args=(tmp_path / "a.npy", 3, np.uint64, build)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [1]
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def build(out: Any) -> None:
+        raise DataError("broken")
+
+    with pytest.raises(DataError, match="broken"):
+        cached_array(tmp_path / "a.npy", 3, np.uint64, build)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_and_foreign_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(DataError, match=r"is not a \.npy array(?s:.*)delete"):
+        cached_array(path, 3, np.uint64, lambda out: None)
+    np.save(path, np.zeros(2, np.uint64))
+    with pytest.raises(DataError, match=r"expected uint64\[3\], found uint64\[2\]"):
+        cached_array(path, 3, np.uint64, lambda out: None)
+    np.save(path, np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match="is not"):
+        cached_array(path, 1, np.uint64, lambda out: None)
+
+
+def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write(?s:.*)data\.cache_dir"):
+        cached_array(tmp_path / "file" / "a.npy", 3, np.uint64, lambda out: None)

@@ -1,0 +1,93 @@
+"""`frontier-llm data …` through its parser: results on stdout, JSON where asked, errors as FrontierErrors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cli import data
+from frontier_llm.errors import DataError
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    data.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["data", *map(str, words)])
+    return args.run(args)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": f"[bold] text {n} [/x]\n" * 5}) + "\n" for n in range(50)))
+    (tmp_path / "in" / "b.md").write_text("# heading\nand words\n" * 100)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["model", "json"])
+def test_tokenizer_tokenize_inspect(corpus: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    tokenizer, prefix = corpus / f"tok.{kind}", corpus / "out" / "tokens"
+    assert run("tokenizer", corpus / "in", "--output", tokenizer, "--vocab-size", 290) == 0
+    assert "290 ids" in capsys.readouterr().out
+    assert run("tokenize", corpus / "in", "--output", prefix, "--tokenizer", tokenizer, "--workers", 1, "--json") == 0
+    meta = json.loads(capsys.readouterr().out)
+    assert meta["documents"] == 51
+    assert run("inspect", prefix, "--json", "--samples", 2, "--top", 7) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == meta["tokens"]
+    assert report["documents"] == 51
+    assert len(report["top_tokens"]) == 7
+    assert sum(token["count"] for token in report["top_tokens"]) <= report["tokens"]
+    assert report["samples"][0]["text"].startswith("[bold] text 0 [/x]\n")
+    assert report["vocab_size"] == 290
+    assert run("inspect", prefix) == 0
+    shown = capsys.readouterr().out
+    assert "[bold] text 0 [/x]" in shown
+    assert "most frequent tokens" in shown
+
+
+def test_inspect_without_a_record(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("tokenize", corpus / "in", "--output", corpus / "t", "--tokenizer", "bytes", "--workers", 1)
+    (corpus / "t.meta.json").unlink()
+    capsys.readouterr()
+    run("inspect", corpus / "t", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["samples"][0]["text"] is None
+    assert report["samples"][0]["first_ids"][:6] == list(b"[bold]")
+    run("inspect", corpus / "t", "--json", "--tokenizer", "bytes")
+    assert json.loads(capsys.readouterr().out)["samples"][0]["text"].startswith("[bold]")
+
+
+def test_inspect_counts_what_is_there(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (corpus / "x.txt").write_text("aaab")
+    run("tokenize", corpus / "x.txt", "--output", corpus / "x", "--tokenizer", "bytes", "--workers", 1)
+    capsys.readouterr()
+    run("inspect", corpus / "x", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert [(token["id"], token["count"]) for token in report["top_tokens"]] == [(97, 3), (98, 1), (256, 1)]
+    assert report["unigram_entropy_bits"] == pytest.approx(1.3709505944546687)
+    assert report["document_lengths"]["p50"] == 5
+
+
+def test_inspect_refuses_another_tokenizer(corpus: Path) -> None:
+    run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290)
+    run("tokenize", corpus / "in", "--output", corpus / "t", "--tokenizer", "bytes", "--workers", 1)
+    with pytest.raises(DataError, match="did not make"):
+        run("inspect", corpus / "t", "--tokenizer", corpus / "tok.model")
+
+
+def test_tokenizer_output_without_a_kind(corpus: Path) -> None:
+    with pytest.raises(DataError, match="names no kind"):
+        run("tokenizer", corpus / "in", "--output", corpus / "tok")
+
+
+def test_tokenizer_names_damage(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (corpus / "in" / "a.jsonl").open("a") as handle:
+        handle.write("broken\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:51"):
+        run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290)
+    assert run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290, "--skip-damaged") == 0
+    assert "a.jsonl:51" in capsys.readouterr().err

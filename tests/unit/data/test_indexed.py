@@ -1,0 +1,182 @@
+"""`.bin/.idx`: round trips, streaming, atomicity, and damage named by file and byte."""
+
+from __future__ import annotations
+
+import os
+import struct
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontier_llm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, optimal_dtype
+from frontier_llm.errors import DataError
+
+documents_of_sequences = st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=20), max_size=4), max_size=12)
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "u2") -> None:
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add_sequence(sequence)
+            writer.end_document()
+
+
+@given(documents_of_sequences)
+@settings(max_examples=40, deadline=None)
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]) -> None:
+    prefix = tmp_path_factory.mktemp("round") / "d"
+    write(prefix, documents)
+    dataset = IndexedDataset(prefix, scan=True)
+    sequences = [sequence for document in documents for sequence in document]
+    assert dataset.sequence_count == len(sequences)
+    assert dataset.document_count == len(documents)
+    assert [dataset.sequence(i).tolist() for i in range(len(sequences))] == sequences
+    assert [dataset.document(d).tolist() for d in range(len(documents))] == [list(chain(*document)) for document in documents]
+    assert dataset.one_sequence_per_document == all(len(document) == 1 for document in documents)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES.values(), key=str), ids=str)
+def test_every_dtype(tmp_path: Path, dtype: np.dtype) -> None:
+    with IndexedWriter(tmp_path / "d", dtype) as writer:
+        writer.add_document(np.array([1, 2, 127], dtype))
+    dataset = IndexedDataset(tmp_path / "d")
+    assert dataset.dtype == dtype
+    assert dataset.document(0).tolist() == [1, 2, 127]
+
+
+def test_float_codes_are_megatrons(tmp_path: Path) -> None:
+    # GPT-NeoX swaps these two
+    for code, dtype in ((6, "f8"), (7, "f4")):
+        with IndexedWriter(tmp_path / dtype, dtype) as writer:
+            writer.add_document(np.array([1.5], dtype))
+        assert (tmp_path / f"{dtype}.idx").read_bytes()[17] == code
+
+
+def test_optimal_dtype() -> None:
+    assert optimal_dtype(65499) == np.uint16
+    assert optimal_dtype(65500) == np.int32
+
+
+def test_append_equals_writing_at_once(tmp_path: Path) -> None:
+    first, second = [[[1, 2], [3]], []], [[[4]], [[5, 6, 7]]]
+    write(tmp_path / "a", first)
+    write(tmp_path / "b", second)
+    write(tmp_path / "both", first + second)
+    with IndexedWriter(tmp_path / "joined", "u2") as writer:
+        writer.append(IndexedDataset(tmp_path / "a"))
+        writer.append(IndexedDataset(tmp_path / "b"))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"joined{ending}").read_bytes() == (tmp_path / f"both{ending}").read_bytes()
+
+
+def test_append_refuses_another_dtype(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]]], "i4")
+    with pytest.raises(DataError, match="int32"), IndexedWriter(tmp_path / "b", "u2") as writer:
+        writer.append(IndexedDataset(tmp_path / "a"))
+
+
+def test_token_that_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="65536"), IndexedWriter(tmp_path / "d", "u2") as writer:
+        writer.add_document([65536])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_appears_before_finish_and_an_error_leaves_the_old_dataset(tmp_path: Path) -> None:
+    write(tmp_path / "d", [[[7]]])
+    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "d", "u2") as writer:
+        writer.add_document([1, 2, 3])
+        assert IndexedDataset(tmp_path / "d").document(0).tolist() == [7]
+        raise RuntimeError
+    assert IndexedDataset(tmp_path / "d").document(0).tolist() == [7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    write(tmp_path / "d", [[[1, 2, 3]], [[4], [5, 6]]])  # S = 3, D = 3
+    return tmp_path / "d"
+
+
+def patch(path: Path, offset: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("length", [*range(0, 95, 5), 94])
+def test_truncated_idx(small: Path, length: int) -> None:
+    idx = small.with_suffix(".idx")
+    assert idx.stat().st_size == 34 + 4 * 3 + 8 * 3 + 8 * 3 == 94
+    if length == 94:
+        IndexedDataset(small)
+        return
+    idx.write_bytes(idx.read_bytes()[:length])
+    with pytest.raises(DataError, match=r"d\.idx: at byte \d+: expected .*, found"):
+        IndexedDataset(small)
+
+
+@pytest.mark.parametrize("change", [-2, -1, 1, 2])
+def test_bin_of_another_size(small: Path, change: int) -> None:
+    data = small.with_suffix(".bin").read_bytes()
+    small.with_suffix(".bin").write_bytes(data[:change] if change < 0 else data + bytes(change))
+    with pytest.raises(DataError, match=rf"d\.bin: at byte \d+: expected 12 bytes, as d\.idx says, found {12 + change}"):
+        IndexedDataset(small)
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "message"),
+    [
+        (0, b"XX", "at byte 0: expected magic"),
+        (9, struct.pack("<Q", 2), "at byte 9: expected version 1, found 2"),
+        (17, b"\x09", "at byte 17: expected a dtype code"),
+        (26, struct.pack("<Q", 0), "at byte 26: expected at least 1"),
+        (38, struct.pack("<i", -1), r"at byte 38: expected a length >= 0 for sequence 1, found -1"),
+        (54, struct.pack("<q", 4), r"at byte 54: expected pointer 6 for sequence 1, found 4"),
+        (70, struct.pack("<q", 1), r"at byte 70: expected document indices from 0 to 3, found 1 to 3"),
+        (78, struct.pack("<q", 9), r"at byte 86: expected document index 2 >= 9, found 3"),
+    ],
+)
+def test_damage_is_named(small: Path, offset: int, data: bytes, message: str) -> None:
+    patch(small.with_suffix(".idx"), offset, data)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(small)
+
+
+def test_read_is_a_slice_and_notices_a_file_that_shrank(small: Path) -> None:
+    dataset = IndexedDataset(small)
+    assert dataset.read(2, 3).tolist() == dataset.tokens[2:5].tolist() == [3, 4, 5]
+    os.truncate(small.with_suffix(".bin"), 8)
+    with pytest.raises(DataError, match="at byte 4: expected 6 bytes, found 4"):
+        dataset.read(2, 3)
+
+
+def test_scan_can_wait(small: Path) -> None:
+    patch(small.with_suffix(".idx"), 54, struct.pack("<q", 4))
+    dataset = IndexedDataset(small, scan=False)
+    with pytest.raises(DataError, match="at byte 54"):
+        dataset.scan()
+
+
+def test_legacy_format_is_recognised(small: Path) -> None:
+    small.with_suffix(".idx").write_bytes(b"TNTIDX\x00\x00" + bytes(60))
+    with pytest.raises(DataError, match="legacy TNTIDX"):
+        IndexedDataset(small)
+
+
+def test_missing_files_and_given_endings(small: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)nowhere\.bin: no such file.*nowhere\.idx"):
+        IndexedDataset(small.with_name("nowhere"))
+    with pytest.raises(DataError, match=r"without its ending: .*/d$"):
+        IndexedDataset(f"{small}.bin")
+
+
+def test_digest_follows_content(small: Path, tmp_path: Path) -> None:
+    write(tmp_path / "same", [[[9, 9, 9]], [[9], [9, 9]]])
+    write(tmp_path / "other", [[[1, 2, 3]], [[4, 5], [6]]])
+    assert IndexedDataset(small).digest() == IndexedDataset(tmp_path / "same").digest()  # lengths decide, not tokens
+    assert IndexedDataset(small).digest() != IndexedDataset(tmp_path / "other").digest()

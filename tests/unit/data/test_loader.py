@@ -1,0 +1,216 @@
+"""The global batch is the same set of samples for every layout; masks, reading ahead, and every mismatch refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, load_model
+from frontier_llm.data.indexed import IndexedDataset, IndexedWriter
+from frontier_llm.data.loader import Batches, Microbatch, data_problems, open_batches, open_samples
+from frontier_llm.data.samples import DocumentSamples, SyntheticSamples
+from frontier_llm.data.tokenize import tokenize
+from frontier_llm.errors import DataError
+
+
+def step_rows(global_batch: int, micro_batch: int, dp: int, step: int) -> list[tuple[int, ...]]:
+    """The global batch of a step as (sample order, tokens), gathered over ranks and microbatches."""
+    rows = {}
+    for rank in range(dp):
+        batches = Batches(SyntheticSamples(8, 3, 50), global_batch, micro_batch, rank, dp, read_ahead=0)
+        for index in range(batches.microbatches):
+            tokens = batches.microbatch(step, index).tokens_BS1
+            assert tokens.shape == (micro_batch, 9)
+            for row, k in enumerate(batches.sample_ids(step, index)):
+                assert k not in rows
+                rows[k] = tuple(tokens[row].tolist())
+    assert sorted(rows) == list(range(step * global_batch, (step + 1) * global_batch))
+    return [rows[k] for k in sorted(rows)]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_union_over_ranks_is_the_same(micro_batch: int, dp: int, more: int, step: int) -> None:
+    global_batch = micro_batch * dp * more
+    assert step_rows(global_batch, micro_batch, dp, step) == step_rows(global_batch, 1, 1, step)
+
+
+def test_reading_ahead_changes_nothing_in_any_call_order() -> None:
+    plain = Batches(SyntheticSamples(8, 3, 50), 12, 2, 1, 2, read_ahead=0)
+    ahead = Batches(SyntheticSamples(8, 3, 50), 12, 2, 1, 2, read_ahead=3)
+    calls = [(0, 0), (0, 1), (0, 0), (0, 2), (1, 0), (0, 2), (9, 1), (9, 2), (10, 0), (2, 0), (2, 0)]
+    for step, index in calls:
+        assert np.array_equal(plain.microbatch(step, index).tokens_BS1, ahead.microbatch(step, index).tokens_BS1)
+    ahead.close()
+
+
+def test_next_microbatch_is_made_before_it_is_asked_for() -> None:
+    made = []
+    batches = Batches(SyntheticSamples(8, 3, 50), 4, 1, read_ahead=2)
+    make = batches._make
+    batches._make = lambda step, index: (made.append((step, index)), make(step, index))[1]  # type: ignore[method-assign]
+    batches.microbatch(0, 3)
+    batches.close()
+    assert made[0] == (0, 3)
+    assert set(made) <= {(0, 3), (1, 0), (1, 1)}
+
+
+def test_a_step_is_kept_for_the_other_chunks() -> None:
+    made = []
+    batches = Batches(SyntheticSamples(8, 3, 50), 4, 1, read_ahead=2)
+    make = batches._make
+    batches._make = lambda step, index: (made.append((step, index)), make(step, index))[1]  # type: ignore[method-assign]
+    for _ in range(3):
+        for index in range(4):
+            batches.microbatch(0, index)
+    batches.close()
+    assert [key for key in made if key[0] == 0] == [(0, index) for index in range(4)]
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontier_llm.data.loader.KEPT_BYTES", 0)
+    batches = Batches(SyntheticSamples(8, 3, 50), 64, 1, read_ahead=2)
+    for index in range(64):
+        batches.microbatch(0, index)
+    assert len(batches._kept) <= 6
+    batches.close()
+
+
+def test_an_error_in_the_background_reaches_the_caller() -> None:
+    batches = Batches(SyntheticSamples(8, 3, 50), 4, 1, vocab_size=10)
+    with pytest.raises(DataError, match=r"sample \d+ holds token \d+, the vocabulary has 10"):
+        for index in range(4):
+            batches.microbatch(0, index)
+    batches.close()
+
+
+def test_indivisible_batch_and_index_outside() -> None:
+    with pytest.raises(DataError, match="not a multiple"):
+        Batches(SyntheticSamples(8, 3, 50), 10, 4)
+    with pytest.raises(IndexError):
+        Batches(SyntheticSamples(8, 3, 50), 4, 2, read_ahead=0).microbatch(0, 2)
+
+
+def test_documents_positions_and_mask(tmp_path: Path) -> None:
+    lengths = [3, 1, 6, 2] * 10
+    with IndexedWriter(tmp_path / "d", "u2") as writer:
+        for document, length in enumerate(lengths):
+            writer.add_document([document] * length)  # a token tells its document
+    samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 10, 1)
+    batch = Batches(samples, 8, 8, reset_at_documents=True, read_ahead=0).microbatch(0, 0)
+    assert batch.documents_BS is not None
+    assert batch.loss_mask_BS is not None
+    positions = batch.positions()
+    for row in range(8):
+        tokens, documents = batch.tokens_BS1[row], batch.documents_BS[row]
+        assert documents[0] == 0
+        seen = 0
+        for place in range(10):
+            if place and tokens[place] != tokens[place - 1]:
+                seen = 0
+                assert documents[place] == documents[place - 1] + 1
+            elif place:
+                assert documents[place] == documents[place - 1]
+            assert positions[row, place] == seen
+            assert batch.loss_mask_BS[row, place] == (tokens[place + 1] == tokens[place])
+            seen += 1
+    assert batch.target_count == batch.loss_mask_BS.sum() < 80
+
+
+def test_without_document_mode_there_is_no_mask() -> None:
+    batch = Batches(SyntheticSamples(8, 3, 50), 2, 2, read_ahead=0).microbatch(0, 0)
+    assert batch.documents_BS is None
+    assert batch.loss_mask_BS is None
+    assert batch.target_count == 16
+    assert batch.positions().tolist() == [list(range(8))] * 2
+    assert isinstance(batch, Microbatch)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text("some text of the corpus\n" * 50)
+    tokenize([tmp_path / "a.txt"], tmp_path / "tokens", "bytes")
+    return tmp_path
+
+
+def run_config(corpus: Path, vocab_size: int = 300, **data: object) -> RunConfig:
+    model = load_model("llama-tiny", {"vocab_size": vocab_size})
+    fields = {"train": (DataSource(path=str(corpus / "tokens")),), **data}
+    return RunConfig(model=model, batch=BatchConfig(global_batch=4, micro_batch=2), data=DataConfig(**fields))
+
+
+def test_open_batches_from_a_config(corpus: Path) -> None:
+    source = DataSource(path=str(corpus / "tokens"))
+    config = run_config(corpus, train=(source, DataSource(path=source.path, weight=3.0)), validation=(source,), tokenizer="bytes")
+    assert data_problems(config) == []
+    train, validation = open_batches(config, 0, 2), open_batches(config, 0, 2, "validation")
+    assert train is not None
+    assert validation is not None
+    assert train.microbatches == 1
+    tokens = train.microbatch(0, 0).tokens_BS1
+    assert tokens.shape == (2, config.model.sequence_length + 1)
+    assert "text of the corpus" in bytes(tokens[0][tokens[0] < 256].tolist()).decode()
+    assert open_batches(run_config(corpus), 0, 1, "validation") is None
+    for batches in (train, validation):
+        batches.close()
+
+
+def test_validation_has_an_order_of_its_own(corpus: Path) -> None:
+    config = run_config(corpus, train="synthetic", validation="synthetic")
+    streams = [open_samples(config, split) for split in ("train", "validation")]
+    rows = []
+    for stream in streams:
+        assert stream is not None
+        rows.append(np.empty(stream.sequence_length + 1, np.int64))
+        stream.fill(0, rows[-1])
+    assert rows[0].tolist() != rows[1].tolist()
+
+
+def test_every_problem_is_found_at_once(corpus: Path) -> None:
+    missing = DataSource(path=str(corpus / "nowhere"))
+    config = run_config(corpus, vocab_size=256, validation=(missing,), tokenizer=str(corpus / "none.model"))
+    text = "\n".join(map(str, data_problems(config)))
+    assert "no such tokenizer" in text
+    assert "nowhere.bin: no such file" in text
+    assert "model.vocab_size: 256 is less than the 257 ids of the tokenizer that made" in text
+    assert "set model.vocab_size=257" in text
+
+
+def test_another_tokenizer_is_refused(corpus: Path) -> None:
+    from frontier_llm.data.tokenizer import train_sentencepiece
+
+    train_sentencepiece(["a text to train on, with words and words\n" * 20], corpus / "other.model", 290)
+    text = "\n".join(map(str, data_problems(run_config(corpus, tokenizer=str(corpus / "other.model")))))
+    assert "did not make" in text
+    assert "set data.tokenizer to bytes" in text
+    small = "\n".join(map(str, data_problems(run_config(corpus, vocab_size=280, tokenizer=str(corpus / "other.model")))))
+    assert "model.vocab_size: 280 is less than the 290 ids" in small
+
+
+def test_damaged_record_is_a_problem(corpus: Path) -> None:
+    (corpus / "tokens.meta.json").write_text("{")
+    assert "is damaged" in "\n".join(map(str, data_problems(run_config(corpus))))
+
+
+def test_indices_can_be_built_ahead(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from frontier_llm.data import samples as samples_module
+    from frontier_llm.data.loader import prepare_indices
+    from frontier_llm.data.samples import EpochIndex
+
+    monkeypatch.setattr(samples_module, "CACHE_FROM_DOCUMENTS", 1)
+    source = DataSource(path=str(corpus / "tokens"))
+    config = run_config(
+        corpus, train=(source, DataSource(path=source.path, weight=2.0)), validation=(source,), cache_dir=str(tmp_path / "cache")
+    )
+    prepare_indices(config)
+    monkeypatch.setattr(EpochIndex, "_build", lambda *_: pytest.fail("was not built ahead"))
+    for split, steps in (("train", config.train.steps), ("validation", config.train.eval_samples // config.batch.global_batch)):
+        batches = open_batches(config, 0, 1, split, read_ahead=0)
+        assert batches is not None
+        for step in range(steps):
+            for index in range(batches.microbatches):
+                batches.microbatch(step, index)

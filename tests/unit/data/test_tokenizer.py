@@ -1,0 +1,131 @@
+"""Every tokenizer gives a text back exactly, never reads text as a special id, and is known by its digest."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontier_llm.data.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    take_bytes,
+    train_huggingface,
+    train_sentencepiece,
+)
+from frontier_llm.errors import DataError
+
+SOURCES = [path.read_bytes().decode() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]]
+HARD = [
+    "", " ", "\n", "\t\r\n", "  leading", "trailing  ", "\n\n\n    x\n", "a\0b", "\ufeffbom", "▁", " ▁ x ▁▁",
+    "<s></s><unk><0x0A><|endoftext|>", "\u2028é𝔘😀", "\x7f\x1b[0m", "a" * 5000, " " * 300,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["model", "json", "bytes"])
+def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    if request.param == "bytes":
+        return load_tokenizer("bytes")
+    path = tmp_path_factory.mktemp("tokenizer") / f"tokenizer.{request.param}"
+    (train_sentencepiece if request.param == "model" else train_huggingface)(SOURCES, path, 700)
+    return load_tokenizer(path)
+
+
+def test_real_sources_come_back(codec: Tokenizer) -> None:
+    for text in SOURCES:
+        assert codec.decode(codec.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", HARD, ids=lambda text: ascii(text[:12]))
+def test_hard_texts_come_back_and_are_never_special(codec: Tokenizer, text: str) -> None:
+    ids = codec.encode(text)
+    assert codec.decode(ids) == text
+    assert codec.eod not in ids
+    assert all(0 <= number < codec.vocab_size for number in ids)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_any_text_comes_back(codec: Tokenizer, text: str) -> None:
+    assert codec.decode(codec.encode(text)) == text
+
+
+def test_batch_equals_one_by_one(codec: Tokenizer) -> None:
+    assert codec.encode_batch(HARD) == [codec.encode(text) for text in HARD]
+
+
+def test_end_of_document_is_a_valid_id_without_text(codec: Tokenizer) -> None:
+    assert 0 <= codec.eod < codec.vocab_size
+    ids = codec.encode("one")
+    assert codec.decode([*ids, codec.eod, *ids]) == "oneone"
+
+
+def test_digest_is_of_the_content(tmp_path: Path) -> None:
+    first = train_sentencepiece(SOURCES[:5], tmp_path / "a.model", 400)
+    again = train_sentencepiece(SOURCES[:5], tmp_path / "b.model", 400)
+    other = train_sentencepiece(SOURCES[5:10], tmp_path / "c.model", 400)
+    assert first.digest == again.digest != other.digest
+
+
+def test_trained_size_is_what_was_asked(tmp_path: Path) -> None:
+    assert train_sentencepiece(SOURCES, tmp_path / "a.model", 555).vocab_size == 555
+    assert train_huggingface(SOURCES, tmp_path / "tokenizer.json", 555).vocab_size == 555
+
+
+def test_directory_and_declared_end_of_document(tmp_path: Path) -> None:
+    train_huggingface(SOURCES[:3], tmp_path / "tokenizer.json", 300)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("<|endoftext|>", "<finis>"), encoding="utf-8")
+    with pytest.raises(DataError, match="eos_token in tokenizer_config"):
+        load_tokenizer(tmp_path)
+    for declared in ("<finis>", {"content": "<finis>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
+        assert load_tokenizer(tmp_path).eod == 0
+
+
+@pytest.mark.parametrize(("name", "content"), [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")])
+def test_foreign_files(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"is no .*tokenizer|is no sentencepiece"):
+        load_tokenizer(tmp_path / name)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such tokenizer"):
+        load_tokenizer(tmp_path / "x.model")
+    with pytest.raises(DataError, match="holds neither"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("train", [train_sentencepiece, train_huggingface])
+def test_empty_corpus(tmp_path: Path, train: object) -> None:
+    with pytest.raises(DataError, match="holds no text"):
+        train([], tmp_path / "x.model", 300)  # type: ignore[operator]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vocabulary_larger_than_the_text_allows(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="fewer than 5000 pieces"):
+        train_sentencepiece(["too little"], tmp_path / "x.model", 5000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_without_byte_fallback_still_loads(tmp_path: Path) -> None:
+    import sentencepiece
+
+    options = {"vocab_size": 60, "model_type": "bpe", "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 5), model_prefix=str(tmp_path / "plain"), **options
+    )
+    codec = SentencePieceTokenizer(tmp_path / "plain.model")
+    assert codec.decode(codec.encode("the fox")) == "the fox"
+    assert codec.encode("▁the")
+
+
+def test_take_bytes() -> None:
+    assert list(take_bytes(["é" * 4, "b" * 4, "c"], 9)) == ["é" * 4, "b" * 4]

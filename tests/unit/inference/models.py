@@ -1,0 +1,42 @@
+"""Tiny models with random weights, as a source of weights that needs no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from frontier_llm.checkpoint.huggingface import family_for
+from frontier_llm.comm import Mesh, serial_mesh
+from frontier_llm.config import ModelConfig, OpsConfig, load_model
+from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_plan
+
+NAMES = ("llama-tiny", "gpt-tiny", "mpt-tiny")
+
+
+class RandomWeights:
+    """Every tensor random, norms and biases too, so that each of them matters; a pure function of the name."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._shapes = {rule.ours: rule.shape for rule in family_for(model).rules(model)}
+
+    def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        whole = 0.15 * torch.randn(self._shapes[name], generator=generator, dtype=torch.float64)
+        if "norm" in name and name.endswith("weight"):
+            whole += 1
+        return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+
+
+def tiny(name: str, dtype: str = "fp64", mesh: Mesh | None = None, tensor: int = 1, pipeline: int = 1) -> InferenceModel:
+    model = load_model(name)
+    mesh = mesh or serial_mesh()
+    plan = inference_plan(model, tensor, pipeline, mesh.world.size)
+    return build_inference_model(RandomWeights(model), plan, mesh, torch.device("cpu"), dtype, OpsConfig())
+
+
+def prompts(lengths: Sequence[int], vocab: int = 250) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]

@@ -1,0 +1,84 @@
+"""Each filter against its definition, and against transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontier_llm.errors import ConfigError
+from frontier_llm.inference.sampling import Sampler, Sampling, keep_likely, penalise
+
+V = 23
+
+
+def logits(seed: int, rows: int = 3) -> torch.Tensor:
+    return 2 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+def unseen(rows: int) -> torch.Tensor:
+    return torch.zeros(rows, V, dtype=torch.bool)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), top_k=st.integers(0, V + 2), top_p=st.floats(0.05, 1.0), penalty=st.sampled_from([1.0, 0.7, 1.8]))
+def test_kept_probabilities_equal_transformers(seed: int, top_k: int, top_p: float, penalty: float) -> None:
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    x_BV, context_BS = logits(seed), torch.randint(0, V, (3, 5), generator=torch.Generator().manual_seed(seed))
+    seen_BV = unseen(3).scatter_(1, context_BS, True)
+    expected_BV = warpers.RepetitionPenaltyLogitsProcessor(penalty)(context_BS, x_BV.clone())
+    expected_BV = warpers.TemperatureLogitsWarper(0.6)(context_BS, expected_BV)
+    if top_k:
+        expected_BV = warpers.TopKLogitsWarper(top_k)(context_BS, expected_BV)
+    if top_p < 1:
+        expected_BV = warpers.TopPLogitsWarper(top_p)(context_BS, expected_BV)
+    ordered_BV, order_BV = (penalise(x_BV, seen_BV, penalty) / 0.6).sort(-1, descending=True)
+    kept_BV = keep_likely(ordered_BV, top_k, top_p)
+    kept_BV = torch.zeros_like(kept_BV).scatter_(1, order_BV, kept_BV / kept_BV.sum(-1, keepdim=True))
+    assert torch.allclose(kept_BV, expected_BV.softmax(-1), atol=1e-6)
+
+
+def test_draws_follow_the_distribution() -> None:
+    x_BV = logits(1, rows=1).expand(4000, V)
+    drawn = Sampler(Sampling(seed=3), range(4000)).choose(x_BV, unseen(4000))
+    observed = torch.bincount(drawn, minlength=V) / 4000
+    assert (observed - x_BV[0].softmax(-1)).abs().max() < 0.03
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), top_k=st.integers(1, 4), top_p=st.floats(0.1, 1.0))
+def test_only_kept_tokens_are_drawn(seed: int, top_k: int, top_p: float) -> None:
+    x_BV = logits(seed, rows=8)
+    drawn = Sampler(Sampling(seed=seed, top_k=top_k, top_p=top_p), range(8)).choose(x_BV, unseen(8))
+    assert all(token in x_BV[row].topk(top_k).indices for row, token in enumerate(drawn.tolist()))
+
+
+def test_a_row_draws_the_same_whatever_its_neighbours() -> None:
+    x_BV = logits(5, rows=4)
+    together = Sampler(Sampling(seed=7), range(4)).choose(x_BV, unseen(4))
+    alone = Sampler(Sampling(seed=7), [2]).choose(x_BV[2:3], unseen(1))
+    assert together[2] == alone[0]
+    others = {tuple(Sampler(Sampling(seed=seed), range(4)).choose(x_BV, unseen(4)).tolist()) for seed in range(20)}
+    assert len(others) > 10
+
+
+def test_temperature_zero_is_greedy_and_low_temperature_nearly() -> None:
+    x_BV = logits(9)
+    assert torch.equal(Sampler(Sampling(temperature=0), range(3)).choose(x_BV, unseen(3)), x_BV.argmax(-1))
+    assert torch.equal(Sampler(Sampling(temperature=1e-4), range(3)).choose(x_BV, unseen(3)), x_BV.argmax(-1))
+
+
+def test_the_penalty_can_change_the_greedy_choice() -> None:
+    x_BV = torch.zeros(1, V)
+    x_BV[0, 4], x_BV[0, 5] = 2.0, 1.5
+    seen_BV = unseen(1)
+    seen_BV[0, 4] = True
+    assert Sampler(Sampling(temperature=0, repetition_penalty=1.5), [0]).choose(x_BV, seen_BV).item() == 5
+
+
+def test_all_impossible_settings_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampling(max_new_tokens=0, temperature=-1, top_k=-2, top_p=0, repetition_penalty=0)
+    for word in ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"):
+        assert word in str(caught.value)

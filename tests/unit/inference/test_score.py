@@ -1,0 +1,78 @@
+"""Scores against a softmax over whole logits, one text at a time; batches, layouts and replicas give the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from frontier_llm.comm import build_mesh
+from frontier_llm.config import load_model
+from frontier_llm.errors import ConfigError
+from frontier_llm.inference.model import InferenceModel
+from frontier_llm.inference.score import Score, score
+from frontier_llm.topology import Grid
+from tests.harness.pool import RankPool
+from tests.unit.inference.models import NAMES, prompts, tiny
+
+
+def requests() -> list[tuple[list[int], list[int]]]:
+    texts = prompts((6, 20, 9, 40, 33, 2, 14))
+    return [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
+
+
+def expected(model: InferenceModel, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    text = (context + continuation)[-model.config.sequence_length - 1 :]
+    with torch.inference_mode():
+        x_SBH = model.hidden(torch.tensor(text[:-1])[:, None])
+        assert x_SBH is not None
+        table_SV = model.whole_logits(x_SBH)[:, 0].log_softmax(-1)[-len(continuation) :]
+    total = sum(float(table_SV[place, token]) for place, token in enumerate(continuation))
+    return total, table_SV.argmax(-1).tolist() == continuation
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_scores_equal_a_softmax_over_the_whole_vocabulary(name: str, batch_size: int) -> None:
+    model = tiny(name)
+    scores = score(model, requests(), batch_size)
+    for (context, continuation), found in zip(requests(), scores, strict=True):
+        total, greedy = expected(model, context, continuation)
+        assert math.isclose(found.log_probability, total, rel_tol=1e-12)
+        assert (found.greedy, found.tokens) == (greedy, len(continuation))
+    assert not any(found.greedy for found in scores)  # random text; the next test sees True
+
+
+def test_the_models_own_choice_is_greedy() -> None:
+    model = tiny("llama-tiny")
+    context = prompts((5,))[0]
+    with torch.inference_mode():
+        x_SBH = model.hidden(torch.tensor(context)[:, None])
+        assert x_SBH is not None
+        best = int(model.whole_logits(x_SBH)[-1, 0].argmax())
+    assert score(model, [(context, [best]), (context, [(best + 1) % 250])])[0].greedy
+    assert not score(model, [(context, [(best + 1) % 250])])[0].greedy
+
+
+@pytest.mark.parametrize(
+    ("request_", "word"),
+    [(([], [1]), "empty context"), (([1], []), "empty continuation"), (([1], [2] * 33), "33 tokens"), (([250], [1]), "holds token 250")],
+)
+def test_impossible_requests_are_named(request_: tuple[list[int], list[int]], word: str) -> None:
+    with pytest.raises(ConfigError, match=f"request 1: .*{word}"):
+        score(tiny("llama-tiny"), [([1], [2]), request_])
+
+
+def _score_on_layout(rank: int, name: str, tensor: int, pipeline: int, data: int) -> list[Score]:
+    mesh = build_mesh(Grid(tensor, pipeline, data), rank, tied_embeddings=load_model(name).tied_embeddings)
+    return score(tiny(name, "fp64", mesh, tensor, pipeline), requests(), 2)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("llama-tiny", (2, 2, 2)), ("gpt-tiny", (4, 1, 1)), ("mpt-tiny", (1, 2, 2))])
+def test_every_layout_scores_the_same(ranks: RankPool, name: str, layout: tuple[int, int, int]) -> None:
+    serial = score(tiny(name), requests(), 2)
+    for scores in ranks.run(math.prod(layout), _score_on_layout, name, *layout):
+        assert [(found.greedy, found.tokens) for found in scores] == [(found.greedy, found.tokens) for found in serial]
+        for found, reference in zip(scores, serial, strict=True):
+            assert math.isclose(found.log_probability, reference.log_probability, rel_tol=1e-12)

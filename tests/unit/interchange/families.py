@@ -1,0 +1,70 @@
+"""Tiny random models of transformers, one per family and variant, saved to disk; every parameter random, norms and biases too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+V, S, H, L, A = 61, 24, 48, 2, 6
+
+
+def llama(**over: object) -> transformers.PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    values = {
+        "vocab_size": V, "max_position_embeddings": S, "hidden_size": H, "num_hidden_layers": L, "num_attention_heads": A,
+        "num_key_value_heads": 2, "intermediate_size": 80, "rms_norm_eps": 1e-5, "rope_parameters": rope, "tie_word_embeddings": False,
+    } | over  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+
+
+def gpt2(**over: object) -> transformers.PreTrainedModel:
+    values = {
+        "vocab_size": V, "n_positions": S, "n_embd": H, "n_layer": L, "n_head": A, "n_inner": 80,
+        "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0,
+    } | over  # fmt: skip
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**values))
+
+
+def neox(**over: object) -> transformers.PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
+    values = {
+        "vocab_size": V, "max_position_embeddings": S, "hidden_size": H, "num_hidden_layers": L, "num_attention_heads": A,
+        "intermediate_size": 80, "rope_parameters": rope,
+    } | over  # fmt: skip
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**values))
+
+
+def mpt(**over: object) -> transformers.PreTrainedModel:
+    values = {"vocab_size": V, "max_seq_len": S, "d_model": H, "n_layers": L, "n_heads": A} | over
+    return transformers.MptForCausalLM(transformers.MptConfig(**values))
+
+
+VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "llama-gqa": llama,
+    "llama-mha-tied": lambda: llama(num_key_value_heads=A, tie_word_embeddings=True),
+    "llama-bias-wide-heads": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=16),
+    "gpt2": gpt2,
+    "gpt2-untied-gelu": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
+    "neox": neox,
+    "neox-serial-residual": lambda: neox(use_parallel_residual=False),
+    "mpt": mpt,
+    "mpt-power-of-two-heads": lambda: mpt(n_heads=8),
+}
+
+
+def build(variant: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    model = VARIANTS[variant]().to(dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) + (parameter.dim() == 1))
+    return model
+
+
+def saved(variant: str, directory: Path, dtype: torch.dtype = torch.float32, **options: object) -> transformers.PreTrainedModel:
+    model = build(variant, dtype)
+    model.save_pretrained(directory, **options)
+    return model
