@@ -178,12 +178,16 @@ def build_mesh(
     is_end = global_rank in (pipeline[0], pipeline[-1])
     tied = tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) if tied_embeddings and is_end else (global_rank,)
     names = CHANNELS + (WRAP_CHANNELS if chunks > 1 else ()) if grid.pp > 1 else ()
+    tied_axis = groups.axis("tied", tied)
+    if tied_embeddings and not is_end:
+        # torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many
+        _new_group((global_rank,), timeout_s)
     return Mesh(
         tp=groups.axis("tp", grid.group("tp", global_rank)),
         pp=groups.axis("pp", pipeline),
         dp=groups.axis("dp", grid.group("dp", global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
-        tied=groups.axis("tied", tied),
+        tied=tied_axis,
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
         ledger=groups.ledger,
     )
