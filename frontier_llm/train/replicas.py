@@ -16,12 +16,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from frontier_llm.checkpoint.exchange import all_gather_json, maximum
 from frontier_llm.comm import Axis, Mesh, all_gather
-from frontier_llm.errors import Problem, RankFailure
+from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.optim import AdamW, Bucket
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+class ReplicaDrift(FrontierError):
+    """Copies of one tensor differ; the message names tensors and ranks. Every rank raises it."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -55,15 +62,17 @@ class ReplicaCheck:
         return found
 
     def check(self, step: int, world: Axis) -> None:
-        """Raises RankFailure on every rank when copies differ anywhere. Collective over the world."""
-        from frontier_llm.checkpoint.exchange import all_gather_json, maximum
-
+        """Raises ReplicaDrift on every rank when copies differ anywhere. Collective over the world."""
         problems = self.problems()
         if maximum([len(problems)], world, self._device)[0]:
             rows = all_gather_json([vars(problem) for problem in problems[:5]], world, self._device)
             unique = dict.fromkeys(Problem(**row) for ranks in rows for row in ranks)
-            head = Problem(f"step {step}", "replicas have drifted apart", "start again: the newest checkpoint is from before, or its audit says so")
-            raise RankFailure([*unique, head])
+            head = Problem(
+                f"step {step}",
+                "replicas have drifted apart",
+                "suspect these ranks' memory; exclude their nodes and start again from the newest checkpoint, which was compared before it was saved",
+            )
+            raise ReplicaDrift([*unique, head])
 
 
 def checksum(values: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class Watchdog:
         self._board, self._rank, self._world_size, self._ledger = board, rank, world_size, ledger
         self._run_dir, self._timeout_s = run_dir, timeout_s
         self._step, self._section, self._posts = 0, "start", 0
+        self._step_began_at = self._per_step = 0  # collectives
         self._moved_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -77,6 +78,9 @@ class Watchdog:
 
     def at(self, step: int, section: str) -> None:
         """Note where the main thread is; cheap."""
+        if step != self._step:
+            done = self._collectives()
+            self._step_began_at, self._per_step = done, done - self._step_began_at
         self._step, self._section = step, section
         self._moved_s = time.monotonic()
 
@@ -90,11 +94,17 @@ class Watchdog:
         finally:
             self.at(self._step, before)
 
+    def _collectives(self) -> int:
+        return sum(list(self._ledger.calls.values()))
+
     def _notice(self) -> dict[str, Any]:
         self._posts += 1
+        collectives = self._collectives()
+        # stages of a pipeline make different numbers of calls, so progress is counted in shares of the own step
+        progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
         return {
             "host": socket.gethostname(), "pid": os.getpid(), "step": self._step, "section": self._section,
-            "collectives": sum(self._ledger.calls.values()), "posts": self._posts,
+            "collectives": collectives, "progress": round(progress, 3), "posts": self._posts,
         }  # fmt: skip
 
     def _watch(self) -> None:
@@ -190,7 +200,7 @@ class Watchdog:
         if silent:
             rank, how = silent[0], "it died or was stopped: it gives no sign of life"
         elif after:
-            rank = min(after, key=lambda number: (after[number]["step"], after[number]["collectives"], number))
+            rank = min(after, key=lambda number: (after[number]["progress"], number))
             how = f"all live, and it is furthest behind ({after[rank]['collectives']} collectives)"
         else:
             return self._own_cause(symptom)
@@ -221,11 +231,11 @@ class Watchdog:
         except Exception as error:
             if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
                 raise  # all ranks know it alike
-            cause = self.explain(error)
-            if cause.rank == self._rank:
+            if self._board is None:
                 raise
+            cause = self.explain(error)
             traceback.print_exc()
-            log.warn(f"secondary failure. {cause.describe()}")
+            log.warn(cause.describe() if cause.rank == self._rank else f"secondary failure. {cause.describe()}")
             sys.stderr.flush()
             os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
         self.stop()
