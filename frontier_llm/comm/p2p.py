@@ -66,4 +66,5 @@ def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axi
     assert axis.group is not None, "an axis of one rank has no one to exchange with"
     axis.ledger.add(axis.name, "send", outgoing.numel() * outgoing.element_size())
     axis.ledger.add(axis.name, "recv", incoming.numel() * incoming.element_size())
-    axis.ledger.wait(axis.name, "recv", axis.group.exchange(outgoing, to, incoming, source))
+    with axis.ledger.blocked(axis.name, "recv"):
+        axis.group.exchange(outgoing, to, incoming, source).wait()
