@@ -150,6 +150,7 @@ class CommConfig(Section):
     """How bytes move between ranks."""
 
     transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
+    algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 
 class TrainConfig(Section):
