@@ -86,8 +86,8 @@ def native_libraries() -> list[Extension]:
         )
     ]
     for name, source, links in (
-        ("libsample_index", "csrc/sample_index.cpp", []),
-        ("libshm_collectives", "csrc/shm_collectives.cpp", ["-lrt", "-lpthread"]),
+        ("libsample_index", "csrc/sample_index.cpp", ["-pthread"]),
+        ("libshm_collectives", "csrc/shm_collectives.cpp", ["-lrt", "-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
         if (ROOT / source).exists():

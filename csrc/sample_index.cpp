@@ -157,10 +157,12 @@ int64_t fl_build(const void* lengths, const void* documents, uint64_t count, uin
 }
 
 // The pieces of documents that hold tokens [token, token + wanted) of an epoch, as far as the epoch reaches: piece i is
-// lengths_out[i] tokens of document documents_out[i] from offset offsets_out[i]. Returns the number of pieces (at most `wanted`).
+// lengths_out[i] tokens of document documents_out[i] from offset offsets_out[i]; the document begins at byte bytes_out[i] of .bin
+// (`pointers`: i64 per sequence). Returns the number of pieces (at most `wanted`).
 // A prefix that does not belong to these lengths is noticed when a block's sum differs: kIndexMismatch.
-int64_t fl_pieces(const void* lengths, const void* documents, uint64_t count, uint64_t key, uint64_t block, const uint64_t* prefix,
-                  uint64_t token, uint64_t wanted, int64_t* documents_out, int64_t* offsets_out, int64_t* lengths_out) {
+int64_t fl_pieces(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t key, uint64_t block,
+                  const uint64_t* prefix, uint64_t token, uint64_t wanted, int64_t* documents_out, int64_t* offsets_out,
+                  int64_t* lengths_out, int64_t* bytes_out) {
     if (block == 0 || block > kMaximumBlock) return kBadArgument;
     const Corpus corpus{lengths, documents, count};
     const Permutation order(count, key);
@@ -181,6 +183,7 @@ int64_t fl_pieces(const void* lengths, const void* documents, uint64_t count, ui
                 documents_out[pieces] = static_cast<int64_t>(document);
                 offsets_out[pieces] = static_cast<int64_t>(token - before);
                 lengths_out[pieces] = static_cast<int64_t>(taken);
+                bytes_out[pieces] = load<int64_t>(pointers, documents ? load<int64_t>(documents, document) : document);
                 ++pieces;
                 token += taken;
                 wanted -= taken;

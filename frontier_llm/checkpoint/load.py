@@ -29,7 +29,7 @@ from frontier_llm.optim import AdamW, Bucket
 # parallel file systems that this is for, and a Python-level read call about 2 us.
 MERGE_GAP_BYTES = 64 << 10
 
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def read_shards(path: Path, manifest: Manifest, optimizer: AdamW, rank: int, wor
 
 
 def _read_whole(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
-    dtype = _DTYPES[manifest.dtype]
+    dtype = DTYPES[manifest.dtype]
 
     def consume(entry: Entry, first: int, block: memoryview) -> None:
         for transfer in wanted.get(entry.piece, ()):
@@ -146,7 +146,7 @@ def _read_whole(path: Path, manifest: Manifest, number: int, wanted: dict[int, l
 
 
 def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
-    shard, dtype, item = manifest.shards[number], _DTYPES[manifest.dtype], ITEM_BYTES[manifest.dtype]
+    shard, dtype, item = manifest.shards[number], DTYPES[manifest.dtype], ITEM_BYTES[manifest.dtype]
     file = path / shard.file
     expected = header_of(manifest, shard, file)
     buffer = memoryview(bytearray(BLOCK_BYTES))

@@ -11,13 +11,15 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.errors import CheckpointError, Problem
 
+FORMAT: Final = "frontier_llm checkpoint"
+VERSION: Final = 1
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8}
 MAX_MANIFEST_BYTES = 1 << 28  # 256 MiB; the 1T model on 3072 ranks needs a few

@@ -15,7 +15,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.exchange import all_gather_json, maximum
 from frontier_llm.checkpoint.lock import RunLock
-from frontier_llm.checkpoint.manifest import DtypeName, Manifest, Progress, Shard, TensorEntry, config_digest
+from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, Shard, TensorEntry, config_digest
 from frontier_llm.checkpoint.pieces import KINDS, Piece
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Mesh
@@ -257,7 +257,7 @@ def build_manifest(
     """The manifest of a save whose ranks wrote `parts`."""
     shards = tuple(Shard(**part, pieces=tuple(pieces)) for part, pieces in zip(parts, rows, strict=True) if part is not None)
     return Manifest(
-        format="frontier_llm checkpoint", version=1, incarnation=incarnation, progress=progress, layout=dict(layout), config=dict(config),
+        format=FORMAT, version=VERSION, incarnation=incarnation, progress=progress, layout=dict(layout), config=dict(config),
         config_sha256=config_digest(config), environment=dict(environment), dtype=dtype, kinds=KINDS, tensors=tensors, shards=shards,
     )  # fmt: skip
 

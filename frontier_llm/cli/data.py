@@ -1,4 +1,4 @@
-"""`frontier-llm data tokenizer|tokenize|inspect|stdlib`: from text to a dataset that `train` reads."""
+"""`frontier-llm data tokenizer|tokenize|import|index|inspect|stdlib`: from text to a dataset that `train` reads."""
 
 from __future__ import annotations
 
@@ -12,24 +12,35 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     """Add the `data` command and its subcommands to an argparse subparsers object."""
     data = subparsers.add_parser("data", help="train tokenizers, tokenize text, look into datasets")
-    commands = data.add_subparsers(dest="data_command", required=True, metavar="tokenizer|tokenize|inspect|stdlib")
+    commands = data.add_subparsers(dest="data_command", required=True, metavar="tokenizer|tokenize|import|index|inspect|stdlib")
     data.set_defaults(run=run)
 
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text files")
-    tokenizer.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet")
+    tokenizer.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
     tokenizer.add_argument("--output", required=True, help="NAME.model (sentencepiece) or NAME.json (Hugging Face)")
     tokenizer.add_argument("--vocab-size", type=int, default=32000)
     tokenizer.add_argument("--sample-mib", type=int, default=64, help="how much text to train on (default 64)")
     _text_options(tokenizer)
 
     tokenize = commands.add_parser("tokenize", help="make PREFIX.bin/.idx from text; run it again to resume")
-    tokenize.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet")
+    tokenize.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
     tokenize.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
     tokenize.add_argument("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`")
     tokenize.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
     tokenize.add_argument("--shard-mib", type=int, default=32, help="input per resumable part (default 32)")
     tokenize.add_argument("--json", action="store_true", help="print the record as JSON")
     _text_options(tokenize)
+
+    importer = commands.add_parser("import", help="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
+    importer.add_argument("inputs", nargs="+", help="files, joined in this order, or directories of .mds/.npy/.bin")
+    importer.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
+    importer.add_argument("--tokenizer", required=True, help="the one that made the tokens")
+    importer.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns")
+    importer.add_argument("--column", default="tokens", help="MDS column (default tokens)")
+
+    index = commands.add_parser("index", help="build a run's sample indices ahead of it, without its ranks")
+    index.add_argument("config", help="a run file's name or path")
+    index.add_argument("overrides", nargs="*", metavar="key=value")
 
     inspect = commands.add_parser("inspect", help="counts, token histogram and decoded samples of a dataset; checks all of its index")
     inspect.add_argument("prefix", help="path without .bin/.idx")
@@ -53,7 +64,10 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one subcommand; errors are FrontierErrors."""
-    return {"tokenizer": _tokenizer, "tokenize": _tokenize, "inspect": _inspect, "stdlib": _stdlib}[args.data_command](args)
+    commands = {
+        "tokenizer": _tokenizer, "tokenize": _tokenize, "import": _import, "index": _index, "inspect": _inspect, "stdlib": _stdlib,
+    }  # fmt: skip
+    return commands[args.data_command](args)
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
@@ -76,6 +90,28 @@ def _tokenize(args: argparse.Namespace) -> int:
     options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20)
     meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers)
     print(json.dumps(asdict(meta), indent=1) if args.json else f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from frontier_llm.data.importing import import_tokens
+
+    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column)
+    print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
+    return 0
+
+
+def _index(args: argparse.Namespace) -> int:
+    from frontier_llm.config import load_run
+    from frontier_llm.data.loader import data_problems, prepare_indices
+    from frontier_llm.errors import DataError
+
+    run_config = load_run(args.config, args.overrides)
+    problems = data_problems(run_config)
+    if problems:
+        raise DataError(problems)
+    prepare_indices(run_config)
+    print("the sample indices are ready")
     return 0
 
 

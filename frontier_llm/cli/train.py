@@ -21,8 +21,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("run", help="a run file, or the name of one in configs/runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=100 parallel.tensor=2")
     parser.add_argument("--no-jit", action="store_true", help="make any attempt to compile while training an error (ops.no_jit)")
+    parser.add_argument("--strict", action="store_true", help="stop when the newest checkpoint is damaged; default: use the one before it")
     parser.add_argument(
-        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key changes the mathematics; repeatable"
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let this key (e.g. optimizer.betas) differ from the checkpoint's although it changes the mathematics; repeatable",
     )
     parser.add_argument("--check", action="store_true", help="check the run and its data, print the layout, train nothing")
 
@@ -33,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
 
     overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
     config = load_run(args.run, overrides)
-    allowed = [word for key in args.allow_change for word in ("--allow-change", key)]
     place = discover()
     world_size = place.world_size if place else local_world_size(config)
     if place is None or place.rank == 0:
@@ -41,10 +45,14 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         return 0
     if place is None and world_size > 1:
-        return _start_local_ranks(config, world_size, ["train", args.run, *overrides, *allowed])
-    from frontier_llm.train.loop import train
+        return _start_local_ranks(config, world_size, ["train", args.run, *overrides, *_resume_flags(args)])
+    from frontier_llm.train.loop import Resume, train
 
-    return train(config, place, args.allow_change)
+    return train(config, place, Resume(args.strict, tuple(args.allow_change)))
+
+
+def _resume_flags(args: argparse.Namespace) -> list[str]:
+    return [*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key))]
 
 
 def local_world_size(config: RunConfig) -> int:

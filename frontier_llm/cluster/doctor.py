@@ -120,7 +120,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
             "--gpus-per-node=0",
             "--cpu-bind=none",
             "--overlap",
-                "--kill-on-bad-exit=0",
+            "--kill-on-bad-exit=0",
             f"--time={max(1, round(timeout_s / 60))}",
         ]
         command += [python, "-m", "frontier_llm.cluster.probe", file.name]

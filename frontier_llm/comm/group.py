@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -29,13 +30,25 @@ class _Done:
 DONE: Pending = _Done()
 
 
+class All:
+    """Several under way as one."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for part in self._parts:
+            part.wait()
+
+
 def _under_way(work: dist.Work | None) -> Pending:
     assert work is not None, "torch gives no work to processes outside the group"
     return work
 
 
-class Group(Protocol):
-    """Collectives and messages among `size` > 1 ranks; all tensors contiguous, sources and targets are ranks of the axis."""
+class Collectives(Protocol):
+    """Collectives among `size` > 1 ranks; all tensors contiguous, sources are ranks of the axis."""
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """'sum' or 'max' over all ranks, in place."""
@@ -52,11 +65,18 @@ class Group(Protocol):
     def barrier(self) -> None:
         """Return when every rank is here."""
 
+
+class Group(Collectives, Protocol):
+    """Collectives and messages among `size` > 1 ranks."""
+
     def send(self, x: Tensor, to: int) -> Pending:
         """A message; messages to one rank arrive in order."""
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """Post a receive; those from one rank are filled in the order in which they were posted."""
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
+        """Send to one rank and receive from another (or the same) as one operation: two would wait for each other on a GPU's stream."""
 
 
 class TorchGroup:
@@ -92,3 +112,11 @@ class TorchGroup:
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """See Group."""
         return _under_way(dist.irecv(buffer, self._ranks[source], group=self.process_group))
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
+        """See Group."""
+        operations = [
+            dist.P2POp(dist.isend, outgoing, self._ranks[to], self.process_group),
+            dist.P2POp(dist.irecv, incoming, self._ranks[source], self.process_group),
+        ]
+        return All(dist.batch_isend_irecv(operations))

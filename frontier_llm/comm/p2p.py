@@ -59,3 +59,12 @@ def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     buffer = torch.empty(shape, dtype=dtype, device=device)
     channel.ledger.add(channel.name, "recv", buffer.numel() * buffer.element_size())
     return Receive(buffer, channel.group.receive(buffer, source), channel)
+
+
+def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> None:
+    """Send to axis rank `to` and receive from axis rank `source` at the same time; both contiguous, counted as send and recv."""
+    assert axis.group is not None, "an axis of one rank has no one to exchange with"
+    axis.ledger.add(axis.name, "send", outgoing.numel() * outgoing.element_size())
+    axis.ledger.add(axis.name, "recv", incoming.numel() * incoming.element_size())
+    with axis.ledger.blocked(axis.name, "recv"):
+        axis.group.exchange(outgoing, to, incoming, source).wait()

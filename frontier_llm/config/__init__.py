@@ -3,6 +3,7 @@
 from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
 from frontier_llm.config.schema import (
     BatchConfig,
+    CommConfig,
     DataConfig,
     DataSource,
     ModelConfig,
@@ -17,6 +18,7 @@ from frontier_llm.config.validate import model_problems
 
 __all__ = [
     "BatchConfig",
+    "CommConfig",
     "DataConfig",
     "DataSource",
     "ModelConfig",

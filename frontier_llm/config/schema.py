@@ -146,6 +146,13 @@ class OpsConfig(Section):
     no_jit: bool = False  # any attempt to compile while training is an error
 
 
+class CommConfig(Section):
+    """How bytes move between ranks."""
+
+    transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
+    algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
@@ -158,6 +165,7 @@ class TrainConfig(Section):
     eval_samples: NonNegativeInt = 64
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     tensorboard: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
@@ -174,5 +182,6 @@ class RunConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     ops: OpsConfig = OpsConfig()
+    comm: CommConfig = CommConfig()
     train: TrainConfig = TrainConfig()
     machine: str = "local"  # name of a file in configs/machines, or a path

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ class IndexedDataset:
             if self.token_count
             else np.zeros(0, self.dtype)
         )
+        self._file: FileIO | None = None
         self.scanned = False
         if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
             self.scan()
@@ -160,6 +162,21 @@ class IndexedDataset:
     def document(self, document: int) -> NDArray[Any]:
         """Tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Tokens [start, start + count) by one pread.
+
+        Unlike a page fault in the memory map it releases the GIL, so a background thread that waits for a disk does not stop the
+        training thread, and a parallel file system sees one request of the right size. Raises DataError when the file has shrunk.
+        """
+        if self._file is None:
+            self._file = bin_path(self.prefix).open("rb", buffering=0)
+        size = self.dtype.itemsize
+        data = os.pread(self._file.fileno(), count * size, start * size)
+        if len(data) != count * size:
+            fix = "the file changed under the run; restore it"
+            raise _damaged(bin_path(self.prefix), start * size, f"{count * size} bytes", f"{len(data)}", fix)
+        return np.frombuffer(data, self.dtype)
 
     @property
     def one_sequence_per_document(self) -> bool:
@@ -274,9 +291,8 @@ class IndexedWriter:
 
     def finish(self) -> None:
         """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the .bin."""
-        for spool in (self._bin, self._lengths, self._documents):
-            spool.flush()
-            os.fsync(spool.fileno())
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
         with self._temporary["idx"].open("wb") as idx:
             code = DTYPE_CODES[self.dtype.newbyteorder("=")]
             idx.write(HEADER.pack(MAGIC, VERSION, code, self.sequence_count, self.document_count + 1))

@@ -7,7 +7,6 @@ yielded where it is found, named by file and line, and left to the caller's poli
 
 from __future__ import annotations
 
-import importlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,16 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from frontier_llm.errors import BackendError, DataError, Problem, suggest
+from frontier_llm.data import mds
+from frontier_llm.data.optional import optional
+from frontier_llm.errors import DataError, Problem, suggest
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PACKED_SUFFIXES = (".gz", ".zst")
-SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
+PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
+SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 BLOCK_BYTES = 1 << 20
 CHUNK_BYTES = 16 << 20  # a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
 
-Kind = Literal["text", "lines", "jsonl", "parquet"]
+Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def find_inputs(paths: Iterable[str | Path]) -> list[Path]:
     known = ", ".join((*SUFFIXES, "and " + "/".join(PACKED_SUFFIXES) + " of text and JSONL"))
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(child for child in path.rglob("*") if child.is_file() and _plain_suffix(child) in SUFFIXES)
+            inside = sorted(child for child in path.rglob("*") if child.is_file() and _is_input(child))
             if not inside:
-                problems.append(Problem(str(path), "holds no text, JSONL or parquet files", f"known endings: {known}"))
+                problems.append(Problem(str(path), "holds no text, JSONL, parquet or MDS files", f"known endings: {known}"))
             found.extend(inside)
         elif not path.is_file():
             siblings = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -84,6 +85,13 @@ def find_inputs(paths: Iterable[str | Path]) -> list[Path]:
     return found
 
 
+def _is_input(path: Path) -> bool:
+    """A file of a known kind; an MDS dataset's index.json only repeats what its shards say."""
+    if path.name == "index.json" and any(path.parent.glob("*.mds*")):
+        return False
+    return _plain_suffix(path) in SUFFIXES
+
+
 def _plain_suffix(path: Path) -> str:
     """The ending without compression: 'a.jsonl.zst' -> '.jsonl'."""
     return Path(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
@@ -94,6 +102,8 @@ def cut(path: Path, documents: Literal["file", "line"], piece_bytes: int) -> lis
     size, suffix = path.stat().st_size, _plain_suffix(path)
     if suffix == ".parquet":
         return _cut_parquet(path, piece_bytes)
+    if suffix == ".mds":
+        return [Piece(str(path), "mds", 0, size, size)]
     kind: Kind = "jsonl" if suffix in LINES_SUFFIXES else "lines" if documents == "line" else "text"
     if kind == "text" or path.suffix in PACKED_SUFFIXES:
         return [Piece(str(path), kind, 0, size, size)]
@@ -119,22 +129,15 @@ def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
 
 
 def _open_parquet(path: str | Path) -> Any:
-    return _optional("pyarrow.parquet", path).ParquetFile(str(path))
-
-
-def _optional(module: str, path: str | Path) -> Any:
-    """A package that only some kinds of input need."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise BackendError(f"reading this needs {package}: {error}", where=str(path), fix="pip install 'frontier-llm[data]'") from error
+    return optional("pyarrow.parquet", path).ParquetFile(str(path))
 
 
 def read(piece: Piece, text_key: str = "text") -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column."""
     if piece.kind == "parquet":
         yield from _read_parquet(piece, text_key)
+    elif piece.kind == "mds":
+        yield from _read_mds(piece, text_key)
     elif piece.kind == "text":
         yield from _read_whole(piece)
     else:
@@ -262,8 +265,8 @@ def _blocks(piece: Piece) -> Iterator[bytes | Damage]:
 
 def _decompress(path: Path, raw: Iterator[bytes], handle: BinaryIO) -> Iterator[bytes | Damage]:
     """gzip members or zstd frames, one after another."""
-    if path.suffix == ".zst":
-        zstandard = _optional("zstandard", path)
+    if path.suffix != ".gz":
+        zstandard = optional("zstandard", path)
         errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
 
         def fresh() -> Any:
@@ -322,3 +325,11 @@ def _read_parquet(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
                 row += 1
     except (OSError, ValueError) as error:
         yield Damage(f"{piece.path} (row groups {piece.start} to {piece.stop - 1})", f"cannot be read: {error}")
+
+
+def _read_mds(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
+    """A shard's texts; what follows a damaged sample is left out with it."""
+    try:
+        yield from (Text(text) for text in mds.read_texts(piece.path, text_key) if text)
+    except DataError as error:
+        yield from (Damage(problem.where, f"{problem.what}; {problem.fix}") for problem in error.problems)

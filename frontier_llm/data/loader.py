@@ -75,10 +75,10 @@ class Batches:
         read_ahead: int = 4,
     ) -> None:
         """`vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none)."""
-        if global_batch % (micro_batch * dp):
-            raise DataError(
-                f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp}", fix="see topology.make_plan"
-            )
+        rows = micro_batch * dp
+        if global_batch % rows:
+            what = f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp} = {rows}"
+            raise DataError(what, fix=f"set batch.global_batch to a multiple of {rows}, or change batch.micro_batch")
         self.samples = samples
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.dp_rank, self.dp = dp_rank, dp
@@ -166,6 +166,15 @@ def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", re
     batch = run.batch
     arguments = (batch.global_batch, batch.micro_batch, dp_rank, dp, run.model.vocab_size, run.data.reset_at_documents, read_ahead)
     return Batches(samples, *arguments)
+
+
+def prepare_indices(run: RunConfig) -> None:
+    """Build the sample indices of the whole run ahead of it, on one core of any node; the ranks then only map them."""
+    samples = {"train": run.train.steps * run.batch.global_batch, "validation": run.train.eval_samples + run.batch.global_batch}
+    for split, count in samples.items():
+        stream = open_samples(run, split)
+        if isinstance(stream, DocumentSamples | BlendedSamples):
+            stream.prepare(count)
 
 
 def data_problems(run: RunConfig) -> list[Problem]:

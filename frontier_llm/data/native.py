@@ -28,7 +28,7 @@ _DIRECTORY = Path(__file__).resolve().parents[1] / "_native"
 _SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
     "fl_permute": "uupup",
     "fl_build": "ppuuuup",
-    "fl_pieces": "ppuuupuuppp",
+    "fl_pieces": "pppuuupuupppp",
     "fl_blend": "puup",
 }
 

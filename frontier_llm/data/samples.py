@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from frontier_llm import log
 from frontier_llm.data.blend import Blend
 from frontier_llm.data.cache import cached_array
 from frontier_llm.data.indexed import IndexedDataset
-from frontier_llm.data.native import ABI, call, permute
+from frontier_llm.data.native import ABI, call, library, permute
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 
@@ -50,6 +50,15 @@ def derive_key(*parts: object) -> int:
     """A 64-bit key from a purpose and its parameters; the same on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class Pieces(NamedTuple):
+    """Parts of documents in stream order: `lengths` tokens of `documents` from `offsets`; `starts` is where they lie in .bin."""
+
+    documents: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64]
 
 
 class EpochIndex:
@@ -102,13 +111,15 @@ class EpochIndex:
             count, elapsed_s = format_count(dataset.document_count), time.monotonic() - started_s
             log.info(f"sample index of {dataset.prefix}, epoch {epoch}: {count} documents in {elapsed_s:.1f} s")
 
-    def pieces(self, epoch: int, token: int, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(documents, offsets, lengths) of tokens [token, token + wanted) of the epoch, as far as the epoch reaches."""
-        out = np.empty((3, wanted), np.int64)
+    def pieces(self, epoch: int, token: int, wanted: int) -> Pieces:
+        """Tokens [token, token + wanted) of the epoch, as far as the epoch reaches."""
+        out = np.empty((4, wanted), np.int64)
         dataset = self.dataset
-        tables = (dataset.sequence_lengths, dataset.document_indices, dataset.document_count, self.order_key(epoch), BLOCK)
-        count = call("fl_pieces", *tables, self.prefix(epoch), token, wanted, out[0], out[1], out[2], where=dataset.prefix)
-        return out[0, :count], out[1, :count], out[2, :count]
+        tables = (dataset.sequence_lengths, dataset.document_indices, dataset.sequence_pointers, dataset.document_count)
+        order = (self.order_key(epoch), BLOCK, self.prefix(epoch))
+        count = call("fl_pieces", *tables, *order, token, wanted, *out, where=dataset.prefix)
+        documents, offsets, lengths, document_bytes = out[:, :count]
+        return Pieces(documents, offsets, lengths, document_bytes // dataset.dtype.itemsize + offsets)
 
 
 class DocumentSamples:
@@ -123,6 +134,7 @@ class DocumentSamples:
             raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
         if dataset.dtype.kind not in "iu":
             raise DataError(f"holds {dataset.dtype} values, not token ids", where=dataset.prefix, fix="give a token dataset")
+        library()  # missing: refused before the first step
         self.dataset = dataset
         self.sequence_length = sequence_length
         self.key = derive_key("source", seed, source)
@@ -135,6 +147,14 @@ class DocumentSamples:
     def epoch_of(self, k: int) -> int:
         """The epoch in which sample k begins."""
         return k * self.sequence_length // self.dataset.token_count
+
+    def prepare(self, samples: int) -> None:
+        """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
+        if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
+            after = self.first_of_epoch(self.epoch_of(max(samples - 1, 0)) + 1)
+            # the shuffle may put the epoch's last cut, which reaches into the next epoch, anywhere among its samples
+            for epoch in range(after * self.sequence_length // self.dataset.token_count + 1):
+                self.index.prefix(epoch)
 
     def cut(self, k: int) -> tuple[int, int]:
         """(epoch, first token within the epoch) of sample k."""
@@ -149,13 +169,13 @@ class DocumentSamples:
         epoch, token = self.cut(k)
         filled, lengths = 0, []
         while filled < tokens_S1.size:
-            for document, offset, length in zip(*self.index.pieces(epoch, token, tokens_S1.size - filled), strict=True):
-                start = self.dataset.document_start(int(document)) + int(offset)
-                tokens_S1[filled : filled + length] = self.dataset.tokens[start : start + int(length)]
-                filled += int(length)
-                lengths.append(int(length))
+            pieces = self.index.pieces(epoch, token, tokens_S1.size - filled)
+            for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True):
+                tokens_S1[filled : filled + length] = self.dataset.read(start, length)
+                filled += length
+            lengths.append(pieces.lengths)
             epoch, token = epoch + 1, 0
-        return np.array(lengths, np.int64)
+        return np.concatenate(lengths)
 
 
 class BlendedSamples:
@@ -165,6 +185,11 @@ class BlendedSamples:
         self.streams = streams
         self.blend = Blend(weights)
         self.sequence_length = streams[0].sequence_length
+
+    def prepare(self, samples: int) -> None:
+        """See DocumentSamples."""
+        for stream, weight in zip(self.streams, self.blend.counts, strict=True):
+            stream.prepare(-(-samples * weight // self.blend.period) + 1)
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
         """See SampleStream."""

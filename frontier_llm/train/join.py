@@ -9,7 +9,7 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.cluster.rank_env import RankEnv
-from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, serial_mesh
+from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, load_algorithms, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
@@ -58,4 +58,6 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     assert place.master_port is not None
     backend = "nccl" if device.type == "cuda" else "gloo"
     connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s)
-    return build_mesh(plan.grid, place.rank, plan.chunks, config.model.tied_embeddings, config.train.timeout_s)
+    tied, timeout_s = config.model.tied_embeddings, config.train.timeout_s
+    algorithms = load_algorithms(config.comm.algorithms)
+    return build_mesh(plan.grid, place.rank, plan.chunks, tied, timeout_s, config.comm.transport, place.local_world_size, algorithms)

@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from frontier_llm import log
+from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager, Progress
-from frontier_llm.cluster.rank_env import RankEnv
+from frontier_llm.cluster.rank_env import RankEnv, environ
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.comm import all_reduce_
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.data.loader import open_batches
 from frontier_llm.data.meta import read_meta
+from frontier_llm.errors import CheckpointError
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics
+from frontier_llm.train.provenance import provenance
 from frontier_llm.train.step import train_step
 
 # The job saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
 
 
-def train(config: RunConfig, place: RankEnv | None, allow_changes: Collection[str] = ()) -> int:
-    """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal.
+@dataclass(frozen=True)
+class Resume:
+    """How the user wants to continue."""
 
-    allow_changes: keys that may differ from the checkpoint's although they change the mathematics (checkpoint.drift).
-    """
+    strict: bool = False  # a damaged newest checkpoint stops the run instead of falling back to the one before
+    allow_changes: tuple[str, ...] = ()  # keys of the configuration that may change the mathematics
+
+
+def train(config: RunConfig, place: RankEnv | None, resume: Resume = Resume()) -> int:
+    """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal."""
+    failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
     with joined_state(config, place) as state:
-        return _Session(state, allow_changes).run()
+        return _Session(state, resume).run()
 
 
 class _Session:
     """What one process of the run holds from start to end."""
 
-    def __init__(self, state: TrainState, allow_changes: Collection[str]) -> None:
+    def __init__(self, state: TrainState, resume: Resume) -> None:
         self.state, self.config, self.mesh = state, state.config, state.mesh
         self.run_dir = Path(self.config.train.run_dir)
         self.is_first = self.mesh.world.rank == 0
@@ -53,8 +60,15 @@ class _Session:
             state.optimizer,
             config=self.config,
             keep=self.config.train.keep_checkpoints,
-            allow_changes=allow_changes,
+            keep_every=self.config.train.keep_every,
+            environment=provenance(state.device) if self.is_first else {},
+            job=environ("SLURM_JOB_ID", "") or "",
+            restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
+            allow_changes=resume.allow_changes,
         )
+        self.strict = resume.strict
+        self.saved_step = -1  # of the newest checkpoint, under way or on disk
+        self.failed_saves = 0
         self.metrics: Metrics | None = None
 
     def run(self) -> int:
@@ -68,8 +82,8 @@ class _Session:
             interrupted = self._train_until_end(signals)
         if not interrupted and self.validation is not None:
             self._evaluate()
-        self._note_saved(self.checkpoints.save(self._progress()))
-        self.checkpoints.close()
+        self._save(last=True)
+        self.checkpoints.close(audit=not interrupted)
         if self.metrics is not None:
             self.metrics.close()
         return EXIT_INTERRUPTED if interrupted else 0
@@ -84,14 +98,14 @@ class _Session:
             result = train_step(state)
             if self.metrics is not None:
                 self.metrics.step(step, result, state.skipped_steps)
+            self._note_saved()
             if self._agreed(signals.requested is not None):
                 log.info(f"stopping after step {state.current_step} on {signals.requested or 'a signal to another rank'}")
                 return True
             if _due(state.current_step, train.eval_interval, train.steps) and self.validation is not None:
                 self._evaluate()
-            self._note_saved(self.checkpoints.poll())
             if _due(state.current_step, train.save_interval, train.steps):
-                self.checkpoints.start_save(self._progress())  # training goes on while it is written
+                self._save()
         return False
 
     def _agreed(self, wish: bool) -> bool:
@@ -120,10 +134,14 @@ class _Session:
         known = [meta for meta in metas if meta is not None and meta.text_bytes]
         return sum(meta.text_bytes for meta in known) / sum(meta.tokens for meta in known) if len(known) == len(metas) else None
 
-    def _progress(self) -> Progress:
+    def _save(self, last: bool = False) -> None:
+        """Begin a save; the copy is taken on return, the writing goes on beside the next steps. The last one is waited for."""
         state = self.state
+        if self.saved_step == state.current_step:
+            self._saved(self.checkpoints.wait(audit=False))
+            return
         samples = state.current_step * self.config.batch.global_batch
-        return Progress(
+        progress = Progress(
             step=state.current_step,
             consumed_samples=samples,
             tokens=samples * self.config.model.sequence_length,
@@ -132,21 +150,42 @@ class _Session:
             scaler_clean_steps=state.scaler.clean_steps,
             skipped_steps=state.skipped_steps,
         )
+        try:
+            self.checkpoints.start_save(progress)
+            self.saved_step = state.current_step
+            if last:
+                self._saved(self.checkpoints.wait(audit=False))
+        except CheckpointError as error:
+            self._save_failed(error, last)
 
-    def _note_saved(self, path: Path | None) -> None:
-        """`path` is where a save has become durable, or None."""
-        if path is None:
-            return
-        log.info(f"saved {path}")
-        if self.metrics is not None:
-            self.metrics.event("save", self.state.current_step, {"path": str(path)})
+    def _note_saved(self) -> None:
+        """Move a save that is under way on; it is a step boundary."""
+        try:
+            self._saved(self.checkpoints.poll())
+        except CheckpointError as error:
+            self._save_failed(error, last=False)
+
+    def _saved(self, path: Path | None) -> None:
+        if path is not None:
+            self.failed_saves = 0
+            log.info(f"saved {path}")
+            if self.metrics is not None:
+                self.metrics.event("save", self.saved_step, {"path": str(path)})
+
+    def _save_failed(self, error: CheckpointError, last: bool) -> None:
+        """Train on after one failed save, the checkpoints before it are intact; stop at the second in a row or when no other will follow."""
+        self.failed_saves, self.saved_step = self.failed_saves + 1, -1
+        if last or self.failed_saves > 1:
+            raise error
+        log.info(f"a save failed, training goes on and stops if the next one fails too\n{error}")
 
     def _resume(self) -> None:
-        progress = self.checkpoints.load_latest()
+        progress = self.checkpoints.load_latest(self.strict)
         if progress is None:
             log.info(f"no checkpoint in {self.run_dir / 'checkpoints'}: starting from step 0")
             return
         state = self.state
+        self.saved_step = progress.step
         state.current_step, state.skipped_steps = progress.step, progress.skipped_steps
         state.optimizer.updates = progress.optimizer_updates
         state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps

@@ -16,12 +16,11 @@ from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Axis, Ledger
-from frontier_llm.config import ModelConfig, load_model
+from frontier_llm.config import ModelConfig, OpsConfig, load_model
 from frontier_llm.model import Stage, working_dtype
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import BucketState, build_buckets
 from frontier_llm.optim.buckets import Bucket
-from frontier_llm.config import OpsConfig
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
 

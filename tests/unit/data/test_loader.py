@@ -194,3 +194,23 @@ def test_another_tokenizer_is_refused(corpus: Path) -> None:
 def test_damaged_record_is_a_problem(corpus: Path) -> None:
     (corpus / "tokens.meta.json").write_text("{")
     assert "is damaged" in "\n".join(map(str, data_problems(run_config(corpus))))
+
+
+def test_indices_can_be_built_ahead(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from frontier_llm.data import samples as samples_module
+    from frontier_llm.data.loader import prepare_indices
+    from frontier_llm.data.samples import EpochIndex
+
+    monkeypatch.setattr(samples_module, "CACHE_FROM_DOCUMENTS", 1)
+    source = DataSource(path=str(corpus / "tokens"))
+    config = run_config(
+        corpus, train=(source, DataSource(path=source.path, weight=2.0)), validation=(source,), cache_dir=str(tmp_path / "cache")
+    )
+    prepare_indices(config)
+    monkeypatch.setattr(EpochIndex, "_build", lambda *_: pytest.fail("was not built ahead"))
+    for split, steps in (("train", config.train.steps), ("validation", config.train.eval_samples // config.batch.global_batch)):
+        batches = open_batches(config, 0, 1, split, read_ahead=0)
+        assert batches is not None
+        for step in range(steps):
+            for index in range(batches.microbatches):
+                batches.microbatch(step, index)

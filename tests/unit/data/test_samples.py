@@ -75,9 +75,10 @@ def test_an_epoch_covers_every_token_once(tmp_path_factory: pytest.TempPathFacto
 def test_pieces_name_the_documents(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [[5], [0], [7, 2], [1]] * 40)
     stream = DocumentSamples(dataset, 8, 0)
-    documents, offsets, lengths = stream.index.pieces(0, 3, 200)
+    documents, offsets, lengths, starts = stream.index.pieces(0, 3, 200)
     tokens = np.concatenate([dataset.document(d)[o : o + n] for d, o, n in zip(documents, offsets, lengths, strict=True)])
     assert tokens.tolist() == order(dataset, stream, 0)[3:203]
+    assert [dataset.document_start(d) + o for d, o in zip(documents, offsets, strict=True)] == starts.tolist()
     assert lengths.min() > 0
     assert lengths.sum() == 200
 
@@ -168,6 +169,16 @@ def test_index_of_another_dataset_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="belongs to another dataset"):
         for k in range(80):
             sample(stream, k)
+
+
+@pytest.mark.parametrize("entry", [0, 1, 2])
+def test_damaged_index_entry_is_noticed_by_a_lookup_in_its_block(tmp_path: Path, entry: int) -> None:
+    stream = DocumentSamples(write(tmp_path / "d", [[30]] * 128), 7, 1)
+    prefix = stream.index.prefix(0)
+    assert prefix.tolist() == [0, 64 * 30, 128 * 30]
+    prefix[entry] += 1
+    with pytest.raises(DataError, match="belongs to another dataset"):
+        stream.index.pieces(0, {0: 100, 1: 100, 2: 3000}[entry], 8)
 
 
 def test_negative_length_is_refused_when_the_index_is_built(tmp_path: Path) -> None:

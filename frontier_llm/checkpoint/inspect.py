@@ -1,0 +1,153 @@
+"""Looking at checkpoints from outside a run: list, verify, compare. One process, one tensor in memory at a time, nothing is changed."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import shard as shard_file
+from frontier_llm.checkpoint.drift import Change, config_changes, environment_changes
+from frontier_llm.checkpoint.load import DTYPES
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest
+from frontier_llm.checkpoint.pieces import KINDS
+from frontier_llm.checkpoint.rectangles import Rectangle
+from frontier_llm.errors import CheckpointError, Problem
+
+
+def find(path: Path) -> list[Path]:
+    """Checkpoints under a run directory, a `checkpoints` folder, or the one checkpoint that `path` is; oldest first.
+
+    Raises CheckpointError when there is none.
+    """
+    if (path / folder.MANIFEST).exists() or re.match(r"step_\d", path.name):
+        folder.step_of(path)
+        return [path]
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = [directory / folder.step_name(step) for step in reversed(folder.complete_steps(directory))]
+    if not found:
+        raise CheckpointError("holds no complete checkpoint", "name a run directory, its checkpoints folder or a step_… folder", str(path))
+    return found
+
+
+def verify(path: Path) -> list[Problem]:
+    """Everything that is not as it was written: each digest, each size, missing, added and linked files; empty when intact."""
+    try:
+        manifest = folder.read_manifest(path)[0]
+    except DamagedCheckpoint as error:
+        return list(error.problems)
+    problems = [Problem(str(path / name), "is not part of the checkpoint") for name in folder.unexpected_files(path, manifest)]
+    for entry in manifest.shards:
+        try:
+            shard_file.verify(path / entry.file, manifest, entry)
+        except DamagedCheckpoint as error:
+            problems.extend(error.problems)
+    return problems
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Where two checkpoints differ in one kind of one tensor."""
+
+    name: str
+    kind: str
+    differing: int
+    elements: int
+    largest: float  # absolute difference
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two checkpoints compared."""
+
+    changes: list[Change]  # of configuration, environment and progress
+    only_first: list[str]
+    only_second: list[str]
+    reshaped: list[str]
+    tensors: list[TensorDifference]
+
+    @property
+    def same_state(self) -> bool:
+        """Bit-equal weights and optimizer state, whatever layouts wrote them."""
+        return not (self.only_first or self.only_second or self.reshaped or self.tensors)
+
+
+def compare(first: Path, second: Path) -> Difference:
+    """Differences between two checkpoints, element by element, independent of the layouts that wrote them. Raises DamagedCheckpoint."""
+    (a, _), (b, _) = folder.read_manifest(first), folder.read_manifest(second)
+    shapes_a, shapes_b = ({tensor.name: tensor.shape for tensor in manifest.tensors} for manifest in (a, b))
+    progress = [
+        Change(f"progress.{key}", value, vars(b.progress)[key], False)
+        for key, value in vars(a.progress).items()
+        if vars(b.progress)[key] != value
+    ]
+    common = [name for name in shapes_a if name in shapes_b]
+    same_shape = [name for name in common if shapes_a[name] == shapes_b[name]]
+    return Difference(
+        [*progress, *config_changes(a.config, b.config), *environment_changes(a.environment, b.environment)],
+        [name for name in shapes_a if name not in shapes_b],
+        [name for name in shapes_b if name not in shapes_a],
+        [f"{name} {shapes_a[name]} → {shapes_b[name]}" for name in common if shapes_a[name] != shapes_b[name]],
+        list(_compare_tensors(Tensors(first, a), Tensors(second, b), same_shape)),
+    )
+
+
+def _compare_tensors(a: Tensors, b: Tensors, names: list[str]) -> Iterator[TensorDifference]:
+    for name in names:
+        for kind in KINDS:
+            left, right = a.read(name, kind), b.read(name, kind)
+            # bits, not values: NaN equals NaN and 0.0 is not -0.0
+            differing = (
+                int((left.view(f"u{left.itemsize}") != right.view(f"u{right.itemsize}")).sum()) if left.dtype == right.dtype else left.size
+            )
+            if differing:
+                with np.errstate(invalid="ignore"):
+                    largest = float(np.nanmax(np.abs(left - right))) if np.isfinite(left - right).any() else float("nan")
+                yield TensorDifference(name, kind, differing, left.size, largest)
+
+
+class Tensors:
+    """Whole tensors of a checkpoint, put together from its rectangles."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest, self._dtype = path, manifest, DTYPES[manifest.dtype]
+        self._places: dict[tuple[str, str], list[tuple[Path, int, Rectangle]]] = defaultdict(list)
+        for entry in manifest.shards:
+            file = path / entry.file
+            for place in shard_file.entries(entry, manifest.dtype, len(shard_file.header_of(manifest, entry, file))):
+                tensor, offset, shape = entry.pieces[place.piece]
+                self._places[manifest.tensors[tensor].name, place.kind].append((file, place.start, Rectangle(offset, shape)))
+        self._sizes = {path / entry.file: entry.bytes for entry in manifest.shards}
+
+    def read(self, name: str, kind: str) -> np.ndarray:
+        """One global tensor; raises DamagedCheckpoint for files that are missing or short."""
+        shape = next(tensor.shape for tensor in self._manifest.tensors if tensor.name == name)
+        whole, result = Rectangle((0,) * len(shape), shape), np.zeros(shape, self._dtype)
+        for file, start, rectangle in self._places[name, kind]:
+            buffer = bytearray(rectangle.numel * self._dtype.itemsize)
+            with shard_file.opened(file, self._sizes[file]) as descriptor:
+                shard_file.read_exactly(descriptor, file, start, memoryview(buffer))
+            result[rectangle.within(whole)] = np.frombuffer(buffer, self._dtype).reshape(rectangle.shape)
+        return result
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """One line of `checkpoint list`; raises DamagedCheckpoint."""
+    manifest = folder.read_manifest(path)[0]
+    return {
+        "path": str(path),
+        "step": manifest.progress.step,
+        "tokens": manifest.progress.tokens,
+        "bytes": manifest.total_bytes,
+        "shards": len(manifest.shards),
+        "layout": " x ".join(f"{axis.upper()}{size}" for axis, size in manifest.layout.items() if axis != "zero"),
+        "incarnation": manifest.incarnation,
+        "model": str(manifest.config.get("model", {}).get("name", "")) if isinstance(manifest.config.get("model"), dict) else "",
+        "latest": folder.read_latest(path.parent) == path.name,
+    }

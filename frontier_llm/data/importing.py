@@ -1,0 +1,119 @@
+"""Tokens that others made -> `<prefix>.bin/.idx/.meta.json`: Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin`, NumPy arrays.
+
+All of these are streams of ids with an end-of-document id between documents; samples that were packed to a fixed length are joined
+again and cut where the documents really end. Megatron `.bin/.idx` needs no import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm import log
+from frontier_llm.data.indexed import IndexedWriter, optimal_dtype
+from frontier_llm.data.mds import read_tokens
+from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
+from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.errors import DataError, Problem
+from frontier_llm.units import format_count
+
+BLOCK_TOKENS = 1 << 20  # read at a time; a longer document becomes several sequences
+RAW_SUFFIXES = (".npy", ".bin")
+MDS_SUFFIXES = (".mds", ".mds.zstd", ".mds.gz")
+
+
+def import_tokens(
+    inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, dtype: str | None = None, column: str = "tokens"
+) -> DatasetMeta:
+    """Join token files, in order, into one dataset; a document ends at the tokenizer's end-of-document id.
+
+    `dtype` is the type of headerless files (.npy of OLMo, .bin of nanoGPT) and of MDS `bytes` columns (None there: int64). Raises
+    DataError for missing files, unknown kinds, and any id outside the tokenizer's vocabulary, with file and offset.
+    """
+    codec = load_tokenizer(tokenizer)
+    files = _find(inputs)
+    meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
+    with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
+        unfinished = 0
+        for block in (block for path in files for block in _blocks(path, dtype, column, codec.vocab_size)):
+            unfinished = _write(writer, block, codec.eod, unfinished)
+        if unfinished:
+            writer.end_document()
+        if not writer.token_count:
+            raise DataError("the inputs hold no tokens", where=str(prefix), fix="check the input paths")
+    # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
+    meta = DatasetMeta(codec.name, codec.digest, codec.vocab_size, codec.eod, writer.document_count, writer.token_count, text_bytes=0)
+    write_meta(prefix, meta)
+    log.info(f"{prefix}: {format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {len(files)} files")
+    return meta
+
+
+def _find(inputs: Iterable[str | Path]) -> list[Path]:
+    files: list[Path] = []
+    problems = []
+    endings = (*RAW_SUFFIXES, *MDS_SUFFIXES)
+    for path in map(Path, inputs):
+        inside = sorted(child for child in path.rglob("*") if child.name.endswith(endings)) if path.is_dir() else [path]
+        if not inside:
+            problems.append(Problem(str(path), "holds no token files", f"known endings: {', '.join(endings)}"))
+        problems += [Problem(str(file), "no such file", "check the path") for file in inside if not file.is_file()]
+        problems += [
+            Problem(str(file), f"unknown kind {file.suffix!r}", f"known endings: {', '.join(endings)}")
+            for file in inside
+            if file.is_file() and not file.name.endswith(endings)
+        ]
+        files += inside
+    if problems or not files:
+        raise DataError(problems or "no inputs given", fix="name token files or directories")
+    return files
+
+
+def _blocks(path: Path, dtype: str | None, column: str, vocab_size: int) -> Iterator[NDArray[Any]]:
+    """The file's ids in blocks, all inside the vocabulary."""
+    arrays = read_tokens(path, column, dtype or "int64") if path.name.endswith(MDS_SUFFIXES) else iter([_raw(path, dtype)])
+    position = 0
+    for array in arrays:
+        if array.dtype.kind not in "iu":
+            raise DataError(f"holds {array.dtype}, not token ids", where=str(path), fix="name the files or the --column of the tokens")
+        for start in range(0, array.size, BLOCK_TOKENS):
+            block = array[start : start + BLOCK_TOKENS]
+            bad = np.flatnonzero((block < 0) | (block >= vocab_size))
+            if bad.size:
+                what = f"token {position + start + int(bad[0])} is {block[bad[0]]}, the vocabulary has {vocab_size}"
+                raise DataError(what, where=str(path), fix="give the tokenizer that made it, and its --dtype (uint16, uint32, …)")
+            yield block
+        position += array.size
+
+
+def _raw(path: Path, dtype: str | None) -> NDArray[Any]:
+    """A NumPy file, or a headerless one of the given type, memory-mapped."""
+    with path.open("rb") as handle:
+        has_header = handle.read(6) == b"\x93NUMPY"
+    if has_header:
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
+        except ValueError as error:
+            raise DataError(f"cannot be read: {error}", where=str(path), fix="copy it again") from error
+    if dtype is None:
+        raise DataError("has no header that says its type", where=str(path), fix="add --dtype uint16 (or uint32, int32, int64)")
+    wanted, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
+    if size % wanted.itemsize:
+        what = f"its {size} bytes are no whole number of {dtype} tokens"
+        raise DataError(what, where=str(path), fix="give the right --dtype, or copy it again: it may be truncated")
+    return np.memmap(path, wanted, "r") if size else np.zeros(0, wanted)
+
+
+def _write(writer: IndexedWriter, block: NDArray[Any], eod: int, unfinished: int) -> int:
+    """Append a block, ending a document after every `eod`; returns how many tokens of an unfinished document lie before the next."""
+    start = 0
+    for end in (np.flatnonzero(block == eod) + 1).tolist():
+        writer.add_document(block[start:end])
+        start, unfinished = end, 0
+    if start < block.size:
+        writer.add_sequence(block[start:])
+        unfinished += block.size - start
+    return unfinished

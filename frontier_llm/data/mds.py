@@ -1,0 +1,121 @@
+"""Mosaic Streaming's MDS shards: one column of every sample, read without the streaming package.
+
+A shard (format version 2, read from mosaicml-streaming 0.13.0 and checked against shards that it wrote) is little-endian:
+
+    u32 n | u32 offsets[n + 1], absolute | UTF-8 JSON with column_names, column_encodings, column_sizes | samples
+
+A sample is a u32 size for each column of variable size, then the columns' bytes, in the order of column_names. Token columns are
+`ndarray:DTYPE[:shape]`, `ndarray` (the type is stored with each value) or `bytes` (LLM Foundry: int64 unless told otherwise).
+`pkl` columns run code when they are read and are refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm.data.optional import optional
+from frontier_llm.errors import DataError, suggest
+
+SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
+VALUE_DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+
+
+def open_column(path: str | Path, column: str) -> tuple[str, Iterator[bytes]]:
+    """A column's declared encoding and its raw value in every sample.
+
+    Raises DataError for a file that is no shard or has no such column, and, while iterating, with the byte offset of a damaged sample.
+    """
+    data, header = _open(Path(path))
+    names: list[str] = header["column_names"]
+    if column not in names:
+        raise DataError(f"has no column {column!r}", where=str(path), fix=suggest(column, names))
+    place = names.index(column)
+    return str(header["column_encodings"][place]), _values(Path(path), data, header["column_sizes"], place)
+
+
+def _values(path: Path, data: bytes, sizes: list[int | None], place: int) -> Iterator[bytes]:
+    offsets = np.frombuffer(data, "<u4", int.from_bytes(data[:4], "little") + 1, 4).tolist()
+    variable = [index for index, size in enumerate(sizes) if size is None]
+    table_bytes = 4 * len(variable)
+    for sample, (begin, end) in enumerate(pairwise(offsets)):
+        widths = [size or 0 for size in sizes]
+        if begin + table_bytes <= end <= len(data):
+            for index, size in zip(variable, struct.unpack_from(f"<{len(variable)}I", data, begin), strict=True):
+                widths[index] = size
+        if begin + table_bytes + sum(widths) != end:
+            what = f"at byte {begin}: sample {sample} takes {table_bytes + sum(widths)} bytes of its {end - begin}"
+            raise DataError(what, where=str(path), fix="copy it again")
+        start = begin + table_bytes + sum(widths[:place])
+        yield data[start : start + widths[place]]
+
+
+def read_texts(path: str | Path, column: str) -> Iterator[str]:
+    """A `str` column. Raises DataError for a column of another encoding or text that is not UTF-8."""
+    encoding, values = open_column(path, column)
+    if encoding != "str":
+        fix = "name a str column with --text-key; a column of tokens goes through `frontier-llm data import`"
+        raise DataError(f"column {column!r} is {encoding}, not str", where=str(path), fix=fix)
+    for sample, value in enumerate(values):
+        try:
+            yield value.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"sample {sample} is not UTF-8: {error.reason}", where=str(path), fix="copy it again") from error
+
+
+def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64") -> Iterator[NDArray[Any]]:
+    """A column of token arrays; `bytes_dtype` says what a `bytes` column holds. Raises DataError for other encodings."""
+    encoding, values = open_column(path, column)
+    decode = _token_decoder(path, encoding, column, bytes_dtype)
+    for sample, value in enumerate(values):
+        try:
+            yield decode(value)
+        except (ValueError, KeyError, IndexError) as error:
+            raise DataError(f"sample {sample} holds no token array: {error}", where=str(path), fix="copy it again") from error
+
+
+def _open(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The shard's bytes, decompressed, and its header."""
+    data = path.read_bytes()
+    try:
+        if path.suffix == ".zstd":
+            data = optional("zstandard", path).ZstdDecompressor().decompressobj().decompress(data)
+        elif path.suffix == ".gz":
+            data = gzip.decompress(data)
+        count = int.from_bytes(data[:4], "little")
+        first, last = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 4 + 4 * count)[0]
+        header = json.loads(data[8 + 4 * count : first])
+        lengths = {len(header[key]) for key in ("column_names", "column_encodings", "column_sizes")}
+    except Exception as error:  # struct, json, gzip and zstandard have no common base
+        raise DataError(
+            f"is no MDS shard: {error}", where=str(path), fix="copy it again, or give the directory of an MDS dataset"
+        ) from error
+    if last != len(data) or len(lengths) != 1:
+        raise DataError(f"at byte {4 + 4 * count}: expected {last} bytes, found {len(data)}", where=str(path), fix="copy it again")
+    return data, header
+
+
+def _token_decoder(path: str | Path, encoding: str, column: str, bytes_dtype: str) -> Callable[[bytes], NDArray[Any]]:
+    kind, _, rest = encoding.partition(":")
+    dtype, _, shape = rest.partition(":")
+    if kind == "bytes":
+        return lambda value: np.frombuffer(value, np.dtype(bytes_dtype).newbyteorder("<"))
+    if kind != "ndarray":
+        why = ", which runs code when it is read" if kind == "pkl" else ""
+        raise DataError(f"column {column!r} is {encoding}{why}; tokens are ndarray or bytes", where=str(path), fix="name another --column")
+
+    def decode(value: bytes) -> NDArray[Any]:
+        at, name = (0, dtype) if dtype else (1, VALUE_DTYPES[value[0]])
+        if not shape:  # u8 (ndim << 2 | index of the shape's dtype), then the shape
+            at += 1 + (value[at] >> 2) * np.dtype(SHAPE_DTYPES[value[at] & 3]).itemsize
+        return np.frombuffer(value, np.dtype(name).newbyteorder("<"), offset=at)
+
+    return decode

@@ -1,0 +1,171 @@
+"""Every bit flip, truncation, swap or deletion is found, named, and answered with the newest intact checkpoint."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.checkpoint import DamagedCheckpoint, load
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.inspect import verify
+from frontier_llm.errors import CheckpointError
+from tests.unit.checkpoint.serial import Run
+from tests.unit.checkpoint.simulated import TINY, Layout, buckets_of, optimizer_of, write
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0] ^ (1 << bit % 8)
+        file.seek(bit // 8)
+        file.write(bytes([byte]))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    run.save(2, 4)
+    return run
+
+
+def newest(run: Run) -> Path:
+    return run.manager.directory / "step_00000004"
+
+
+@pytest.mark.parametrize("name", ["shard_00000.safetensors", "manifest.json", "manifest.sha256"])
+def test_random_bit_flips_in_every_file(name: str, run: Run) -> None:
+    random.seed(1)
+    path = newest(run) / name
+    bits = path.stat().st_size * 8
+    header_bits = range(64)  # the header's length field, where a reader could be sent astray
+    for bit in [0, bits - 1, *header_bits[::7], *(random.randrange(bits) for _ in range(25))]:
+        if bit < bits:
+            flip(path, bit)
+            assert verify(newest(run)), f"bit {bit} of {name}"
+            flip(path, bit)
+    assert verify(newest(run)) == []
+
+
+@pytest.mark.parametrize("name", ["shard_00000.safetensors", "manifest.json", "manifest.sha256"])
+def test_damaged_file_is_named_and_the_checkpoint_before_is_used(name: str, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    path = newest(run) / name
+    flip(path, path.stat().st_size * 4)
+    with pytest.raises(DamagedCheckpoint) as caught:
+        run.manager.load_latest(strict=True)
+    assert str(newest(run)) in str(caught.value)
+    loaded = run.manager.load_latest()
+    assert loaded is not None and loaded.step == 2
+    run.check(2)
+    said = capfd.readouterr().err
+    assert "step_00000004 is damaged; trying the one before it" in said and "sha256" in said
+    assert folder.read_latest(run.manager.directory) == "step_00000002"
+
+
+def test_message_names_file_tensor_expected_and_found(run: Run) -> None:
+    path = newest(run) / "shard_00000.safetensors"
+    flip(path, path.stat().st_size * 4)
+    expected = folder.read_manifest(newest(run))[0].shards[0].sha256
+    (problem,) = verify(newest(run))
+    assert problem.where == str(path) and f"expected {expected}" in problem.what and "final_norm.weight" in problem.what
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9, 0.999])
+def test_truncation(share: float, run: Run) -> None:
+    for name in ("shard_00000.safetensors", "manifest.json", "manifest.sha256"):
+        path = newest(run) / name
+        content = path.read_bytes()
+        path.write_bytes(content[: int(len(content) * share)])
+        assert verify(newest(run))
+        assert run.manager.load_latest().step == 2
+        path.write_bytes(content)
+    assert run.manager.load_latest().step == 4
+
+
+@pytest.mark.parametrize("name", ["shard_00000.safetensors", "manifest.json", "manifest.sha256"])
+def test_deleted_emptied_linked_or_replaced_by_a_folder(name: str, run: Run, tmp_path: Path) -> None:
+    path, copy = newest(run) / name, tmp_path / "copy"
+    shutil.copy(path, copy)
+    path.unlink()
+    assert run.manager.load_latest().step == 2
+    path.symlink_to(copy)  # the right bytes, but from outside the checkpoint
+    assert verify(newest(run))
+    assert run.manager.load_latest().step == 2
+    path.unlink()
+    path.mkdir()
+    assert verify(newest(run))
+    path.rmdir()
+    path.touch()
+    assert run.manager.load_latest().step == 2
+
+
+def test_shards_of_another_step_or_rank_are_not_taken(tmp_path: Path) -> None:
+    layout = Layout(dp=2)
+    for step in (7, 9):
+        write(TINY, layout, tmp_path, step)
+    one, other = tmp_path / "step_00000007", tmp_path / "step_00000009"
+    first, second = "shard_00000.safetensors", "shard_00001.safetensors"
+
+    def swap(a: Path, b: Path) -> None:
+        a.rename(tmp_path / "aside")
+        b.rename(a)
+        (tmp_path / "aside").rename(b)
+
+    for a, b in ((one / first, other / first), (one / first, one / second), (one / "manifest.json", other / "manifest.json")):
+        swap(a, b)
+        assert verify(one)
+        swap(a, b)
+    assert verify(one) == []
+    other.rename(tmp_path / "aside")
+    one.rename(other)  # a whole checkpoint under another step's name
+    assert "is of step 7, its folder of step 9" in str(verify(other)[0])
+
+
+def test_every_rank_of_another_layout_sees_damage_in_what_it_reads(tmp_path: Path) -> None:
+    manifest = write(TINY, Layout(tp=2, dp=2), tmp_path)
+    path = tmp_path / "step_00000007"
+    flip(path / manifest.shards[2].file, 8 * (path / manifest.shards[2].file).stat().st_size - 5)
+    layout, found = Layout(pp=2), []
+    for rank in range(2):
+        optimizer = optimizer_of(buckets_of(TINY, layout, rank), filled=False)
+        found += load.read_shards(path, manifest, optimizer, rank, 2)
+    assert [problem.where for problem in found] == [str(path / manifest.shards[2].file)]
+
+
+def test_no_intact_checkpoint_stops_instead_of_starting_anew(run: Run) -> None:
+    for step in (2, 4):
+        flip(run.manager.directory / folder.step_name(step) / "shard_00000.safetensors", 10_000)
+    with pytest.raises(CheckpointError, match="no checkpoint is intact") as caught:
+        run.manager.load_latest()
+    assert "step_00000002" in str(caught.value) and "step_00000004" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["step_00000099\n", "../../etc\n", "", "step_00000004"])
+def test_wrong_latest_is_mended(content: str, run: Run) -> None:
+    (run.manager.directory / "LATEST").write_text(content)
+    assert run.manager.load_latest().step == 4
+    assert (run.manager.directory / "LATEST").read_text() == "step_00000004\n"
+
+
+def test_added_file_is_reported(run: Run) -> None:
+    (newest(run) / "notes.txt").write_text("mine")
+    assert "is not part of the checkpoint" in str(verify(newest(run))[0])
+
+
+def test_planted_pickle_is_never_run(run: Run, tmp_path: Path) -> None:
+    import pickle
+
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "exploded",))
+
+    for name in ("shard_00000.safetensors", "manifest.json", "manifest.sha256", ".metadata"):
+        path = newest(run) / name
+        old = path.read_bytes() if path.exists() else None
+        path.write_bytes(pickle.dumps(Bomb()))
+        assert verify(newest(run))
+        run.manager.load_latest()
+        path.unlink() if old is None else path.write_bytes(old)
+    assert not (tmp_path / "exploded").exists()

@@ -1,0 +1,130 @@
+"""One run per directory; a stale incarnation can neither write nor prune."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.lock import STALE_AFTER_S, RunLock, this_process
+from frontier_llm.errors import CheckpointError
+from tests.unit.checkpoint.serial import Run, in_child, progress
+
+
+def test_second_job_leaves_at_once_naming_the_holder(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        RunLock(tmp_path, this_process("4711"))
+        os.write(write, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(read, 1)
+        started = time.monotonic()
+        with pytest.raises(
+            CheckpointError, match=rf"is in use by job 4711 on {os.uname().nodename} \(pid {pid}, since 20.*its process is alive"
+        ):
+            RunLock(tmp_path, this_process("4712"))
+        assert time.monotonic() - started < 1.0
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        # dead but not yet reaped: a zombie holds nothing
+        time.sleep(0.1)
+        assert RunLock(tmp_path, this_process("4712")).incarnation == 2
+        os.waitpid(pid, 0)
+
+
+def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+    assert in_child(lambda: (RunLock(tmp_path, this_process()), os.kill(os.getpid(), signal.SIGKILL))) == -signal.SIGKILL
+    lock = RunLock(tmp_path, this_process())
+    assert lock.incarnation == 2
+    lock.release()
+
+
+def holder_elsewhere(tmp_path: Path, silent_s: float, **changes: object) -> Path:
+    (tmp_path / "incarnations").mkdir()
+    path = tmp_path / "incarnations" / "00000001.json"
+    path.write_text(json.dumps({**vars(this_process("12")), "host": "n7", **changes}))
+    os.utime(path, (time.time() - silent_s,) * 2)
+    return path
+
+
+def test_holder_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    path = holder_elsewhere(tmp_path, silent_s=20)
+    with pytest.raises(CheckpointError, match=r"job 12 on n7.*last sign of life is 2. s old") as caught:
+        RunLock(tmp_path, this_process("13"))
+    assert "start again in" in str(caught.value)
+    os.utime(path, (time.time() - STALE_AFTER_S - 1,) * 2)
+    assert RunLock(tmp_path, this_process("13")).incarnation == 2
+
+
+def test_requeued_job_takes_its_own_lock_over_at_once(tmp_path: Path) -> None:
+    holder_elsewhere(tmp_path, silent_s=0)
+    with pytest.raises(CheckpointError):
+        RunLock(tmp_path, this_process("12", restart=0))
+    assert RunLock(tmp_path, this_process("12", restart=1)).incarnation == 2
+
+
+def test_heartbeat_renews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontier_llm.checkpoint.lock.HEARTBEAT_S", 0.05)
+    lock = RunLock(tmp_path, this_process())
+    path = tmp_path / "incarnations" / "00000001.json"
+    os.utime(path, (1.0, 1.0))
+    time.sleep(0.3)
+    assert time.time() - path.stat().st_mtime < 1.0
+    lock.release()
+    assert json.loads(path.read_text())["released"] is True
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 3}', "\x00" * 50])
+def test_unreadable_lock_is_taken_over(content: str, tmp_path: Path) -> None:
+    (tmp_path / "incarnations").mkdir()
+    (tmp_path / "incarnations" / "00000001.json").write_text(content)
+    assert RunLock(tmp_path, this_process()).incarnation == 2
+
+
+def replaced(run: Run) -> None:
+    """A newer incarnation starts while the old one still lives, as after a requeue that left orphans behind."""
+    path = run.manager.directory / "incarnations" / "00000001.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "released": True}))
+
+
+def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
+    old = Run(tmp_path)
+    old.save(2, 4)
+    old.fill(6)
+    old.manager.start_save(progress(6))  # its shard is being written when the successor starts
+    replaced(old)
+    new = Run(tmp_path)
+    assert new.manager.incarnation == 2
+    assert new.manager.load_latest().step == 4
+    with pytest.raises(CheckpointError, match="incarnation 1 has been replaced by"):
+        old.manager.wait()
+    with pytest.raises(CheckpointError, match="incarnation 1 has been replaced by"):
+        old.manager.save(progress(8))
+    with pytest.raises(CheckpointError, match="incarnation 1 has been replaced by"):
+        old.manager._writer.keep = 0  # everything is to be pruned
+        old.manager._writer.prune()
+    assert folder.complete_steps(new.manager.directory) == [4, 2]
+    new.save(6)
+    assert new.manager.load_latest(strict=True).step == 6
+    new.check(6)
+    old.manager.close()  # must not release the successor's lock
+    new.manager.save(progress(8))
+
+
+def test_cleaning_takes_the_stale_writers_folder_away(tmp_path: Path) -> None:
+    """Even past the check: what a stale incarnation has written is gone, so there is nothing that it could rename."""
+    old = Run(tmp_path)
+    old.save(2)
+    building = folder.temporary(old.manager.directory, 4, 1)
+    building.mkdir()
+    replaced(old)
+    Run(tmp_path)
+    assert not building.exists()

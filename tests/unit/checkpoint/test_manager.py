@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frontier_llm import failpoints
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.cli.main import main
+from frontier_llm.config import RunConfig
+from frontier_llm.errors import CheckpointError
+from tests.unit.checkpoint.serial import CONFIG, Run
+from tests.unit.checkpoint.test_damage import flip
+
+
+def changed(**sections: dict) -> RunConfig:
+    content = CONFIG.model_dump()
+    for name, values in sections.items():
+        content[name] = {**content[name], **values}
+    return RunConfig.model_validate(content)
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.manager.load_latest() is None
+    assert folder.read_latest(run.manager.directory) == ""
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), ("fp32", "fp16"), ("fp32", "fp64"), ("fp64", "bf16")])
+def test_working_precision_may_change(saved: str, loaded: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, dtype=saved)
+    run.save(3)
+    run.manager.close()
+    other = Run(tmp_path, dtype=loaded)
+    assert other.manager.load_latest() == other.manager.load(other.manager.directory / "step_00000003")
+    other.check(3)
+
+
+def test_keeps_the_newest_and_the_permanent(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2, keep_every=4)
+    run.save(*range(1, 11))
+    assert folder.complete_steps(run.manager.directory) == [10, 9, 8, 4]
+
+
+def test_prunes_nothing_while_one_that_is_kept_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.save(1, 2)
+    flip(run.manager.directory / "step_00000002" / "shard_00000.safetensors", 100_000)
+    run.save(3)
+    assert folder.complete_steps(run.manager.directory) == [3, 2, 1]
+    assert "nothing is deleted" in capfd.readouterr().err
+    flip(run.manager.directory / "step_00000003" / "shard_00000.safetensors", 100_000)
+    assert run.manager.load_latest().step == 1
+    run.check(1)
+
+
+def test_failed_delete_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.save(1, 2)
+    failpoints.arm("checkpoint.delete_renamed=errno:EACCES")
+    run.save(3)
+    failpoints.arm("")
+    assert "cannot delete step_00000001: Permission denied" in capfd.readouterr().err
+    run.save(4)
+    assert run.manager.load_latest(strict=True).step == 4
+
+
+def test_changed_mathematics_must_be_allowed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path, environment={"torch": "2.10.0"})
+    run.save(2)
+    run.manager.close()
+    config = changed(optimizer={"betas": (0.9, 0.999), "lr": 1e-5}, parallel={"tensor": 2})
+    with pytest.raises(CheckpointError) as caught:
+        Run(tmp_path, config=config).manager.load_latest()
+    text = str(caught.value)
+    assert "optimizer.betas: [0.9, 0.95] → [0.9, 0.999]" in text and "optimizer.lr: 0.0003 → 1e-05" in text
+    assert "--allow-change optimizer.lr --allow-change optimizer.betas" in text and "parallel" not in text
+    allowed = Run(tmp_path, config=config, allow_changes=("optimizer.betas", "optimizer.lr"), environment={"torch": "2.13.0"})
+    assert allowed.manager.load_latest().step == 2
+    said = capfd.readouterr().err
+    assert "parallel.tensor: 1 → 2" in said and "torch: '2.10.0' → '2.13.0'" in said
+
+
+@pytest.mark.parametrize(("change", "refused"), [
+    ({"train": {"steps": 200}}, True),  # cosine over the whole run: every learning rate moves
+    ({"train": {"steps": 200, "seed": 1}, "optimizer": {"schedule": "constant"}}, True),
+    ({"precision": {"dtype": "fp32"}}, False),
+    ({"train": {"run_dir": "elsewhere", "save_interval": 3}}, False),
+    ({"batch": {"global_batch": 8, "micro_batch": 2}}, False),
+    ({"batch": {"global_batch": 16}}, True),
+    ({"data": {"seed": 5}}, True),
+])  # fmt: skip
+def test_which_changes_are_mathematics(change: dict, refused: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(2)
+    run.manager.close()
+    other = Run(tmp_path, config=changed(**change))
+    if refused:
+        with pytest.raises(CheckpointError, match="would change its mathematics"):
+            other.manager.load_latest()
+    else:
+        assert other.manager.load_latest().step == 2
+
+
+def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(2)
+    path = run.manager.directory / "step_00000002"
+    run.buckets[0].parameters[0].spec = type(run.buckets[0].parameters[0].spec)("other.weight", (3,), (0,), (3,), None)
+    with pytest.raises(CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"):
+        run.manager.load(path)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.save(1, 2)
+    first, second = (str(run.manager.directory / folder.step_name(step)) for step in (1, 2))
+    assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["step"], row["latest"]) for row in rows] == [(1, False), (2, True)]
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert main(["checkpoint", "diff", first, first]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "diff", first, second, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["same_state"] is False and result["tensors"][0]["largest"] == 1000.0
+    flip(run.manager.directory / "step_00000001" / "shard_00000.safetensors", 99_999)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "expected" in capsys.readouterr().err
+    assert main(["checkpoint", "list", str(tmp_path / "nowhere")]) == 2

@@ -1,0 +1,211 @@
+"""Every point at which a save can be cut off leaves a loadable checkpoint, and the next start cleans up."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import frontier_llm
+from frontier_llm import failpoints
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.errors import CheckpointError, ConfigError
+from tests.unit.checkpoint.serial import Run, in_child, progress
+
+BEFORE_RENAME = [
+    "copied",
+    "shard_created",
+    "block_written",
+    "shard_written",
+    "shard_synced",
+    "before_manifest",
+    "manifest_written",
+    "before_rename",
+]
+AFTER_RENAME = ["before_latest", "latest_written", "latest_moved", "before_delete", "delete_renamed"]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
+
+
+def test_the_points_above_are_all_that_the_code_has() -> None:
+    package = Path(frontier_llm.__file__).parent / "checkpoint"
+    named = {name for path in package.glob("*.py") for name in re.findall(r'hit\("checkpoint\.(\w+)"\)', path.read_text())}
+    assert named == {*BEFORE_RENAME, *AFTER_RENAME, "replaced", "loaded"}
+
+
+@pytest.mark.parametrize("point", [*BEFORE_RENAME, *AFTER_RENAME])
+def test_killed_while_saving(point: str, tmp_path: Path) -> None:
+    def work() -> None:
+        run = Run(tmp_path)
+        run.save(2, 4)
+        failpoints.arm(f"checkpoint.{point}=kill")
+        run.save(6)
+
+    assert in_child(work) == -signal.SIGKILL
+    checkpoints = tmp_path / "checkpoints"
+    run = Run(tmp_path)
+    expected = 6 if point in AFTER_RENAME else 4
+    loaded = run.manager.load_latest(strict=True)
+    assert loaded is not None and loaded.step == expected
+    run.check(expected)
+    assert folder.leftovers(checkpoints) == []
+    assert folder.read_latest(checkpoints) == folder.step_name(expected)
+    run.save(6, 8)
+    assert folder.complete_steps(checkpoints) == [8, 6]
+    assert run.manager.load_latest(strict=True).step == 8
+    run.check(8)
+    run.manager.close()
+
+
+def test_killed_while_replacing_a_checkpoint_of_the_same_step(tmp_path: Path) -> None:
+    def work() -> None:
+        run = Run(tmp_path)
+        run.save(4)
+        failpoints.arm("checkpoint.replaced=kill")
+        run.save(4)
+
+    assert in_child(work) == -signal.SIGKILL
+    assert folder.complete_steps(tmp_path / "checkpoints") == []
+    run = Run(tmp_path)
+    assert run.manager.load_latest().step == 4
+    run.check(4)
+
+
+@pytest.mark.parametrize("point", ["shard_created", "block_written", "shard_written", "manifest_written", "before_rename", "before_latest"])
+@pytest.mark.parametrize("cause", ["ENOSPC", "EIO", "EDQUOT", "EROFS"])
+def test_failing_device(point: str, cause: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(2)
+    failpoints.arm(f"checkpoint.{point}=errno:{cause}")
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint") as caught:
+        run.save(4)
+    failpoints.arm("")
+    text = str(caught.value)
+    assert "the checkpoints before this one are untouched" in text
+    if cause in ("ENOSPC", "EDQUOT"):
+        assert re.search(r"needs 2\.\d MiB, .* and \d+ files are free", text)
+    run.check(4)  # training goes on from memory as if nothing had been
+    assert not list((tmp_path / "checkpoints").glob("step_*.tmp.*"))
+    run.save(6)
+    assert run.manager.load_latest(strict=True).step == 6
+
+
+def test_real_full_disk(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(mounted)], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        run = Run(mounted)
+        run.save(2, 4)
+        with pytest.raises(CheckpointError, match=r"No space left on device; needs 2\.\d MiB, 1\.\d MiB and \d+ files are free"):
+            run.save(6)
+        assert run.manager.load_latest(strict=True).step == 4
+        run.check(4)
+    finally:
+        subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(2)
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large; needs"):
+            run.save(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert run.manager.load_latest(strict=True).step == 2
+
+
+def test_unwritable_directory_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"choose a train\.run_dir that is writable"):
+        Run(tmp_path)
+
+
+def test_state_is_that_of_the_call_even_when_training_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    failpoints.arm("checkpoint.shard_created=sleep:0.3")
+    run.fill(2)
+    run.manager.start_save(progress(2))
+    run.fill(99)
+    assert run.manager.poll() is None and folder.read_latest(tmp_path / "checkpoints") == ""
+    assert run.manager.wait() == tmp_path / "checkpoints" / "step_00000002"
+    assert run.manager.load_latest().step == 2
+    run.check(2)
+
+
+def test_background_failure_surfaces_at_a_later_poll_and_saves_never_overlap(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    failpoints.arm("checkpoint.shard_written=errno:EIO")
+    run.manager.start_save(progress(2))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        run.manager.start_save(progress(4))  # waits for the one under way, which has failed
+    assert not run.manager.saving
+    failpoints.arm("checkpoint.shard_written=error:unforeseen")
+    run.manager.start_save(progress(6))
+    with pytest.raises(CheckpointError, match="RuntimeError: unforeseen"):
+        while run.manager.saving:
+            run.manager.poll()
+    assert folder.complete_steps(tmp_path / "checkpoints") == []
+
+
+def test_durability_order(tmp_path: Path) -> None:
+    """strace: every file is fsynced before the rename, the folder after it, and LATEST comes last."""
+    trace = tmp_path / "trace"
+    script = f"""
+from pathlib import Path
+from tests.unit.checkpoint.serial import Run
+Run(Path({str(tmp_path)!r})).save(2)
+"""
+    import shutil
+    import sys
+
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    subprocess.run(["strace", "-f", "-y", "-o", str(trace), "-e", "trace=fsync,rename,write", sys.executable, "-c", script], check=True)
+    events = []
+    for line in trace.read_text().splitlines():
+        match = re.search(r"(fsync|rename)\((.*)", line)
+        if (match and "step_00000002" in line) or (match and "LATEST" in line) or (match and "/checkpoints>" in line):
+            events.append(re.sub(r"\d+(?=<)", "", match[0]))
+
+    def first(pattern: str) -> int:
+        return next(number for number, event in enumerate(events) if re.search(pattern, event))
+
+    order = [
+        r"fsync\(<.*shard_00000.safetensors>", r"fsync\(<.*manifest.json>", r"fsync\(<.*manifest.sha256>", r"fsync\(<.*\.tmp\.1>",
+        r'rename\(".*step_00000002.tmp.1", ".*step_00000002"', r"fsync\(<.*LATEST.tmp", r'rename\(".*LATEST.tmp.1", ".*/LATEST"',
+    ]  # fmt: skip
+    positions = [first(pattern) for pattern in order]
+    assert positions == sorted(positions)
+    assert "/checkpoints>" in events[positions[4] + 1] and "fsync" in events[positions[4] + 1]
+    assert "/checkpoints>" in events[positions[6] + 1] and "fsync" in events[positions[6] + 1]
+
+
+def test_failpoint_rules() -> None:
+    failpoints.arm("a.b@1#2=error:boom,a.c%=errno:EIO", rank=1)
+    failpoints.hit("a.b")
+    with pytest.raises(RuntimeError, match="boom"):
+        failpoints.hit("a.b")
+    failpoints.hit("a.b")
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"failpoint a\.c"):
+            failpoints.hit("a.c")
+    failpoints.arm("a.b@1=error:boom", rank=0)
+    failpoints.hit("a.b")
+    with pytest.raises(ConfigError), contextlib.suppress(RuntimeError):
+        failpoints.arm("a.b=explode")

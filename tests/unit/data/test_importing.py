@@ -1,0 +1,85 @@
+"""Tokens that others made: packed samples are cut where documents end; ids outside the vocabulary are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from frontier_llm.cli import data as command
+from frontier_llm.data import importing
+from frontier_llm.data.importing import import_tokens
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.meta import read_meta
+from frontier_llm.errors import DataError
+
+EOD = 256  # of `bytes`
+SHARDS = Path(__file__).parent / "mds_shards"
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    return [dataset.document(number).tolist() for number in range(dataset.document_count)]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 100])
+def test_documents_end_at_eod_across_blocks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(importing, "BLOCK_TOKENS", block)
+    np.array([1, 2, EOD, EOD, 3, 4], "<u2").tofile(tmp_path / "part-0.npy")  # OLMo: no header
+    np.array([5, EOD, 6], "<u2").tofile(tmp_path / "part-1.npy")
+    meta = import_tokens([tmp_path], tmp_path / "out", "bytes", "uint16")
+    assert documents(tmp_path / "out") == [[1, 2, EOD], [EOD], [3, 4, 5, EOD], [6]]
+    assert (meta.documents, meta.tokens, meta.text_bytes) == (4, 9, 0)
+    assert read_meta(tmp_path / "out") == meta
+
+
+def test_a_numpy_file_knows_its_type(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([[7, EOD], [8, EOD]], np.uint32))
+    import_tokens([tmp_path / "a.npy"], tmp_path / "out", "bytes")
+    assert documents(tmp_path / "out") == [[7, EOD], [8, EOD]]
+    np.save(tmp_path / "b.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match="cannot be read"):
+        import_tokens([tmp_path / "b.npy"], tmp_path / "out2", "bytes")
+
+
+def test_mds_tokens(tmp_path: Path) -> None:
+    import_tokens([SHARDS / "tok-zstd"], tmp_path / "out", "bytes")
+    assert IndexedDataset(tmp_path / "out").token_count == 40 * 50
+    import_tokens([SHARDS / "bytes"], tmp_path / "legacy", "bytes")
+    assert IndexedDataset(tmp_path / "legacy").tokens.tolist() == [i for start in range(5) for i in range(start, start + 50)]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    np.array([1, 2, 3, 400], "<u2").tofile(tmp_path / "a.bin")
+    with pytest.raises(DataError, match=r"a\.bin: token 3 is 400, the vocabulary has 257"):
+        import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes", "uint16")
+    with pytest.raises(DataError, match="no header that says its type"):
+        import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes")
+    (tmp_path / "a.bin").write_bytes(b"123")
+    with pytest.raises(DataError, match="3 bytes are no whole number of uint16"):
+        import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes", "uint16")
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="hold no tokens"):
+        import_tokens([tmp_path / "a.bin"], tmp_path / "out", "bytes", "uint16")
+    (tmp_path / "b.csv").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError) as error:
+        import_tokens([tmp_path / "b.csv", tmp_path / "none.npy", tmp_path / "empty"], tmp_path / "out", "bytes")
+    assert len(error.value.problems) == 3
+    np.save(tmp_path / "f.npy", np.zeros(3))
+    with pytest.raises(DataError, match="float64, not token ids"):
+        import_tokens([tmp_path / "f.npy"], tmp_path / "out", "bytes")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    np.array([1, EOD], "<u2").tofile(tmp_path / "a.npy")
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    words = ["data", "import", str(tmp_path / "a.npy"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", "--dtype", "uint16"]
+    args = parser.parse_args(words)
+    assert args.run(args) == 0
+    assert "1 documents, 2 tokens" in capsys.readouterr().out
