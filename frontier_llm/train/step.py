@@ -52,9 +52,11 @@ def train_step(state: TrainState) -> StepResult:
 
 
 def global_loss(state: TrainState, losses: list[torch.Tensor]) -> float:
-    """Sum of all microbatches' shares over the world: only the last stage has any, and its tp ranks have the same ones."""
+    """Sum of all microbatches' shares over the world: only the last stage has any, and its tp ranks have the same ones.
+
+    So only tp rank 0 counts; the others add zero times theirs, which is heard where it is not finite.
+    """
     total = torch.zeros((), dtype=torch.float64, device=state.device)
-    if state.mesh.tp.rank == 0:
-        for loss in losses:
-            total += loss
+    for loss in losses:
+        total += loss * (state.mesh.tp.rank == 0)
     return float(all_reduce_(total, state.mesh.world))

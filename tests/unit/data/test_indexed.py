@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frontier_llm.data import indexed
 from frontier_llm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, optimal_dtype
 from frontier_llm.errors import DataError
 
@@ -72,6 +73,25 @@ def test_append_equals_writing_at_once(tmp_path: Path) -> None:
         writer.append(IndexedDataset(tmp_path / "b"))
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"joined{ending}").read_bytes() == (tmp_path / f"both{ending}").read_bytes()
+
+
+def test_tables_longer_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [[[1, 2], [3]], [[4]], [], [[5], [6, 7, 8], [9]], [[10, 11]]]
+    write(tmp_path / "one", documents)
+    monkeypatch.setattr(indexed, "SCAN_CHUNK", 2)
+    write(tmp_path / "many", documents)
+    with IndexedWriter(tmp_path / "joined", "u2") as writer:
+        writer.append(IndexedDataset(tmp_path / "many", scan=True))
+    for name in ("many", "joined"):
+        for ending in ("bin", "idx"):
+            assert (tmp_path / f"{name}.{ending}").read_bytes() == (tmp_path / f"one.{ending}").read_bytes()
+    patch(tmp_path / "many.idx", 34 + 4 * 7 + 8 * 5, struct.pack("<q", 0))
+    with pytest.raises(DataError, match="for sequence 5"):
+        IndexedDataset(tmp_path / "many")
+    write(tmp_path / "plain", [[[1]]] * 5)
+    assert IndexedDataset(tmp_path / "plain").one_sequence_per_document
+    patch(tmp_path / "plain.idx", 34 + 12 * 5 + 8 * 3, struct.pack("<q", 4))
+    assert not IndexedDataset(tmp_path / "plain", scan=False).one_sequence_per_document
 
 
 def test_append_refuses_another_dtype(tmp_path: Path) -> None:
