@@ -109,15 +109,14 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
 
 def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int = BUCKET_NUMEL) -> Iterator[tuple[int, str]]:
     """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
-    declared = [
-        piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)
-    ]
+    declared = [piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)]
     chunk_numel = ALIGNMENT * plan.grid.dp
 
     def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:
         return piece[1:]
 
-    for key, members in groupby(sorted(declared[::-1], key=kind), key=kind):
+    backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
+    for key, members in groupby(sorted(backwards, key=kind), key=kind):
         filled, padded = 0, 0
         for numel, _, _ in members:
             if filled and filled + numel > bucket_numel:
