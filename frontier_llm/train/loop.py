@@ -25,7 +25,7 @@ from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.join import joined_state
-from frontier_llm.train.metrics import Metrics
+from frontier_llm.train.metrics import Metrics, peak_tflops
 from frontier_llm.train.provenance import provenance
 from frontier_llm.train.replicas import ReplicaCheck
 from frontier_llm.train.spikes import Decisions
