@@ -25,7 +25,7 @@ from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.join import joined_state
-from frontier_llm.train.metrics import Metrics
+from frontier_llm.train.metrics import Metrics, peak_tflops
 from frontier_llm.train.provenance import provenance
 from frontier_llm.train.replicas import ReplicaCheck
 from frontier_llm.train.spikes import Decisions
@@ -95,7 +95,7 @@ class _Session:
         if self.is_first:
             self._write_run_files()
             flops = model_flops_per_token(self.config.model)
-            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, self.config.train.peak_tflops)
+            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, peak_tflops(self.config))
         with SignalWatcher() as signals:
             interrupted = self._train_until_end(signals)
         if not interrupted and self.validation is not None:
