@@ -80,7 +80,8 @@ def checksum(values: Tensor) -> Tensor:
     flat, narrow = values.reshape(-1), _INTEGERS[values.element_size()]
     per_word = 8 // values.element_size()
     words = flat.numel() // per_word * per_word if flat.storage_offset() % per_word == 0 else 0
-    return flat[:words].view(torch.int64).sum() + flat[words:].view(narrow).sum(dtype=torch.int64)
+    rest = flat[words:].view(narrow).sum(dtype=torch.int64)
+    return rest + flat[:words].view(torch.int64).sum() if words else rest
 
 
 def _over_dp(buckets: Sequence[Bucket], optimizer: AdamW) -> Iterator[_Copy]:
