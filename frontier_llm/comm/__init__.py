@@ -1,5 +1,6 @@
 """Axis handles, process groups, collectives, pipeline messages and the byte ledger."""
 
+from frontier_llm.comm.algorithms import AlgorithmTable, load_algorithms
 from frontier_llm.comm.axis import Axis, Mesh, serial_mesh, single
 from frontier_llm.comm.collectives import (
     all_gather,
@@ -20,6 +21,7 @@ from frontier_llm.comm.p2p import Receive, Sends, post_receive
 
 __all__ = [
     "DONE",
+    "AlgorithmTable",
     "Axis",
     "Group",
     "Ledger",
@@ -35,6 +37,7 @@ __all__ = [
     "build_mesh",
     "connect",
     "disconnect",
+    "load_algorithms",
     "post_receive",
     "reduce_scatter",
     "serial_mesh",

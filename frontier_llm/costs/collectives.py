@@ -30,7 +30,7 @@ def table_s(rates: Rates, nodes: Number, size_bytes: Number) -> Number:
 
 def fabric_bandwidth(rates: Rates, ranks: Number) -> Number:
     """Bus bandwidth, bytes/s, of a group of `ranks` neighbours inside a node."""
-    return np.interp(np.asarray(ranks, dtype=float), rates.fabric_size, rates.fabric_bytes_s)
+    return np.interp(np.asarray(ranks, dtype=float), rates.fabric_size, rates.fabric_bytes_s) * rates.fabric_share
 
 
 def node_ring_s(rates: Rates, ranks: Number, size_bytes: Number, passes: int) -> Number:
@@ -44,7 +44,7 @@ def node_ring_s(rates: Rates, ranks: Number, size_bytes: Number, passes: int) ->
     if rates.table_nodes:
         full = rates.node_devices
         measured = table_s(rates, 1, np.maximum(size_bytes, 1.0))
-        large = 2 * (full - 1) / full * np.maximum(size_bytes, 1.0) / fabric_bandwidth(rates, full)
+        large = 2 * (full - 1) / full * np.maximum(size_bytes, 1.0) / fabric_bandwidth(rates, full) * rates.fabric_share
         over = np.maximum(measured - large, 0.0) * np.minimum(share * full / (full - 1), 1.0) * passes / 2
         return np.where(ranks > 1, ideal + over, 0.0)
     return np.where(ranks > 1, ideal + rates.fabric_latency_s + passes * (ranks - 1) * rates.fabric_hop_s, 0.0)

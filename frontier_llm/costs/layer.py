@@ -107,10 +107,10 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
     full, selective = np.asarray(w.recompute) == 2, np.asarray(w.recompute) == 1
     again = {key: np.where(full, value[0], 0.0) for key, value in terms.items()}
     again["attention"] = np.where(full | selective, terms["attention"][0], 0.0)
-    terms["recompute"] = (0.0 * np.asarray(tp_s), sum(again.values()))
+    terms["recompute"] = (0.0 * np.asarray(tp_s), sum(again.values()) * np.where(full, w.recompute_share, 1.0))
     # the host dispatches ahead of the device; where it cannot keep up, the layer takes the host's time
     forward, backward = (sum(term[side] for name, term in terms.items() if name != "tp communication") for side in (0, 1))
-    backward = backward - np.where(full, tp_s, 0.0)
+    backward = backward - np.where(full, tp_s * w.recompute_share, 0.0)
     host_forward = FORWARD_OPS * rates.launch_s
     host_backward = (BACKWARD_OPS + FORWARD_OPS * full + 6 * selective) * rates.launch_s
     terms["launch-bound"] = (np.maximum(host_forward - forward, 0.0), np.maximum(host_backward - backward, 0.0))

@@ -39,7 +39,8 @@ def layer_activation_bytes(w: Workload, rates: Rates, recompute: Number) -> Numb
     mlp = T * np.asarray(w.F) / tp * size * (2 + np.asarray(w.gated))
     none = whole + qkv + output + core + mlp
     selective = none - np.where(flash, 4.0 * T * np.asarray(w.A) / tp, scores)
-    full = T * H * size / cut
+    share = np.asarray(w.recompute_share, dtype=float)
+    full = T * H * size / np.where(np.asarray(w.checkpoints_cut) == 1, tp, cut) * share + none * (1 - share)
     mode = np.asarray(recompute)
     return np.where(mode == 0, none, np.where(mode == 1, selective, full))
 
@@ -81,7 +82,7 @@ def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embed
         "optimizer": parameters * state / np.where(zero >= 1, dp, 1.0),
         "activations": kept * rates.fragmentation,
         "recompute working set": working * rates.fragmentation,
-        "logits": logits,
+        "logits": np.maximum(logits - working * rates.fragmentation, 0.0),  # freed before the first layer is recomputed
         "pipeline buffers": boundary,
         "communication buffers": np.where(zero >= 2, gathered, np.minimum(np.where(dp > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,

@@ -162,6 +162,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         dp_overlap=s.dp_overlap.value,
         gather_overlap=s.gather_overlap.value,
         tp_overlap=s.tp_overlap.value,
+        fabric_share=s.fabric_share.value,
         reserve_bytes=s.reserve_gib.value * GIB,
         fragmentation=s.fragmentation.value,
     )
@@ -182,6 +183,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "tp_overlap": ("stack", "tp_overlap"),
     "dp_overlap": ("stack", "dp_overlap"),
     "gather_overlap": ("stack", "gather_overlap"),
+    "fabric_share": ("stack", "fabric_share"),
     "reserve_bytes": ("stack", "reserve_gib"),
     "fragmentation": ("stack", "fragmentation"),
     "fabric_bytes_s": ("node", "fabric_gbps"),

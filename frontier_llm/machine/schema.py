@@ -97,6 +97,7 @@ class Stack(Section):
     dp_overlap: Number
     gather_overlap: Number
     tp_overlap: Number
+    fabric_share: Number  # of node.fabric_gbps that this stack's collectives reach
     reserve_gib: Number
     fragmentation: Number
 

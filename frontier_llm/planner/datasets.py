@@ -34,6 +34,7 @@ class Measurement:
     workload: Workload
     seconds: float  # per step
     known: bool  # False: the source leaves the degrees or the batch out; the row is never fitted
+    approximate: bool = False  # the source's parallelism has no equal here (AxoNN's 4D): its memory is not judged
     unstated: tuple[str, ...] = ()  # fields of the workload that the source does not give; the fastest that fits is assumed
     memory_gib: float | None = None
 
@@ -48,7 +49,7 @@ CLUSTERS = (
     (r"^korth|^sc21|selene", "selene", "megatron-lm"),
     (r"jean zay", "jean-zay", "megatron-deepspeed"),
     (r"^mcore|eos", "eos", "megatron-core"),
-    (r"^ttitan.*mi250|^torchtitan.*frontier|emin", "frontier", "torchtitan"),
+    (r"titan.*(mi250|frontier)|emin", "frontier", "torchtitan"),
     (r"^ttitan.*h100|h100.*torchtitan", "eos", "torchtitan"),
     (r"^ttitan|^torchtitan", "torchtitan-a100", "torchtitan"),
     (r"h100.*fp8", "llm-foundry-h100", "llm-foundry-fp8"),
@@ -192,6 +193,7 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
         workload=workload,
         seconds=seconds,
         known=known,
+        approximate="D:" in row["TP"],
         unstated=unstated,
         memory_gib=_number(row["mem_gb_per_dev"]) or None,
     )
@@ -209,8 +211,20 @@ def _degree(text: str) -> float:
 def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: float) -> dict[str, float]:
     shard, recompute = row["zero_or_shard"].lower(), row["recompute"].lower()
     llama = "lama" in row["model"]
-    mode = 2 if recompute.startswith("full") else 1 if recompute.startswith("selective") else 0
-    zero = 2 if "grad_op" in shard else 3 if "fsdp" in shard else 1 if "zero-1" in shard or "distributed" in shard else 0
+    # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
+    half = recompute.startswith(("selective layer", "selective op"))
+    mode = 2 if recompute.startswith("full") or half else 1 if recompute.startswith("selective") else 0
+    zero = (
+        2
+        if "grad_op" in shard
+        else 1
+        if "hsdp" in shard
+        else 3
+        if "fsdp" in shard
+        else 1
+        if "zero-1" in shard or "distributed" in shard
+        else 0
+    )
     per_virtual = _number(row["layers_per_virtual_stage"])
     fp32_gradients = "fp32 grad" in row["precision"]
     return {
@@ -224,6 +238,8 @@ def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: flo
         "chunks": max(1.0, round(layers / pp / per_virtual)) if per_virtual else 1.0,
         "sp": float(row["seq_parallel"].startswith("yes") and tp > 1),
         "recompute": float(mode),
+        "checkpoints_cut": float("partition" in recompute),
+        "recompute_share": 0.5 if half else 1.0,
         "zero": float(zero),
         "dp_outer": 0.0,
         "flash": {"y": 1.0, "v": 1.0, "n": 0.0}.get(row["flash_attn"][:1], -1.0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ KEYS: dict[tuple[str, str], tuple[str, ...]] = {
     ("llm-foundry-h100", "llm-foundry-fp8"): ("gemm_efficiency",),
     ("torchtitan-a100", "torchtitan"): ("gemm_efficiency", "flash_efficiency", "network_efficiency"),
     ("eos", "megatron-core"): ("gemm_efficiency", "hbm_efficiency"),
-    ("frontier", "gpt-neox"): ("unaligned_penalty",),
+    ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
 }
 
 
@@ -45,9 +46,9 @@ KEYS: dict[tuple[str, str], tuple[str, ...]] = {
 START = {
     "gemm_efficiency": 0.8, "gemm_k_half": 100.0, "unaligned_penalty": 4.0, "flash_efficiency": 0.6, "flash_backward": 0.75,
     "hbm_efficiency": 0.75, "kernel_s": 8e-6, "launch_s": 30e-6, "microbatch_s": 5e-4, "step_s": 2e-2, "fabric_latency_s": 20e-6,
-    "fabric_hop_s": 2e-6, "network_efficiency": 0.8, "network_crowding": 0.8, "network_latency_s": 25e-6,
+    "fabric_hop_s": 2e-6, "network_efficiency": 0.8, "network_crowding": 0.8, "network_latency_s": 25e-6, "fabric_share": 0.4,
 }  # fmt: skip
-START_OF = {
+START_OF: dict[str, dict[str, float]] = {
     "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
     "eos": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
     "frontier": {"unaligned_penalty": 2.0},
@@ -58,7 +59,8 @@ FABRIC_START, FABRIC_CEILING = 240e9, 300e9  # NVLink 3 on A100: what large mess
 def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
     """`numbers` with the constants that are to be fitted set back to where every fit starts."""
     values = {**START, **START_OF.get(machine, {})}
-    start = replace(numbers, **{key: values[key] for key in keys if "fabric_bytes" not in key})
+    constants: dict[str, Any] = {key: values[key] for key in keys if "fabric_bytes" not in key}
+    start = replace(numbers, **constants)
     return (
         replace(start, fabric_bytes_s=tuple(FABRIC_START for _ in start.fabric_bytes_s))
         if any("fabric_bytes" in key for key in keys)

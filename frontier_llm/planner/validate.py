@@ -54,7 +54,7 @@ def score(dataset: str, part: str, predictions: Sequence[Prediction]) -> Score:
         pairs,
         100 * right / pairs if pairs else float("nan"),
         100 * float(np.mean(regrets)) if regrets else float("nan"),
-        sum(not one.fits for one in predictions),
+        sum(not one.fits and not one.row.approximate for one in predictions),
     )
 
 

@@ -69,7 +69,8 @@ class PhaseClock:
 class StepBench:
     """One rank's measurement, medians over the measured steps."""
 
-    tokens_per_s: float  # of the job
+    step_times_s: list[float]  # every measured step
+    tokens_per_s: float  # of the job, by the median step
     step_time_s: float
     model_tflops: float  # per device, full-attention convention (costs.flops)
     gemm_tflops: float  # the model's products weighted by their FLOPs
@@ -156,4 +157,4 @@ def _summarise(state: TrainState, times: list[float], gemm_rounds: list[list[dic
     best = [max(rounds, key=lambda gemm: gemm["tflops"]) for rounds in zip(*gemm_rounds, strict=True)]
     flops = sum(6.0 * gemm["M"] * gemm["N"] * gemm["K"] * gemm["count"] for gemm in best)
     rate = flops / sum(gemm["seconds"] * gemm["count"] for gemm in best) / TERA
-    return StepBench(tokens / step_s, step_s, achieved, rate, achieved / rate, phases, best)
+    return StepBench(times, tokens / step_s, step_s, achieved, rate, achieved / rate, phases, best)
