@@ -240,7 +240,7 @@ def local_slurm(nodes: int = 4) -> Iterator[LocalSlurm]:
         yield cluster
     except AssertionError as error:
         logs = "\n".join(
-            f"--- {path.name}\n{path.read_text(errors="replace")[-600:]}" for path in sorted((cluster.root / "logs").glob("*"))
+            f"--- {path.name}\n{path.read_text(errors='replace')[-600:]}" for path in sorted((cluster.root / "logs").glob("*"))
         )
         raise AssertionError(f"{error}\n{logs}") from error
     finally:
