@@ -152,7 +152,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         options=tuple(job.site.srun.items()),
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
-        command=(environ("FRONTIER_LLM_PYTHON") or sys.executable, *job.program, *job.words),
+        command=(environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable, *job.program, *job.words),
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),

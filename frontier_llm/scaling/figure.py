@@ -108,6 +108,7 @@ def _finish(throughput: Any, efficiency: Any, mode: str) -> None:
         axis.grid(alpha=0.3)
     throughput.set_yscale("log", base=2)
     throughput.set_ylabel("tokens/s")
+    throughput.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
     throughput.set_title(f"{mode} scaling: throughput")
     efficiency.set_ylabel("efficiency per device, %")
     efficiency.set_ylim(0, 112)

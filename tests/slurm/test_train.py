@@ -26,7 +26,9 @@ TOY = (
 )
 
 
-def sbatch(cluster: LocalSlurm, script: str, directory: Path, *options: str, words: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
+def sbatch(
+    cluster: LocalSlurm, script: str, directory: Path, *options: str, words: tuple[str, ...] = (), env: dict[str, str] | None = None
+) -> str:
     """Submit a committed script; what differs from Frontier is the partition, not the script."""
     local = ("--partition=local", f"--output={directory}/job.out", *options)
     directory.mkdir(parents=True, exist_ok=True)
