@@ -103,7 +103,11 @@ def main() -> None:
 
         def save() -> None:
             step = next(steps)
-            manager.save(Progress(step=step, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0))
+            manager.save(
+                Progress(
+                    step=step, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0
+                )
+            )
 
         def copy() -> None:
             manager._writer.snapshot.take()

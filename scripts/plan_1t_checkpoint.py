@@ -12,22 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
-import sys
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontier_llm.checkpoint.load import plan
-from frontier_llm.checkpoint.manifest import parse, shard_name
-from frontier_llm.checkpoint.pieces import needed_pieces, saved_pieces
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, Progress
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, Progress, parse, shard_name
+from frontier_llm.checkpoint.pieces import KINDS, needed_pieces, saved_pieces
 from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
 from frontier_llm.checkpoint.shard import header
-from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.model import Stage
@@ -100,7 +98,11 @@ def main() -> None:
     manifest_s = time.perf_counter() - started
 
     loads = {}
-    for name, other in (("same layout", layout), ("tp 4, pp 64, dp 12", Layout(args.model, 4, 64, 12)), ("tp 8, pp 32, dp 1", Layout(args.model, 8, 32, 1))):
+    for name, other in (
+        ("same layout", layout),
+        ("tp 4, pp 64, dp 12", Layout(args.model, 4, 64, 12)),
+        ("tp 8, pp 32, dp 1", Layout(args.model, 8, 32, 1)),
+    ):
         needed = needed_pieces(other.buckets(other.grid.world_size // 2))
         started = time.perf_counter()
         manifest = parse(content, "manifest.json")

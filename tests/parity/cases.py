@@ -45,6 +45,7 @@ class Case:
     zero: int = 1
     order: str = "tp-dp-pp"
     documents: bool = False
+    transport: str = "auto"
 
     @property
     def world_size(self) -> int:
@@ -98,6 +99,7 @@ FACTORS: dict[str, list[Any]] = {
     "zero": [1, 0],
     "order": ["tp-dp-pp", "tp-pp-dp"],
     "documents": [False, True],
+    "transport": ["auto", "torch"],
 }
 
 

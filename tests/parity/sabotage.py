@@ -11,7 +11,7 @@ from unittest.mock import patch
 from frontier_llm.comm import DONE, Axis, single
 from frontier_llm.optim import GradientSync
 from frontier_llm.pipeline import Engine
-from frontier_llm.schedule import Action, Kind
+from frontier_llm.schedule import Action
 from frontier_llm.topology import ShardSpec
 
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
@@ -79,14 +79,13 @@ def swapped_microbatch() -> Iterator[None]:
 
 @sabotage
 def stale_activation() -> Iterator[None]:
-    """A message is taken for that of another microbatch: two receives change places."""
-    honest = Engine._receive
+    """Each message carries the activation of the microbatch before."""
+    honest = Engine._send_forward
 
-    def receive(self: Engine, action: Action) -> None:
-        swapped = {0: 1, 1: 0}.get(action.microbatch, action.microbatch)
-        honest(self, replace(action, microbatch=swapped) if action.kind is Kind.RECV_FORWARD else action)
+    def send(self: Engine, action: Action) -> None:
+        honest(self, replace(action, microbatch=max(0, action.microbatch - 1)))
 
-    with patch.object(Engine, "_receive", receive):
+    with patch.object(Engine, "_send_forward", send):
         yield
 
 
