@@ -60,6 +60,7 @@ class _Groups:
     ) -> None:
         self._global_rank, self._timeout_s, self._transport = global_rank, timeout_s, transport
         self._ranks_per_node, self._algorithms = ranks_per_node, algorithms
+        self._store = dist.distributed_c10d._get_default_store()
         self._said: set[str] = set()
         self.ledger = Ledger()
 
@@ -99,13 +100,13 @@ class _Groups:
         backend = dist.get_backend(process_group)
         if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
             self._say(f"comm: {backend} through torch.distributed")
-            return TorchGroup(process_group, ranks)
+            return TorchGroup(process_group, ranks, name, self._store)
         descriptor, reason = _share_memory(process_group, rank, len(ranks))
         if descriptor is None:
             if self._transport == "shm":
                 raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
             self._say(f"comm: {backend} sockets for axis {name}: {reason}")
-            return TorchGroup(process_group, ranks)
+            return TorchGroup(process_group, ranks, name, self._store)
         self._say("comm: shared memory between the ranks of this host")
         return shm.ShmGroup(name, rank, ranks, descriptor, self._timeout_s)
 
