@@ -149,6 +149,7 @@ setup(
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML"],
         "data": ["pyarrow", "zstandard"],
         "hf": ["transformers"],
+        "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
         "plot": ["matplotlib", "tensorboard"],
     },
 )

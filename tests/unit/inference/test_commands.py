@@ -30,7 +30,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_huggingface(RandomWeights(MODEL), directory / "hf", torch.float32, Companions(tokenizer_files(BYTES, 64), BYTES.eod))
     text = "the quick brown fox jumps over the lazy dog; " * 20
     with IndexedWriter(directory / "data", np.dtype("<u2")) as writer:
-        writer.add_document(BYTES.encode(text) + [BYTES.eod])
+        writer.add_document([*BYTES.encode(text), BYTES.eod])
     write_meta(directory / "data", DatasetMeta("bytes", BYTES.digest, 257, 256, 1, len(text) + 1, len(text)))
     run = {
         "model": {"base": "llama-tiny", "vocab_size": 257, "sequence_length": 64},
@@ -72,7 +72,9 @@ def test_options_reach_the_sampler(room: Path, capfd: pytest.CaptureFixture[str]
     assert text("--temperature=0", f"--stop={greedy[4:6]}") == greedy[: greedy.index(greedy[4:6])]
 
 
-def test_local_ranks_give_the_same_text_and_the_same_loss(room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_ranks_give_the_same_text_and_the_same_loss(
+    room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     prompts = ["--prompt=the quick", "--prompt=-x", "--temperature=0", "--max-new-tokens=8", "--json"]
     assert answer(capfd, "generate", str(room / "run"), *prompts, "--tensor=2") == answer(capfd, "generate", str(room / "run"), *prompts)
@@ -86,7 +88,14 @@ def test_local_ranks_give_the_same_text_and_the_same_loss(room: Path, capfd: pyt
 def test_tasks_are_scored_and_written(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines = [{"query": f"q{n}", "choices": ["x", "yy"], "gold": n % 2} for n in range(6)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["evaluate", str(room / "hf"), f"--task=mine={tmp_path / 't.jsonl'}", "--shots=2", "--limit=4", f"--output={tmp_path / 'o.json'}"]
+    words = [
+        "evaluate",
+        str(room / "hf"),
+        f"--task=mine={tmp_path / 't.jsonl'}",
+        "--shots=2",
+        "--limit=4",
+        f"--output={tmp_path / 'o.json'}",
+    ]
     assert main(words) == 0
     assert "mine" in capfd.readouterr().out
     content = json.loads((tmp_path / "o.json").read_text())
