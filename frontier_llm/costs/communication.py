@@ -117,7 +117,7 @@ def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: 
     def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:
         return piece[1:]
 
-    for key, members in groupby(sorted(declared[::-1], key=kind), key=kind):
+    for key, members in groupby(sorted(reversed(declared), key=kind), key=kind):
         filled, padded = 0, 0
         for numel, _, _ in members:
             if filled and filled + numel > bucket_numel:
