@@ -112,12 +112,13 @@ def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: 
     declared = [
         piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)
     ]
+    backwards = declared[::-1]  # the order in which backward completes them
     chunk_numel = ALIGNMENT * plan.grid.dp
 
     def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:
         return piece[1:]
 
-    for key, members in groupby(sorted(reversed(declared), key=kind), key=kind):
+    for key, members in groupby(sorted(backwards, key=kind), key=kind):
         filled, padded = 0, 0
         for numel, _, _ in members:
             if filled and filled + numel > bucket_numel:

@@ -152,6 +152,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         step_s=s.step_us.value * 1e-6,
         attention=s.attention,
         dropout=s.dropout,
+        fused_softmax=s.fused_softmax,
         fused=s.fused,
         gradient_bytes=s.gradient_bytes,
         accumulate_bytes=s.accumulate_bytes,

@@ -47,6 +47,7 @@ class Rates:
     # what the software does
     attention: str  # flash | unfused
     dropout: bool
+    fused_softmax: bool  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
     fused: bool  # norm, bias+activation, residual in one kernel each
     gradient_bytes: int  # in which the gradients are summed over dp
     accumulate_bytes: float  # moved per parameter to add one microbatch's gradient

@@ -77,6 +77,7 @@ class Stack(Section):
     source: str  # of the yes/no properties below
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
+    fused_softmax: bool = True
     fused: bool = True
     gradient_bytes: Literal[2, 4] = 4
     accumulate_bytes: NonNegativeFloat = 8.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ FABRIC_START, FABRIC_CEILING = 240e9, 300e9  # NVLink 3 on A100: what large mess
 def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
     """`numbers` with the constants that are to be fitted set back to where every fit starts."""
     values = {**START, **START_OF.get(machine, {})}
-    start = replace(numbers, **{key: values[key] for key in keys if "fabric_bytes" not in key})
+    changes: dict[str, Any] = {key: values[key] for key in keys if "fabric_bytes" not in key}
+    start = replace(numbers, **changes)
     return (
         replace(start, fabric_bytes_s=tuple(FABRIC_START for _ in start.fabric_bytes_s))
         if any("fabric_bytes" in key for key in keys)
@@ -89,7 +91,7 @@ def apply(start: Rates, keys: Sequence[str], x: np.ndarray) -> Rates:
 
     A tuple is scaled as a whole, or, with the key's suffix "/N", in its entry for groups of N devices.
     """
-    changes: dict[str, float | tuple[float, ...]] = {}
+    changes: dict[str, Any] = {}
     for key, shift in zip(keys, x, strict=True):
         name, _, ranks = key.partition("/")
         value = changes.get(name, getattr(start, name))
@@ -101,7 +103,7 @@ def apply(start: Rates, keys: Sequence[str], x: np.ndarray) -> Rates:
         else:
             grown = float(value * np.exp(shift))
             changes[key] = min(grown, CEILING) if key.endswith(("efficiency", "crowding")) else grown
-    return replace(start, **changes)  # type: ignore[arg-type]
+    return replace(start, **changes)
 
 
 def minimise(residual: Callable[[np.ndarray], np.ndarray], size: int, iterations: int) -> np.ndarray:
