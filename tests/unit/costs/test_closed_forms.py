@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontier_llm.config.load import load_model
-from frontier_llm.costs import Workload, hardware_flops_per_token, model_flops_per_token, parameter_shapes, rank_parameters, total_parameters
+from frontier_llm.costs import (
+    Workload,
+    hardware_flops_per_token,
+    model_flops_per_token,
+    parameter_shapes,
+    rank_parameters,
+    total_parameters,
+)
 from frontier_llm.costs.collectives import message_s, node_ring_s, spread_s, table_s
 from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import layer_terms, totals
@@ -39,7 +46,9 @@ def test_flops_are_megatrons_formula_for_gpt_shapes(name: str) -> None:
     assert float(hardware_flops_per_token(w)) == pytest.approx(96 * L * h * h * (1 + s / (6 * h) + w.V / (16 * L * h)), rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "published"), [("llama-2-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("llama-2-70b", 68_976_648_192)])
+@pytest.mark.parametrize(
+    ("name", "published"), [("llama-2-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("llama-2-70b", 68_976_648_192)]
+)
 def test_parameter_counts_equal_the_published_checkpoints(name: str, published: int) -> None:
     model = load_model(name)
     padding = (model.padded_vocab_size - model.vocab_size) * model.hidden * (1 if model.tied_embeddings else 2)
@@ -55,7 +64,11 @@ def test_rank_parameters_tile_the_model(name: str, tp: int, pp: int) -> None:
     held = [rank_parameters(model, stage, tp) for stage in stages]
     one = [rank_parameters(model, stage, 1) for stage in stages]
     shapes = parameter_shapes(model)
-    whole = sum(int(np.prod(shape)) for key, shape in shapes.items() if "norm" in key or "position" in key or key.endswith(("output.bias", "down.bias")))
+    whole = sum(
+        int(np.prod(shape))
+        for key, shape in shapes.items()
+        if "norm" in key or "position" in key or key.endswith(("output.bias", "down.bias"))
+    )
     tied_copy = model.padded_vocab_size * model.hidden if model.tied_embeddings and pp > 1 else 0
     assert sum(one) == total_parameters(model) + tied_copy
     assert tp * sum(held) == sum(one) + (tp - 1) * whole

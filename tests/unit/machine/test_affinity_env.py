@@ -13,9 +13,7 @@ from frontier_llm.machine.env import environment
 
 def test_cpu_bindings_equal_the_lumi_guides() -> None:
     assert cpu_map() == "49,57,17,25,1,9,33,41"
-    assert cpu_masks() == (
-        "0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000"
-    )
+    assert cpu_masks() == ("0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000")
 
 
 def test_every_core_belongs_to_one_gcd_and_every_nic_to_one_package() -> None:

@@ -68,7 +68,9 @@ def test_malformed_files_name_line_key_and_rule(tmp_path: Path, old: str, new: s
     assert key in message
     assert rule in message
     if key.count(".") > 0:
-        line = next(number for number, text in enumerate(path.read_text().splitlines(), 1) if new.strip().split(",")[0].split(": {")[0] in text)
+        line = next(
+            number for number, text in enumerate(path.read_text().splitlines(), 1) if new.strip().split(",")[0].split(": {")[0] in text
+        )
         assert f"{path}:{line}:" in message
 
 
