@@ -82,7 +82,7 @@ def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec,
     message = 0.0 if rates.blocking_messages else float(p2p_s(w, rates))
     round_size = pp if v > 1 else 1
     length = m
-    if m > pp + 2 * STEADY_MICROBATCHES + round_size:
+    if schedule_name != "gpipe" and m > pp + 2 * STEADY_MICROBATCHES + round_size:  # GPipe's phases do not alternate: played whole
         # 1F1B is in its stride after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
@@ -127,9 +127,14 @@ def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_siz
     ]
     busiest = int(np.argmax(work))
     own = work[busiest] * round_size
-    if _is_steady(pace := _pace(timeline, busiest, v, round_size)) and abs(float(pace[-1]) - own) <= 1e-9 * own:
+    pace = _pace(timeline, busiest, v, round_size)
+    if _is_steady(pace) and abs(float(pace[-1]) - own) <= 1e-9 * own:
         return own
-    paces = [_pace(timeline, rank, v, round_size) for rank in (0, pp // 2, pp - 1)]
+    return _common([_pace(timeline, rank, v, round_size) for rank in (0, pp // 2, pp - 1)])
+
+
+def _common(paces: list[np.ndarray]) -> float | None:
+    """The pace that all ranks keep, or None."""
     if all(_is_steady(pace) for pace in paces) and np.ptp([pace[-1] for pace in paces]) <= 1e-9 * paces[0][-1]:
         return float(paces[0][-1])
     return None

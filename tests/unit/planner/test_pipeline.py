@@ -36,7 +36,7 @@ def uniform(numbers: Rates = FRONTIER) -> Rates:
         ("interleaved", 4, 2, 130),
         ("interleaved", 8, 3, 96),
         ("zb-h1", 4, 1, 250),
-        ("zb-h1", 16, 1, 160),
+        ("zb-h1", 16, 1, 160), ,
     ],
 )
 @pytest.mark.parametrize("machine", ["frontier", "selene"])
