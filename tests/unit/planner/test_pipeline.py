@@ -23,8 +23,8 @@ def layout(model: str = "gpt-22b", **changes: float) -> Workload:
     return Workload(**model_numbers(load_model(model)), **{**base, **changes})
 
 
-def uniform(numbers: Rates = FRONTIER) -> Rates:
-    """No embedding, head or message cost worth mentioning is removed by choosing a model without them; messages are made free here."""
+def without_messages(numbers: Rates = FRONTIER) -> Rates:
+    """The machine with messages that take no time."""
     return replace(numbers, network_latency_s=0.0, node_network_bytes_s=1e18, fabric_latency_s=0.0)
 
 
@@ -36,7 +36,7 @@ def uniform(numbers: Rates = FRONTIER) -> Rates:
         ("interleaved", 4, 2, 130),
         ("interleaved", 8, 3, 96),
         ("zb-h1", 4, 1, 250),
-        ("zb-h1", 16, 1, 160), ,
+        ("zb-h1", 16, 1, 160),
     ],
 )
 @pytest.mark.parametrize("machine", ["frontier", "selene"])
@@ -82,7 +82,7 @@ def test_messages_that_block_cost_more_than_messages_that_flow() -> None:
     stages = split_layers(load_model("gpt-22b"), 8)
     flowing, blocking = (play(w, replace(FRONTIER, blocking_messages=flag), "1f1b", stages).step_s for flag in (False, True))
     assert blocking > flowing
-    free = play(w, uniform(), "1f1b", stages).step_s
+    free = play(w, without_messages(), "1f1b", stages).step_s
     assert free < flowing
 
 
