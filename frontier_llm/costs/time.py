@@ -120,9 +120,7 @@ def fsdp_layer_s(w: Workload, rates: Rates, parameters: Number) -> tuple[Number,
 
 def step_s(w: Workload, rates: Rates) -> Number:
     """Seconds of one training step in closed form."""
-    terms = layer_terms(w, rates)
-    per_layer = totals(terms)
-    kept_s = 0.0 if rates.last_stage_recomputes else terms["recompute"][1]
+    per_layer = totals(layer_terms(w, rates))
     embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
     layer_parameters = stage_parameters(w, 1, False, False)
     sharded = np.asarray(w.zero) >= 2
@@ -142,7 +140,7 @@ def step_s(w: Workload, rates: Rates) -> Number:
     message = 2 * p2p_s(w, rates)
     host = rates.microbatch_s
     first = most * layer_s + ends[0] + np.where(pp == 1, ends[1], 0.0)
-    last = last_layers * (layer_s - kept_s) + ends[1]
+    last = last_layers * layer_s + ends[1]
     middle = np.where(pp > 2, most * layer_s, 0.0)
     slowest = np.maximum(np.maximum(first, np.where(pp > 1, last, 0.0)), middle) + host
     if rates.blocking_messages:
@@ -153,7 +151,7 @@ def step_s(w: Workload, rates: Rates) -> Number:
         hidden = (v > 1) | (np.asarray(w.schedule) == GPIPE)
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
-    ramp = (layers * layer_s - last_layers * kept_s + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
+    ramp = (layers * layer_s + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
     # ZB-H1 (Qi et al. 2023): a stage's bubble shrinks by two weight gradients; a single microbatch can defer only its own
     split = np.asarray(w.schedule) == ZERO_BUBBLE
     deferred = (pp - 1) * most * weight_gradient_s(w, rates) * (1 + np.minimum((m - 1) / pp, 1.0))

@@ -159,7 +159,6 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         optimizer_bytes=s.optimizer_bytes,
         p2p_split=s.p2p_split,
         blocking_messages=s.blocking_messages,
-        last_stage_recomputes=s.last_stage_recomputes,
         dp_overlap=s.dp_overlap.value,
         gather_overlap=s.gather_overlap.value,
         tp_overlap=s.tp_overlap.value,

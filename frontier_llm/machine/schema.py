@@ -84,7 +84,6 @@ class Stack(Section):
     optimizer_bytes: NonNegativeFloat = 30.0
     p2p_split: bool = False
     blocking_messages: bool = False
-    last_stage_recomputes: bool = True
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number

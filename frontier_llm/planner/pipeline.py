@@ -57,21 +57,19 @@ class Played:
 
 
 def stage_times(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
-    """Times of every virtual stage; the last one skips recomputation where the stack does."""
-    terms = layer_terms(w, rates)
-    forward, backward = (float(value) for value in totals(terms))
+    """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
+    forward, backward = (float(value) for value in totals(layer_terms(w, rates)))
     weight = float(weight_gradient_s(w, rates))
     embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
     host = rates.microbatch_s / 2 / float(w.chunks) + (float(p2p_s(w, rates)) if rates.blocking_messages else 0.0)
     times = []
     for stage in stages:
-        skip = float(terms["recompute"][1]) if stage.head and len(stages) > 1 and not rates.last_stage_recomputes else 0.0
         extra = [0.0, 0.0]
         for present, part in ((stage.embedding, embedding), (stage.head, head)):
             if present:
                 extra = [extra[0] + float(part[0]), extra[1] + float(part[1])]
         n = stage.num_layers
-        times.append(StageTimes(n * forward + extra[0] + host, n * (backward - skip) + extra[1] + host, n * weight))
+        times.append(StageTimes(n * forward + extra[0] + host, n * backward + extra[1] + host, n * weight))
     return tuple(times)
 
 
