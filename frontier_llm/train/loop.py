@@ -13,7 +13,7 @@ from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.cluster.rank_env import RankEnv, environ
 from frontier_llm.cluster.signals import SignalWatcher
-from frontier_llm.comm import all_reduce_
+from frontier_llm.comm import StragglerWatch, all_reduce_
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.data.loader import open_batches
@@ -66,6 +66,7 @@ class _Session:
             restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
             allow_changes=resume.allow_changes,
         )
+        self.watch = StragglerWatch(self.mesh, state.plan.grid, state.device)
         self.strict = resume.strict
         self.saved_step = -1  # of the newest checkpoint, under way or on disk
         self.failed_saves = 0
@@ -95,7 +96,10 @@ class _Session:
             self._evaluate()
         while state.current_step < train.steps:
             step = state.current_step
-            result = train_step(state)
+            with self.watch.step() as stragglers:
+                result = train_step(state)
+            for straggler in stragglers:
+                log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
                 self.metrics.step(step, result, state.skipped_steps)
             self._note_saved()
