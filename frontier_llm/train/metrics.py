@@ -13,6 +13,7 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.config import RunConfig
+from frontier_llm.machine import load_machine
 from frontier_llm.train.step import StepResult
 from frontier_llm.units import GIB, TERA, format_seconds
 
@@ -99,6 +100,14 @@ class Metrics:
             f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "
             f"{speed.model_tflops:.3f} TFLOP/s per device{share}  ETA {format_seconds(eta_s)}{skipped}"
         )
+
+
+def peak_tflops(config: RunConfig) -> float | None:
+    """One device's peak, for MFU: the run's own value, else the machine file's unless that is only an estimate (a laptop's)."""
+    if config.train.peak_tflops is not None:
+        return config.train.peak_tflops
+    peak = load_machine(config.machine).device.peak_tflops
+    return None if peak.tag == "estimated" else peak.value
 
 
 def memory_gib() -> float:

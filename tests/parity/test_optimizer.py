@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -114,3 +116,16 @@ def test_lower_precisions_stay_near_float64(ranks: RankPool, dtype: str, toleran
     exact, rounded = (ranks.run(4, losses, case, kind)[0] for kind in ("fp64", dtype))
     np.testing.assert_allclose(rounded, exact, rtol=tolerance)
     assert rounded != exact
+
+
+def threads(rank: int) -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_finished_run_lets_go_of_its_memory_and_groups(ranks: RankPool) -> None:
+    """A process may build several runs (benchmarks, tests): of a finished one nothing stays, or its groups' threads would."""
+    before = ranks.run(2, threads)
+    for _ in range(2):
+        ranks.run(2, play, Case("gpt", pp=2, transport="torch"))
+    assert ranks.run(2, threads) == before
