@@ -10,6 +10,7 @@ import json
 BENCHES = {
     "step": ("frontier_llm.cli.bench_step", "the training step against this device's own matrix-product rate"),
     "comm": ("frontier_llm.cli.bench_comm", "collectives and messages of a layout: time, bandwidth, slow links"),
+    "ops": ("frontier_llm.cli.bench_ops", "each fused op against eager torch, in one interleaved run"),
 }
 
 

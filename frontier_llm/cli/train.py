@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_run(args.run, overrides)
     place = discover()
     world_size = place.world_size if place else local_world_size(config)
-    if place is None or place.rank == 0:
+    if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
         check(config, world_size)
     if args.check:
         return 0

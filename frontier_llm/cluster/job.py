@@ -58,11 +58,11 @@ class Job:
         return self.nodes_needed * self.allocation.tasks_per_node
 
 
-def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN) -> Job:
+def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> Job:
     """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
     allocation = slurm.Allocation.from_environment()
     config = load_run(words[0], words[1:])
-    continue_with = environ("FRONTIER_LLM_CONTINUE", "requeue") or "requeue"
+    continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
     if continue_with not in ("requeue", "successor", "never"):
         raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")
     job = Job(
@@ -152,7 +152,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         options=tuple(job.site.srun.items()),
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
-        command=(environ("FRONTIER_LLM_PYTHON") or sys.executable, *job.program, *job.words),
+        command=(environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable, *job.program, *job.words),
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
@@ -251,13 +251,13 @@ def successor(directory: Path) -> str | None:
     return job_id if job_id != environ("SLURM_JOB_ID") and slurm.is_active(job_id) else None
 
 
-def main(words: Sequence[str], program: tuple[str, ...] = TRAIN) -> int:
+def main(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> int:
     """Command line of the batch shell."""
     if not words:
         print("usage: python -m frontier_llm.cluster.job CONFIG [key=value ...]", file=sys.stderr)
         return 2
     try:
-        return supervise(make_job(words, program))
+        return supervise(make_job(words, program, continue_with))
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

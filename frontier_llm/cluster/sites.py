@@ -45,7 +45,7 @@ class Site(Section):
     interface: str | None = None  # network interface of the rendezvous; None = the host's own address
     scratch: str | None = None
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
-    container: str | None = None
+    container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another
     bind: Literal["gcd", "none"] = "none"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()

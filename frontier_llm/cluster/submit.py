@@ -201,13 +201,14 @@ def snapshot(target: Path) -> None:
 
 
 def save_seconds(directory: Path) -> list[float]:
-    """How long each recorded save took: from the last step's line to the save's, at the same step."""
-    seconds, last = [], None
+    """How long each recorded save took until it was durable: from the line of its step to the line of the save."""
+    seconds: list[float] = []
+    finished: dict[int, float] = {}
     for row in run_dir.read_jsonl(directory / "metrics.jsonl"):
-        if row.get("kind") == "save" and last is not None and last.get("step") == row.get("step"):
-            seconds.append(float(row["time"]) - float(last["time"]))
-        if row.get("kind") == "step":
-            last = row
+        if row.get("kind") == "step" and "time" in row:
+            finished[row["step"]] = float(row["time"])
+        elif row.get("kind") == "save" and row.get("step") in finished:
+            seconds.append(float(row["time"]) - finished[row["step"]])
     return seconds
 
 

@@ -39,11 +39,11 @@ def losses(directory: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in run_dir.steps(directory / "run")]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(700)
 def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_path: Path) -> None:
     words = ("parallel.pipeline=4", "batch.global_batch=4", "train.steps=3")
     job_id = sbatch(cluster, "train_1t.sbatch", tmp_path, "--nodes=4", "--time=20", words=words, env={"FRONTIER_LLM_SIGNAL_LEAD_S": "10"})
-    job = cluster.wait_job(job_id, 400)
+    job = cluster.wait_job(job_id, 540)
     text = (tmp_path / "job.out").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), text
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3]
