@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -192,3 +193,14 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
         ledger=groups.ledger,
     )
+
+
+def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> Path:
+    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures."""
+    path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
+    mesh.ledger.dump(path, reason)
+    if dist.is_initialized() and hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        recorded = torch._C._distributed_c10d._dump_fr_trace_json()
+        if recorded:
+            path.with_name(path.stem + "_torch.json").write_bytes(recorded)
+    return path
