@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.huggingface import WeightSource
-from frontier_llm.checkpoint.manifest import FORMAT, ITEM_BYTES, VERSION, Manifest, Progress, Shard, TensorEntry, config_digest, shard_name
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, TensorEntry, shard_name
 from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.checkpoint.rectangles import Rectangle
+from frontier_llm.checkpoint.save import build_manifest
 from frontier_llm.checkpoint.shard import BLOCK_BYTES, check_header, entries, header, header_of, opened, verify, write_all
 from frontier_llm.config import ModelConfig, RunConfig, build
 from frontier_llm.errors import CheckpointError, Problem
 
-_DTYPES = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 
 
 class _Saved(NamedTuple):
@@ -99,26 +100,22 @@ def write_checkpoint(source: WeightSource, shapes: Sequence[tuple[str, tuple[int
     if steps:
         what = f"holds {folder.step_name(steps[0])} already"
         raise CheckpointError(what, where=str(directory), fix="import into a new train.run_dir")
-    dtype = "F64" if config.precision.dtype == "fp64" else "F32"
+    dtype: DtypeName = "F64" if config.precision.dtype == "fp64" else "F32"
     building = folder.temporary(directory, 0, 0)
     if building.exists():
         folder.delete_tree(building)
     building.mkdir(parents=True)
     tensors = tuple(TensorEntry(name=name, shape=shape) for name, shape in shapes)
-    shards = []
+    rows, parts = [], []
     for number, numbers in enumerate(_pack([prod(shape) * ITEM_BYTES[dtype] * len(KINDS) for _, shape in shapes], shard_bytes)):
-        mine = [shapes[index] for index in numbers]
         file = shard_name(number)
-        digest, size = _write_shard(building / file, source, mine, dtype)
-        pieces = tuple((index, (0,) * len(shapes[index][1]), shapes[index][1]) for index in numbers)
-        shards.append(Shard(file=file, bytes=size, sha256=digest, pieces=pieces))
-    content = config.model_dump(mode="json")
+        digest, size = _write_shard(building / file, source, [shapes[index] for index in numbers], dtype)
+        rows.append([(index, (0,) * len(shapes[index][1]), shapes[index][1]) for index in numbers])
+        parts.append({"file": file, "bytes": size, "sha256": digest})
     scale = config.precision.initial_loss_scale if config.precision.dtype == "fp16" else 1.0
     progress = Progress(step=0, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=scale, scaler_clean_steps=0, skipped_steps=0)
-    manifest = Manifest(
-        format=FORMAT, version=VERSION, incarnation=0, progress=progress, layout={"tp": 1, "pp": 1, "dp": 1, "zero": 0}, config=content,
-        config_sha256=config_digest(content), environment={}, dtype=dtype, kinds=KINDS, tensors=tensors, shards=tuple(shards),
-    )  # fmt: skip
+    layout = {"tp": 1, "pp": 1, "dp": 1, "zero": 0}
+    manifest = build_manifest(progress, 0, layout, config.model_dump(mode="json"), {}, dtype, tensors, rows, parts)
     return folder.commit(directory, manifest)
 
 
@@ -157,7 +154,7 @@ def _pack(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
     yield group
 
 
-def _write_shard(path: Path, source: WeightSource, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> tuple[str, int]:
+def _write_shard(path: Path, source: WeightSource, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: DtypeName) -> tuple[str, int]:
     """(sha256, bytes) of a shard whose moments are zero."""
     head = header([(name, (0,) * len(shape), shape) for name, shape in tensors], dtype, 0, path.name)
     digest, size = hashlib.sha256(), 0
@@ -174,7 +171,7 @@ def _write_shard(path: Path, source: WeightSource, tensors: Sequence[tuple[str, 
         put(memoryview(head))
         for name, shape in tensors:
             values = source.rectangle(name, (0,) * len(shape), shape).to(torch.float64 if dtype == "F64" else torch.float32)
-            put(memoryview(values.contiguous().numpy()).cast("B"))
+            put(values.reshape(-1).view(torch.uint8).numpy().data)
         left = sum(prod(shape) for _, shape in tensors) * ITEM_BYTES[dtype] * (len(KINDS) - 1)
         while left:
             put(zeros[: min(left, BLOCK_BYTES)])

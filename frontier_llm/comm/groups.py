@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,8 +14,10 @@ import torch.distributed as dist
 
 from frontier_llm import log
 from frontier_llm.comm import shm
+from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
 from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, TorchGroup
+from frontier_llm.comm.hierarchical import ChosenGroup, HierarchicalGroup
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.topology import Grid
@@ -30,10 +34,18 @@ Transport = Literal["auto", "shm", "torch"]  # auto: shared memory where gloo wo
 def connect(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:
     """Join the job's rendezvous: a TCP store at rank 0, then the default group.
 
-    Raises RankFailure naming rank and address when the others are not there within `timeout_s`.
+    Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
+    within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
     """
     timeout = timedelta(seconds=timeout_s)
+    if not dist.is_backend_available(backend):
+        raise BackendError(
+            f"this torch was built without {backend}", "choose comm.backend=auto, or install a torch that has it", "comm.backend"
+        )
     try:
+        if backend == "mpi":
+            dist.init_process_group("mpi", timeout=timeout)
+            return
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
@@ -52,8 +64,12 @@ def disconnect() -> None:
 class _Groups:
     """Makes the groups of one mesh."""
 
-    def __init__(self, global_rank: int, timeout_s: float, transport: Transport) -> None:
+    def __init__(
+        self, global_rank: int, timeout_s: float, transport: Transport, ranks_per_node: int | None, algorithms: AlgorithmTable
+    ) -> None:
         self._global_rank, self._timeout_s, self._transport = global_rank, timeout_s, transport
+        self._ranks_per_node, self._algorithms = ranks_per_node, algorithms
+        self._store = dist.distributed_c10d._get_default_store()
         self._said: set[str] = set()
         self.ledger = Ledger()
 
@@ -62,20 +78,44 @@ class _Groups:
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
         rank = ranks.index(self._global_rank)
-        return Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger)
+        group = self._group(name, rank, ranks)
+        if levels := self._levels(name, ranks):
+            node, rail = levels
+            choose = partial(self._choose, nodes=rail.size)
+            group = ChosenGroup(group, HierarchicalGroup(node, rail), choose)
+            self._say(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms")
+        return Axis(name, rank, len(ranks), ranks, group, self.ledger)
+
+    def _choose(self, operation: str, size_bytes: int, nodes: int) -> str:
+        return self._algorithms.choose(operation, nodes, size_bytes)
+
+    def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis] | None:
+        """(this rank's node, this rank's rail) of an axis with as many ranks on each of its nodes; None where one level is all there is."""
+        if self._ranks_per_node is None or not self._algorithms.rules or name not in ("tp", "dp", "world"):
+            return None
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(rank // self._ranks_per_node, []).append(rank)
+        nodes = list(by_node.values())
+        uneven = len({len(node) for node in nodes}) > 1 or [rank for node in nodes for rank in node] != list(ranks)
+        if len(nodes) == 1 or uneven:
+            return None
+        mine = by_node[self._global_rank // self._ranks_per_node]
+        place = mine.index(self._global_rank)
+        return self.axis(f"{name}.node", tuple(mine)), self.axis(f"{name}.rail", tuple(node[place] for node in nodes))
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
         process_group = _new_group(ranks, self._timeout_s)
         backend = dist.get_backend(process_group)
         if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
             self._say(f"comm: {backend} through torch.distributed")
-            return TorchGroup(process_group, ranks)
+            return TorchGroup(process_group, ranks, name, self._store)
         descriptor, reason = _share_memory(process_group, rank, len(ranks))
         if descriptor is None:
             if self._transport == "shm":
                 raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
             self._say(f"comm: {backend} sockets for axis {name}: {reason}")
-            return TorchGroup(process_group, ranks)
+            return TorchGroup(process_group, ranks, name, self._store)
         self._say("comm: shared memory between the ranks of this host")
         return shm.ShmGroup(name, rank, ranks, descriptor, self._timeout_s)
 
@@ -135,22 +175,40 @@ def build_mesh(
     tied_embeddings: bool = False,
     timeout_s: float = 600.0,
     transport: Transport = "auto",
+    ranks_per_node: int | None = None,
+    algorithms: AlgorithmTable = FLAT,
 ) -> Mesh:
     """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group.
 
+    Axes that span several nodes of `ranks_per_node` consecutive ranks take the algorithm that `algorithms` gives for each call.
     Raises BackendError when `transport` is 'shm' and an axis cannot use it.
     """
-    groups = _Groups(global_rank, timeout_s, transport)
+    groups = _Groups(global_rank, timeout_s, transport, ranks_per_node, algorithms)
     pipeline = grid.group("pp", global_rank)
     is_end = global_rank in (pipeline[0], pipeline[-1])
     tied = tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) if tied_embeddings and is_end else (global_rank,)
     names = CHANNELS + (WRAP_CHANNELS if chunks > 1 else ()) if grid.pp > 1 else ()
+    tied_axis = groups.axis("tied", tied)
+    if tied_embeddings and not is_end:
+        # torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many
+        _new_group((global_rank,), timeout_s)
     return Mesh(
         tp=groups.axis("tp", grid.group("tp", global_rank)),
         pp=groups.axis("pp", pipeline),
         dp=groups.axis("dp", grid.group("dp", global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
-        tied=groups.axis("tied", tied),
+        tied=tied_axis,
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
         ledger=groups.ledger,
     )
+
+
+def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> Path:
+    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures."""
+    path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
+    mesh.ledger.dump(path, reason)
+    if dist.is_initialized() and hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        recorded = torch._C._distributed_c10d._dump_fr_trace_json()
+        if recorded:
+            path.with_name(path.stem + "_torch.json").write_bytes(recorded)
+    return path

@@ -184,6 +184,11 @@ class ShmGroup:
         self.posted[source].append(message)
         return message
 
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
+        """See Group."""
+        self.send(outgoing, to)
+        return self.receive(incoming, source)
+
     def take(self, buffer: Tensor, source: int) -> None:
         """The next message from `source`, waiting for it."""
         for start, size in _pieces(buffer):

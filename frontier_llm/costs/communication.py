@@ -110,12 +110,12 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
 def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int = BUCKET_NUMEL) -> Iterator[tuple[int, str]]:
     """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
     declared = [piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)]
-    backwards = declared[::-1]  # the order in which backward completes them
     chunk_numel = ALIGNMENT * plan.grid.dp
 
     def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:
         return piece[1:]
 
+    backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
     for key, members in groupby(sorted(backwards, key=kind), key=kind):
         filled, padded = 0, 0
         for numel, _, _ in members:

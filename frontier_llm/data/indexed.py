@@ -291,9 +291,8 @@ class IndexedWriter:
 
     def finish(self) -> None:
         """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the .bin."""
-        for spool in (self._bin, self._lengths, self._documents):
-            spool.flush()
-            os.fsync(spool.fileno())
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
         with self._temporary["idx"].open("wb") as idx:
             code = DTYPE_CODES[self.dtype.newbyteorder("=")]
             idx.write(HEADER.pack(MAGIC, VERSION, code, self.sequence_count, self.document_count + 1))

@@ -25,7 +25,7 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
     """
     dataset = IndexedDataset(prefix, scan=True)
     meta = read_meta(prefix)
-    spec = tokenizer or (meta.tokenizer if meta is not None and (meta.tokenizer == "bytes" or Path(meta.tokenizer).exists()) else None)
+    spec = tokenizer or (_recorded_tokenizer(prefix, meta.tokenizer) if meta is not None else None)
     codec = load_tokenizer(spec) if spec else None
     if codec is not None and meta is not None and codec.digest != meta.tokenizer_digest:
         raise DataError(f"did not make {prefix}: that was {meta.tokenizer}", where=codec.name, fix=f"give --tokenizer {meta.tokenizer}")
@@ -56,6 +56,12 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
         report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token, "damaged": meta.damaged}
         report["bits_per_byte_of_one_nat"] = 1 / per_token
     return report
+
+
+def _recorded_tokenizer(prefix: str, name: str) -> str | None:
+    """The tokenizer that the record names: at its path, or beside the dataset when both were moved."""
+    candidates = (name, str(Path(prefix).parent / Path(name).name))
+    return name if name == "bytes" else next((path for path in candidates if Path(path).is_file()), None)
 
 
 def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:

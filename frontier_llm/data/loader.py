@@ -75,10 +75,10 @@ class Batches:
         read_ahead: int = 4,
     ) -> None:
         """`vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none)."""
-        if global_batch % (micro_batch * dp):
-            raise DataError(
-                f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp}", fix="see topology.make_plan"
-            )
+        rows = micro_batch * dp
+        if global_batch % rows:
+            what = f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp} = {rows}"
+            raise DataError(what, fix=f"set batch.global_batch to a multiple of {rows}, or change batch.micro_batch")
         self.samples = samples
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.dp_rank, self.dp = dp_rank, dp

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from frontier_llm.checkpoint.huggingface import WeightSource, load_weights
 from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
-from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig
+from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
 from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
 from frontier_llm.model import Microbatch, Stage, working_dtype
 from frontier_llm.ops import select_ops
@@ -17,10 +18,17 @@ from frontier_llm.tensor_parallel import LayerContext, ShardedParameter, WeightG
 from frontier_llm.topology import ParallelPlan, make_plan
 
 
-def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: int) -> ParallelPlan:
-    """The layout; data-parallel replicas share the requests. Raises LayoutError as training does."""
+def inference_run(
+    model: ModelConfig, tensor: int, pipeline: int, world_size: int, device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> RunConfig:
+    """A run whose layout is that of inference; data-parallel replicas share the requests."""
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
-    return make_plan(RunConfig(model=model, parallel=parallel, batch=BatchConfig(global_batch=world_size)), world_size)
+    return RunConfig(model=model, parallel=parallel, batch=BatchConfig(global_batch=world_size), train=TrainConfig(device=device))
+
+
+def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: int) -> ParallelPlan:
+    """The layout. Raises LayoutError as training does."""
+    return make_plan(inference_run(model, tensor, pipeline, world_size), world_size)
 
 
 @dataclass

@@ -31,18 +31,19 @@ class AdamW:
         self.buckets, self.updates = buckets, 0
         self._config, self._mesh, self._ops = config, mesh, ops
         self.states = [_new_state(bucket) for bucket in buckets]
-        self._counted = [_counted_spans(bucket) for bucket in buckets]
+        self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
 
     def gradient_norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, still multiplied by the loss scale; 0-dim fp64, the same on every rank.
 
         Each element counts once: dp slices partition a bucket, and of tp-replicated or tied parameters only one replica counts.
+        The others are multiplied by zero, so that a replica adds nothing but is heard where it is not finite.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].gradients.device)
-        for bucket, spans in zip(self.buckets, self._counted, strict=True):
+        for bucket, spans in zip(self.buckets, self._norm_spans, strict=True):
             share, _ = bucket.norm_share(bucket.gradients)
-            for start, stop in spans:
-                total += self._ops.sum_of_squares(share[start:stop])
+            for start, stop, counted in spans:
+                total += self._ops.sum_of_squares(share[start:stop]) * counted
         return all_reduce_(total, self._mesh.world).sqrt()
 
     def step(self, lr: float, grad_scale: float) -> None:
@@ -81,15 +82,13 @@ def _new_state(bucket: Bucket) -> BucketState:
     return BucketState(master, torch.zeros_like(master), torch.zeros_like(master))
 
 
-def _counted_spans(bucket: Bucket) -> list[tuple[int, int]]:
-    """Merged [start, stop) runs of this rank's norm share whose parameters count here."""
+def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:
+    """Merged (start, stop, counted) runs of this rank's norm share; counted is 1 or, for replicas that another rank counts, 0."""
     share, offset = bucket.norm_share(bucket.gradients)
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     for piece in bucket.ranges(offset, offset + share.numel()):
-        if not piece.spec.counted:
-            continue
-        start, stop = piece.position, piece.position + piece.stop - piece.start
-        if spans and spans[-1][1] == start:
+        start, stop, counted = piece.position, piece.position + piece.stop - piece.start, int(piece.spec.counted)
+        if spans and spans[-1][1:] == (start, counted):
             start = spans.pop()[0]
-        spans.append((start, stop))
+        spans.append((start, stop, counted))
     return spans

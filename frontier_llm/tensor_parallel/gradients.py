@@ -7,6 +7,7 @@ is how the optimizer knows that a bucket is complete and may be reduced while th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
@@ -50,10 +51,12 @@ class WeightGradients:
 
     def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
         """Make autograd's gradient of a non-matrix parameter end in main_grad: `accumulate(main_grad, grad)`."""
+        # torch keeps hooks where the garbage collector does not look, so a strong reference here would never let go of the run
+        weak_self = weakref.ref(self)
 
-        def move(_: Tensor) -> None:
-            grad, parameter.grad = parameter.grad, None
-            assert grad is not None
-            self.submit(parameter, lambda: accumulate(parameter.main_grad, grad))
+        def move(tensor: Tensor) -> None:
+            owner, grad, tensor.grad = weak_self(), tensor.grad, None
+            assert owner is not None and grad is not None and isinstance(tensor, ShardedParameter)
+            owner.submit(tensor, lambda: accumulate(tensor.main_grad, grad))
 
         parameter.register_post_accumulate_grad_hook(move)

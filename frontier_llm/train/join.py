@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from frontier_llm import log
 from frontier_llm.cluster.rank_env import RankEnv
-from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, serial_mesh
+from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, dump_flight_record, load_algorithms, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
@@ -18,19 +19,31 @@ from frontier_llm.train.build import TrainState, build_state
 
 
 @contextmanager
-def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainState]:
-    """Join the job's ranks and build this rank's part of the run; leave the groups at the end, whatever happens."""
+def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
+    """Join the job's ranks; leave the groups at the end, whatever happens."""
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
     device = _device(config, place)
     plan = make_plan(config, world_size)
     mesh = _join(config, plan, place, device)
     try:
+        yield plan, mesh, device
+    except (FrontierError, RuntimeError) as error:
+        if mesh.world.size > 1:
+            path = dump_flight_record(mesh, Path(config.train.run_dir) / "logs", str(error))
+            log.warn(f"this rank's last collectives and messages are in {path}")
+        raise
+    finally:
+        disconnect()
+
+
+@contextmanager
+def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainState]:
+    """Join the job's ranks and build this rank's part of the run."""
+    with joined(config, place) as (plan, mesh, device):
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         assert batches is not None
         yield build_state(config, plan, mesh, device, batches)
-    finally:
-        disconnect()
 
 
 def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
@@ -49,7 +62,9 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     if place is None or place.world_size == 1:
         return serial_mesh()
     assert place.master_port is not None
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    default = "nccl" if device.type == "cuda" else "gloo"
+    backend = default if config.comm.backend == "auto" else config.comm.backend
     connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s)
     tied, timeout_s = config.model.tied_embeddings, config.train.timeout_s
-    return build_mesh(plan.grid, place.rank, plan.chunks, tied, timeout_s, config.comm.transport)
+    algorithms = load_algorithms(config.comm.algorithms)
+    return build_mesh(plan.grid, place.rank, plan.chunks, tied, timeout_s, config.comm.transport, place.local_world_size, algorithms)

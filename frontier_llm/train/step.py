@@ -20,7 +20,8 @@ class StepResult:
     gradient_norm: float  # before clipping, unscaled
     learning_rate: float
     loss_scale: float
-    skipped: bool  # loss or gradient was not finite: nothing was updated, anywhere
+    skipped: bool  # nothing was updated, anywhere: loss or gradient was not finite, or a spike
+    spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
 
 
 def train_step(state: TrainState) -> StepResult:
@@ -39,22 +40,26 @@ def train_step(state: TrainState) -> StepResult:
     loss = global_loss(state, losses)
     norm = float(optimizer.gradient_norm()) / scaler.scale
     lr = learning_rate(config, state.current_step, state.config.train.steps)
-    result = StepResult(loss, norm, lr, scaler.scale, skipped=not (math.isfinite(norm) and math.isfinite(loss)))
+    overflowed = not (math.isfinite(norm) and math.isfinite(loss))
+    spike = not overflowed and state.spikes.is_spike(loss, norm)
+    result = StepResult(loss, norm, lr, scaler.scale, skipped=overflowed or spike, spike=spike)
 
     if result.skipped:
         state.skipped_steps += 1
     else:
         clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
         optimizer.step(lr, grad_scale=clip / scaler.scale)
-    scaler.update(overflowed=result.skipped)
+    scaler.update(overflowed=overflowed)
     state.current_step += 1
     return result
 
 
 def global_loss(state: TrainState, losses: list[torch.Tensor]) -> float:
-    """Sum of all microbatches' shares over the world: only the last stage has any, and its tp ranks have the same ones."""
+    """Sum of all microbatches' shares over the world: only the last stage has any, and its tp ranks have the same ones.
+
+    So only tp rank 0 counts; the others add zero times theirs, which is heard where it is not finite.
+    """
     total = torch.zeros((), dtype=torch.float64, device=state.device)
-    if state.mesh.tp.rank == 0:
-        for loss in losses:
-            total += loss
+    for loss in losses:
+        total += loss * (state.mesh.tp.rank == 0)
     return float(all_reduce_(total, state.mesh.world))

@@ -8,6 +8,7 @@ that a slower peer still needs.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -165,3 +166,5 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
             reply = Reply(rank, time.monotonic(), traceback.format_exc())
         sys.stdout.flush()
         pipe.send_bytes(pickle.dumps(reply))
+        del work, args, reply
+        gc.collect()  # groups that cycles keep alive keep their threads: three per group, hundreds of groups in a run

@@ -69,7 +69,7 @@ def test_failures() -> None:
     """One private pool of three ranks through all ways to fail; it works again after each."""
     pool = RankPool(3)
     try:
-        with pytest.raises(RankError, match="rank 2 failed first:(.|\n)*ValueError: the real reason"):
+        with pytest.raises(RankError, match=r"rank 2 failed first:(.|\n)*ValueError: the real reason"):
             pool.run(3, fail_on_one, 2)
         assert pool.run(2, summed, 1.0)[0][1] == 3.0
 

@@ -129,20 +129,26 @@ def logits(config: Config, params: Params, tokens_S: Tensor, documents: Sequence
     return x @ head[: config["vocab_size"]].T
 
 
-def loss(config: Config, params: Params, tokens_BS1: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy over all target tokens; inputs are tokens[:, :-1], targets tokens[:, 1:]."""
+def loss(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:].
+
+    With document ids, a target that belongs to another document than its input does not count.
+    """
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, tokens in enumerate(tokens_BS1):
-        z = logits(config, params, tokens[:-1], None if documents_BS is None else documents_BS[row].tolist())
-        total = total + (z.logsumexp(-1) - z.gather(-1, tokens[1:, None])[:, 0]).sum()
-        count += len(tokens) - 1
+        documents = [0] * len(tokens) if documents_BS1 is None else documents_BS1[row].tolist()
+        z = logits(config, params, tokens[:-1], documents[:-1])
+        for i in range(len(tokens) - 1):
+            if documents[i] == documents[i + 1]:
+                total = total + z[i].logsumexp(-1) - z[i, tokens[i + 1]]
+                count += 1
     return total / count
 
 
-def gradients(config: Config, params: Params, tokens_BS1: Tensor, documents_BS: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
+def gradients(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradient of each parameter)."""
     leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
-    value = loss(config, leaves, tokens_BS1, documents_BS)
+    value = loss(config, leaves, tokens_BS1, documents_BS1)
     grads = torch.autograd.grad(value, list(leaves.values()))
     return float(value.detach()), dict(zip(leaves, grads, strict=True))
 
@@ -176,7 +182,7 @@ def adamw_steps(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
-    documents: Sequence[Tensor] | None = None,
+    documents: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train on each batch of `batches` once; (losses, gradient norms before clipping, parameters after the last update).
 

@@ -72,6 +72,16 @@ def test_inspect_counts_what_is_there(corpus: Path, capsys: pytest.CaptureFixtur
     assert report["document_lengths"]["p50"] == 5
 
 
+def test_inspect_finds_the_tokenizer_beside_moved_data(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (corpus / "old").mkdir()
+    run("tokenizer", corpus / "in", "--output", corpus / "old" / "tok.model", "--vocab-size", 290)
+    run("tokenize", corpus / "in", "--output", corpus / "old" / "t", "--tokenizer", corpus / "old" / "tok.model", "--workers", 1)
+    (corpus / "old").rename(corpus / "new")
+    capsys.readouterr()
+    run("inspect", corpus / "new" / "t", "--json")
+    assert json.loads(capsys.readouterr().out)["samples"][0]["text"].startswith("[bold]")
+
+
 def test_inspect_refuses_another_tokenizer(corpus: Path) -> None:
     run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290)
     run("tokenize", corpus / "in", "--output", corpus / "t", "--tokenizer", "bytes", "--workers", 1)

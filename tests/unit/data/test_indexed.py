@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frontier_llm.data import indexed
 from frontier_llm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, optimal_dtype
 from frontier_llm.errors import DataError
 
@@ -72,6 +73,25 @@ def test_append_equals_writing_at_once(tmp_path: Path) -> None:
         writer.append(IndexedDataset(tmp_path / "b"))
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"joined{ending}").read_bytes() == (tmp_path / f"both{ending}").read_bytes()
+
+
+def test_tables_longer_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [[[1, 2], [3]], [[4]], [], [[5], [6, 7, 8], [9]], [[10, 11]]]
+    write(tmp_path / "one", documents)
+    monkeypatch.setattr(indexed, "SCAN_CHUNK", 2)
+    write(tmp_path / "many", documents)
+    with IndexedWriter(tmp_path / "joined", "u2") as writer:
+        writer.append(IndexedDataset(tmp_path / "many", scan=True))
+    for name in ("many", "joined"):
+        for ending in ("bin", "idx"):
+            assert (tmp_path / f"{name}.{ending}").read_bytes() == (tmp_path / f"one.{ending}").read_bytes()
+    patch(tmp_path / "many.idx", 34 + 4 * 7 + 8 * 5, struct.pack("<q", 0))
+    with pytest.raises(DataError, match="for sequence 5"):
+        IndexedDataset(tmp_path / "many")
+    write(tmp_path / "plain", [[[1]]] * 5)
+    assert IndexedDataset(tmp_path / "plain").one_sequence_per_document
+    patch(tmp_path / "plain.idx", 34 + 12 * 5 + 8 * 3, struct.pack("<q", 4))
+    assert not IndexedDataset(tmp_path / "plain", scan=False).one_sequence_per_document
 
 
 def test_append_refuses_another_dtype(tmp_path: Path) -> None:
@@ -180,3 +200,20 @@ def test_digest_follows_content(small: Path, tmp_path: Path) -> None:
     write(tmp_path / "other", [[[1, 2, 3]], [[4, 5], [6]]])
     assert IndexedDataset(small).digest() == IndexedDataset(tmp_path / "same").digest()  # lengths decide, not tokens
     assert IndexedDataset(small).digest() != IndexedDataset(tmp_path / "other").digest()
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_damaged_byte_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    prefix = tmp_path_factory.mktemp("fuzz") / "d"
+    write(prefix, [[[1, 2, 3]], [[4], [5, 6]], []])
+    size = prefix.with_suffix(".idx").stat().st_size
+    for _ in range(data.draw(st.integers(1, 3))):
+        patch(prefix.with_suffix(".idx"), data.draw(st.integers(0, size - 1)), bytes([data.draw(st.integers(0, 255))]))
+    try:
+        dataset = IndexedDataset(prefix)
+    except DataError as error:
+        assert "d.idx" in str(error) or "d.bin" in str(error)
+        return
+    read = [token for number in range(dataset.document_count) for token in dataset.document(number).tolist()]
+    assert read == dataset.tokens.tolist()

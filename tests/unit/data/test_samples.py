@@ -171,6 +171,16 @@ def test_index_of_another_dataset_is_noticed(tmp_path: Path) -> None:
             sample(stream, k)
 
 
+@pytest.mark.parametrize("entry", [0, 1, 2])
+def test_damaged_index_entry_is_noticed_by_a_lookup_in_its_block(tmp_path: Path, entry: int) -> None:
+    stream = DocumentSamples(write(tmp_path / "d", [[30]] * 128), 7, 1)
+    prefix = stream.index.prefix(0)
+    assert prefix.tolist() == [0, 64 * 30, 128 * 30]
+    prefix[entry] += 1
+    with pytest.raises(DataError, match="belongs to another dataset"):
+        stream.index.pieces(0, {0: 100, 1: 100, 2: 3000}[entry], 8)
+
+
 def test_negative_length_is_refused_when_the_index_is_built(tmp_path: Path) -> None:
     write(tmp_path / "d", [[3]] * 200)
     content = bytearray((tmp_path / "d.idx").read_bytes())

@@ -55,7 +55,10 @@ def test_the_models_own_choice_is_greedy() -> None:
     assert not score(model, [(context, [(best + 1) % 250])])[0].greedy
 
 
-@pytest.mark.parametrize(("request_", "word"), [(([], [1]), "empty context"), (([1], []), "empty continuation"), (([1], [2] * 33), "33 tokens"), (([250], [1]), "holds token 250")])
+@pytest.mark.parametrize(
+    ("request_", "word"),
+    [(([], [1]), "empty context"), (([1], []), "empty continuation"), (([1], [2] * 33), "33 tokens"), (([250], [1]), "holds token 250")],
+)
 def test_impossible_requests_are_named(request_: tuple[list[int], list[int]], word: str) -> None:
     with pytest.raises(ConfigError, match=f"request 1: .*{word}"):
         score(tiny("llama-tiny"), [([1], [2]), request_])

@@ -1,0 +1,136 @@
+// Loads prebuilt code objects and launches them through the vendor's driver, which is opened at run time: building this needs a C++
+// compiler alone, no ROCm and no CUDA. Called from frontier_llm/ops/prebuilt.py through ctypes.
+//
+// Every function returns 0, or -1 with a text in `error`.
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include <initializer_list>
+#include <type_traits>
+
+namespace {
+
+using Handle = void*;
+
+// hip* and cu* functions that differ in name only. All return 0 on success.
+struct Driver {
+  bool amd = false;
+  int (*init)(unsigned) = nullptr;
+  int (*module_load)(Handle* module, const void* image) = nullptr;
+  int (*module_get_function)(Handle* function, Handle module, const char* symbol) = nullptr;
+  int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
+                unsigned shared_bytes, Handle stream, void** arguments, void** extra) = nullptr;
+  int (*set_device)(int device) = nullptr;                                     // HIP
+  int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, and the four below
+  int (*context_set_current)(Handle context) = nullptr;
+  int (*primary_context_retain)(Handle* context, int device) = nullptr;
+  int (*function_set_attribute)(Handle function, int attribute, int value) = nullptr;
+  int (*error_text)(int code, const char** text) = nullptr;
+  const char* (*hip_error_text)(int code) = nullptr;
+};
+
+Driver driver;
+
+constexpr int kMaxArguments = 64;
+constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+int fail(char* error, int size, const char* what, int code) {
+  const char* text = nullptr;
+  if (driver.amd && driver.hip_error_text)
+    text = driver.hip_error_text(code);
+  else if (driver.error_text)
+    driver.error_text(code, &text);
+  snprintf(error, size, "%s: %s (code %d)", what, text ? text : "unknown error", code);
+  return -1;
+}
+
+// The copy that torch has loaded, if any: a second HIP runtime in one process would have its own idea of every device.
+Handle open_library(std::initializer_list<const char*> names) {
+  for (const int extra : {RTLD_NOLOAD, 0})
+    for (const char* name : names)
+      if (Handle library = dlopen(name, RTLD_NOW | RTLD_LOCAL | extra)) return library;
+  return nullptr;
+}
+
+// CUDA keeps the current context per thread, and autograd's threads may come here before torch made one.
+int make_current(int device) {
+  if (driver.amd) return driver.set_device(device);
+  Handle context = nullptr;
+  if (const int code = driver.context_get_current(&context)) return code;
+  if (context) return 0;
+  if (const int code = driver.primary_context_retain(&context, device)) return code;
+  return driver.context_set_current(context);
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Opens the driver: libamdhip64 (amd) or libcuda.
+EXPORT int frontier_gpu_open(int amd, char* error, int error_size) {
+  Driver found;
+  found.amd = amd;
+  const Handle library =
+      amd ? open_library({"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}) : open_library({"libcuda.so.1", "libcuda.so"});
+  if (!library) {
+    snprintf(error, error_size, "%s", dlerror());
+    return -1;
+  }
+  const char* missing = nullptr;
+  const auto resolve = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    if (!function) missing = name;
+  };
+  resolve(found.init, amd ? "hipInit" : "cuInit");
+  resolve(found.module_load, amd ? "hipModuleLoadData" : "cuModuleLoadData");
+  resolve(found.module_get_function, amd ? "hipModuleGetFunction" : "cuModuleGetFunction");
+  resolve(found.launch, amd ? "hipModuleLaunchKernel" : "cuLaunchKernel");
+  if (amd) {
+    resolve(found.set_device, "hipSetDevice");
+    resolve(found.hip_error_text, "hipGetErrorString");
+  } else {
+    resolve(found.context_get_current, "cuCtxGetCurrent");
+    resolve(found.context_set_current, "cuCtxSetCurrent");
+    resolve(found.primary_context_retain, "cuDevicePrimaryCtxRetain");
+    resolve(found.function_set_attribute, "cuFuncSetAttribute");
+    resolve(found.error_text, "cuGetErrorString");
+  }
+  if (missing) {
+    snprintf(error, error_size, "the driver library has no %s", missing);
+    return -1;
+  }
+  driver = found;
+  if (const int code = driver.init(0)) return fail(error, error_size, "the driver does not start", code);
+  return 0;
+}
+
+// Loads one code object on a device; *function is what frontier_gpu_launch takes.
+EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, int shared_bytes, Handle* function, char* error, int error_size) {
+  Handle module = nullptr;
+  if (const int code = make_current(device)) return fail(error, error_size, "no context on the device", code);
+  if (const int code = driver.module_load(&module, image)) return fail(error, error_size, "the driver refuses the code object", code);
+  if (const int code = driver.module_get_function(function, module, symbol)) return fail(error, error_size, symbol, code);
+  if (!driver.amd && shared_bytes > 48 * 1024)  // above this CUDA wants to be asked
+    if (const int code = driver.function_set_attribute(*function, kMaxDynamicSharedBytes, shared_bytes))
+      return fail(error, error_size, "shared memory", code);
+  return 0;
+}
+
+// `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or float at its start. Triton's kernels take two scratch pointers
+// after them; ours use none, so they are null.
+EXPORT int frontier_gpu_launch(int device, Handle function, const uint32_t* grid, uint32_t threads, uint32_t shared_bytes, Handle stream,
+                               const char* arguments, int count, char* error, int error_size) {
+  static const Handle no_scratch = nullptr;
+  void* slots[kMaxArguments + 2];
+  if (count > kMaxArguments) {
+    snprintf(error, error_size, "%d arguments; at most %d", count, kMaxArguments);
+    return -1;
+  }
+  for (int i = 0; i < count; ++i) slots[i] = const_cast<char*>(arguments) + 8 * i;
+  slots[count] = slots[count + 1] = const_cast<Handle*>(&no_scratch);
+  if (const int code = make_current(device)) return fail(error, error_size, "no context on the device", code);
+  if (const int code = driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, stream, slots, nullptr))
+    return fail(error, error_size, "launch", code);
+  return 0;
+}

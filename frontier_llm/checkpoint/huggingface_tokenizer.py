@@ -1,0 +1,113 @@
+"""A tokenizer's files as transformers reads them, whichever kind it is: the same text gives the same ids there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from frontier_llm.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from frontier_llm.errors import DataError
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_ALONG = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+def tokenizer_files(tokenizer: Tokenizer, sequence_length: int) -> dict[str, str | Path]:
+    """File name → content or file to copy. Raises DataError for a kind that has no counterpart."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _huggingface(Path(tokenizer.name), tokenizer.eod, sequence_length)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        content, eos = _sentencepiece(Path(tokenizer.name))
+        config = tokenizer_config(eos, sequence_length)
+        return {TOKENIZER: content, TOKENIZER_CONFIG: config, "tokenizer.model": Path(tokenizer.name)}
+    if isinstance(tokenizer, ByteTokenizer):
+        return {TOKENIZER: _bytes(), TOKENIZER_CONFIG: tokenizer_config(END_OF_DOCUMENT, sequence_length)}
+    raise DataError(f"a {type(tokenizer).__name__} cannot be written for transformers", where=tokenizer.name)
+
+
+def tokenizer_config(eos_token: str, sequence_length: int) -> str:
+    """tokenizer_config.json of a tokenizer that adds nothing to a text by itself."""
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "bos_token": eos_token, "pad_token": eos_token,
+        "model_max_length": sequence_length, "clean_up_tokenization_spaces": False, "add_bos_token": False, "add_eos_token": False,
+    }  # fmt: skip
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _huggingface(path: Path, eod: int, sequence_length: int) -> dict[str, str | Path]:
+    import tokenizers
+
+    files: dict[str, str | Path] = {name: path.with_name(name) for name in _ALONG if path.with_name(name).is_file()}
+    if TOKENIZER_CONFIG not in files:
+        name = tokenizers.Tokenizer.from_file(str(path)).id_to_token(eod)
+        assert name is not None, "the end-of-document id is one of the tokenizer's own"
+        files[TOKENIZER_CONFIG] = tokenizer_config(name, sequence_length)
+    return {TOKENIZER: path, **files}
+
+
+def _bytes() -> str:
+    """Id of each byte is the byte; 256 ends a document."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    vocabulary = {_byte_letter(byte): byte for byte in range(256)}
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    return str(model.to_str(pretty=True))
+
+
+def _byte_letter(byte: int) -> str:
+    """The printable letter that byte-level tokenizers (GPT-2's) write for a byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + [other for other in range(256) if other not in printable].index(byte))
+
+
+def _sentencepiece(path: Path) -> tuple[str, str]:
+    """(tokenizer.json, the end-of-document piece) of a byte-pair sentencepiece model with byte fallback and no normalisation.
+
+    Both libraries merge the best-scored neighbouring pair first, leftmost of equals; so every split of a piece into two pieces
+    becomes a merge, ranked by the score of what it makes.
+    """
+    import sentencepiece
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, normalizers
+
+    source = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    pieces = [source.id_to_piece(number) for number in range(source.vocab_size())]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    if source.unk_id() < 0 or not source.is_byte(ids.get("<0x0A>", source.unk_id())):
+        raise DataError(
+            "has no byte pieces, which transformers would need to be lossless", where=str(path), fix="give a model with byte_fallback"
+        )
+    # user-defined symbols (the newline) score 0 as control pieces do; they are matched before any merge
+    special = [n for n in range(len(pieces)) if source.is_control(n) or source.is_unknown(n)]
+    scored = [n for n in range(len(pieces)) if n not in special and not source.is_byte(n)]
+    symbols = [n for n in scored if source.get_score(n) == 0 and pieces[n] == "\n"]
+    plain = set(scored) - set(symbols)
+    merges = [
+        (-source.get_score(n), ids[left], ids[right])
+        for n in plain
+        for cut in range(1, len(pieces[n]))
+        if (left := pieces[n][:cut]) in ids and ids[left] in plain and (right := pieces[n][cut:]) in ids and ids[right] in plain
+    ]
+    pairs = [(pieces[left], pieces[right]) for _, left, right in sorted(merges)]
+    bpe = models.BPE(vocab=ids, merges=pairs, unk_token=pieces[source.unk_id()], byte_fallback=True, fuse_unk=False)
+    result = tokenizers.Tokenizer(bpe)
+    result.normalizer = normalizers.Replace(" ", "\u2581")
+    result.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    result.add_special_tokens([AddedToken(pieces[n], special=True, normalized=False) for n in special])
+    result.add_tokens([AddedToken(pieces[n], special=False, normalized=False) for n in symbols])
+    return str(result.to_str(pretty=True)), str(pieces[source.eos_id()])

@@ -1,0 +1,141 @@
+"""frontier-llm evaluate MODEL: held-out loss, perplexity and bits per byte; in-context tasks from local files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
+from frontier_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from frontier_llm.config import RunConfig
+    from frontier_llm.inference.evaluate import TaskResult
+    from frontier_llm.inference.heldout import HeldOut
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="held-out loss and in-context tasks of a checkpoint",
+        description="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. Needs no network: "
+        "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that lm-evaluation-harness uses.",
+    )
+    add_model_options(parser, replicas=True)
+    parser.add_argument("--data", action="append", metavar="PREFIX", help="a .bin/.idx dataset (default: the run's data.validation)")
+    parser.add_argument("--windows", type=int, default=0, help="context windows per dataset, evenly spaced; 0 = all (default)")
+    parser.add_argument(
+        "--task", action="append", metavar="NAME=FILE",
+        help="arc_easy, arc_challenge, boolq, hellaswag, piqa, winogrande, wsc273, or any name for a file in LLM Foundry's format",
+    )  # fmt: skip
+    parser.add_argument("--shots", type=int, default=0, help="solved examples before each question (default 0)")
+    parser.add_argument(
+        "--shots-from", action="append", metavar="NAME=FILE", help="where a task's examples come from (default: its own file)"
+    )
+    parser.add_argument("--limit", type=int, default=0, help="questions per task; 0 = all (default)")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--output", help="also write the JSON there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when everything was scored."""
+    from frontier_llm.inference.tasks import read_task, requests
+
+    # every file is read and refused here, in one process, before ranks start
+    pools = _named(args.shots_from, "--shots-from")
+    for name, path in _named(args.task, "--task").items():
+        requests(read_task(name, path, args.limit), args.shots, read_task(name, pools[name]) if name in pools else None)
+    return on_ranks(args, _evaluate)
+
+
+def _named(words: list[str] | None, flag: str) -> dict[str, str]:
+    named = {}
+    for word in words or []:
+        name, separator, path = word.partition("=")
+        if not (name and separator and path):
+            raise ConfigError(f"{word!r} is not NAME=FILE", where=flag, fix=f"write e.g. {flag} piqa=data/piqa.jsonl")
+        named[name] = path
+    return named
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from frontier_llm.inference.evaluate import evaluate_task
+    from frontier_llm.inference.heldout import held_out
+    from frontier_llm.inference.tasks import read_task
+
+    tasks, pools = _named(args.task, "--task"), _named(args.shots_from, "--shots-from")
+    with inference_model(args) as (opened, model, prints):
+        datasets = args.data or ([] if tasks else _validation(opened.run))
+        if not datasets and not tasks:
+            raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
+        progress = _Progress(prints and sys.stderr.isatty())
+        losses = [held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix)) for prefix in datasets]
+        tokenizer = tokenizer_of(args, opened) if tasks else None
+        results = []
+        for name, path in tasks.items():
+            assert tokenizer is not None
+            pool = read_task(name, pools[name]) if name in pools else None
+            task = read_task(name, path, args.limit)
+            results.append(evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name)))
+        progress.close()
+        if prints:
+            _report(args, str(opened.path), losses, results)
+    return 0
+
+
+def _validation(run: RunConfig | None) -> list[str]:
+    if run is None or not isinstance(run.data.validation, tuple):
+        return []
+    return [source.path for source in run.data.validation]
+
+
+class _Progress:
+    """Batches done, on one line of a terminal."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown, self._any = shown, False
+
+    def on(self, what: str) -> Any:
+        """A callback that says how far `what` is."""
+
+        def report(batches: int) -> None:
+            if self._shown:
+                self._any = True
+                sys.stderr.write(f"\r{what}: {batches} batches")
+                sys.stderr.flush()
+
+        return report
+
+    def close(self) -> None:
+        """End the line."""
+        if self._any:
+            sys.stderr.write("\n")
+
+
+def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], results: list[TaskResult]) -> None:
+    content = {
+        "model": model,
+        "held_out": [{**vars(entry), "perplexity": entry.perplexity} for entry in losses],
+        "tasks": [{**vars(entry), "stderr": entry.stderr} for entry in results],
+    }
+    text = json.dumps(content, indent=1)
+    if args.output:
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
+    if args.json:
+        print(text)
+        return
+    if losses:
+        print(f"{'held-out data':<32} {'tokens':>12} {'loss':>9} {'perplexity':>11} {'bits/byte':>10}")
+        for entry in losses:
+            bits = "-" if entry.bits_per_byte is None else f"{entry.bits_per_byte:.4f}"
+            print(f"{entry.dataset[-32:]:<32} {entry.tokens:>12,} {entry.loss:>9.4f} {entry.perplexity:>11.2f} {bits:>10}")
+    if results:
+        print(f"{'task':<20} {'shots':>5} {'items':>7} {'acc':>8} {'±':>7} {'acc_norm':>9} {'acc_token':>10}  format")
+        for result in results:
+            norm = "-" if result.acc_norm is None else f"{result.acc_norm:.4f}"
+            numbers = f"{result.acc:>8.4f} {result.stderr:>7.4f} {norm:>9} {result.acc_token:>10.4f}"
+            print(f"{result.task:<20} {result.shots:>5} {result.items:>7} {numbers}  {result.format}")

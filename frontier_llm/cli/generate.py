@@ -1,0 +1,83 @@
+"""frontier-llm generate MODEL --prompt TEXT: continue prompts; the text appears as it is made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
+from frontier_llm.errors import ConfigError, LayoutError
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue a prompt with a checkpoint",
+        description="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
+    )
+    add_model_options(parser, replicas=False)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins")
+    parser.add_argument("--prompt-file", help="a text file, one prompt per line")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most likely token (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 = all (default)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="keep the most likely tokens whose mass reaches p (default 0.95)")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: what was said becomes less likely")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
+    parser.add_argument("--no-cache", action="store_true", help="recompute every position for every token, to check the cache")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when every prompt has been continued."""
+    from frontier_llm.inference.sampling import Sampling
+
+    # refused here, in one process, before ranks start
+    Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+    _prompts(args)
+    return on_ranks(args, _generate)
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt or [])
+    if args.prompt_file:
+        try:
+            prompts += [line for line in Path(args.prompt_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot be read: {error}", where=args.prompt_file, fix="give a UTF-8 text file") from error
+    return prompts or [""]
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from frontier_llm.inference.sampling import Sampling
+    from frontier_llm.inference.text import complete
+
+    prompts = _prompts(args)
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+    with inference_model(args) as (opened, model, prints):
+        if model.mesh.dp.size > 1:
+            raise LayoutError(
+                f"{model.mesh.world.size} ranks are more than tensor {args.tensor} x pipeline {args.pipeline}", fix="start as many"
+            )
+        tokenizer = tokenizer_of(args, opened)
+        live = prints and not args.json and len(prompts) == 1
+        if live:
+            _write(prompts[0])
+        show = (lambda row, piece: _write(piece)) if live else (lambda row, piece: None)
+        completions = complete(model, tokenizer, prompts, sampling, args.stop or (), show, use_cache=not args.no_cache)
+    if prints and args.json:
+        print(json.dumps([asdict(completion) for completion in completions], ensure_ascii=False, indent=1))
+    elif live:
+        _write("\n")
+    elif prints:
+        print("\n\n".join(f"── {number + 1}\n{entry.prompt}{entry.text}" for number, entry in enumerate(completions)))
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,217 @@
+"""Collectives in two stages for axes that span nodes: inside each node first, then between nodes along each rail.
+
+RCCL's all-gather and reduce-scatter are rings: n - 1 dependent hops, which at 2,048 GCDs costs 33 and 168 times what a hierarchical
+scheme does (PCCL, arXiv:2504.18658). Here the ranks of an axis stand on N nodes with k on each. Rank (node i, place l) reduces
+inside its node, then exchanges with the ranks of the same place on other nodes, its *rail*: every GCD speaks through the NIC
+nearest to it, all NICs work at once, and only 1/k of the data of a node crosses each.
+
+Between nodes: recursive halving and doubling over the circulant graph (Träff 2024, arXiv:2410.14234): ceil(log2 N) rounds and N - 1
+blocks for *any* N. Sums are made in an order that depends only on N and the rank: bitwise the same in every run, and an all-reduce
+gives every rank the same bits. Large tensors go in chunks, so that one is between nodes while the next is inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frontier_llm.comm.axis import Axis
+from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_reduce_scatter
+from frontier_llm.comm.group import DONE, Collectives, Group, Pending
+from frontier_llm.comm.p2p import exchange
+
+CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part of a Slingshot NIC's bandwidth curve
+
+
+def halving_skips(size: int) -> list[tuple[int, int]]:
+    """[(blocks held before, distance of the peer), …] of the reduce-scatter's rounds; the all-gather takes them backwards."""
+    rounds = []
+    while size > 1:
+        rounds.append((size, (size + 1) // 2))
+        size = (size + 1) // 2
+    return rounds
+
+
+def halve(blocks_Np: Tensor, rail: Axis) -> Tensor:
+    """Reduce-scatter between nodes: [N, p] partial sums → this rail rank's summed [p]."""
+    held = blocks_Np.roll(-rail.rank, 0)  # held[j] is the block of rank (rank + j) % N
+    for before, skip in halving_skips(rail.size):
+        incoming = torch.empty_like(held[: before - skip])
+        exchange(held[skip:before], (rail.rank + skip) % rail.size, incoming, (rail.rank - skip) % rail.size, rail)
+        held[: before - skip] += incoming
+    return held[0]
+
+
+def double(block_p: Tensor, rail: Axis) -> Tensor:
+    """All-gather between nodes: this rail rank's [p] → [N, p]."""
+    held = torch.empty((rail.size, *block_p.shape), dtype=block_p.dtype, device=block_p.device)
+    held[0] = block_p
+    for before, skip in reversed(halving_skips(rail.size)):
+        exchange(held[: before - skip], (rail.rank - skip) % rail.size, held[skip:before], (rail.rank + skip) % rail.size, rail)
+    return held.roll(rail.rank, 0)
+
+
+class _Staged:
+    """Chunks that pass through two stages; the first chunk's first stage is under way when this exists.
+
+    On CPU the rest happens in wait(). On a GPU all of it is queued at once on a stream of its own, and wait() makes the current
+    stream wait for that: the host never blocks.
+    """
+
+    def __init__(self, first: Callable[[int], Any], second: Callable[[int, Any], None], chunks: int, device: torch.device) -> None:
+        self._first, self._second, self._chunks, self._finished = first, second, chunks, False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is None:
+            self._ahead = first(0)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            self._ahead = first(0)
+            self._run()
+
+    def _run(self) -> None:
+        for chunk in range(self._chunks):
+            current = self._ahead
+            self._ahead = self._first(chunk + 1) if chunk + 1 < self._chunks else None
+            self._second(chunk, current)
+        self._finished = True
+
+    def wait(self) -> None:
+        """See Pending."""
+        if not self._finished:
+            self._run()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+class HierarchicalGroup:
+    """Collectives over N nodes × k ranks, in axis order: rank = node * k + place. Both stages are counted in the axes' ledger."""
+
+    def __init__(self, node: Axis, rail: Axis, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._node, self._rail, self._chunk_bytes = node, rail, chunk_bytes
+        self._rank, self._size = rail.rank * node.size + node.rank, node.size * rail.size
+
+    def _chunks(self, elements: int, width: int) -> list[slice]:
+        """Parts of one rank's share, so that a chunk of a node's traffic per rank has about `chunk_bytes`."""
+        step = max(1, self._chunk_bytes // width // max(1, self._rail.size))
+        return [slice(start, min(start + step, elements)) for start in range(0, max(elements, 1), step)]
+
+    def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        nodes, places, out = self._rail.size, self._node.size, scattered.view(-1)
+        x_Nkp = x.view(nodes, places, out.numel())
+        cuts = self._chunks(out.numel(), x.element_size())
+
+        def inside(chunk: int) -> tuple[Tensor, Pending]:
+            x_kNc = x_Nkp[:, :, cuts[chunk]].transpose(0, 1).contiguous()
+            return start_reduce_scatter(x_kNc, self._node)
+
+        def between(chunk: int, started: tuple[Tensor, Pending]) -> None:
+            started[1].wait()
+            out[cuts[chunk]] = halve(started[0].view(nodes, -1), self._rail)
+
+        return _Staged(inside, between, len(cuts), x.device)
+
+    def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        nodes, places, flat = self._rail.size, self._node.size, x.view(-1)
+        gathered_Nkp = gathered.view(nodes, places, flat.numel())
+        cuts = self._chunks(flat.numel(), x.element_size())
+
+        def between(chunk: int) -> tuple[Tensor, Tensor, Pending]:
+            x_Nc = double(flat[cuts[chunk]], self._rail)
+            gathered_kNc = torch.empty((places, *x_Nc.shape), dtype=x.dtype, device=x.device)
+            return x_Nc, gathered_kNc, start_all_gather_into(gathered_kNc, x_Nc, self._node)
+
+        def inside(chunk: int, started: tuple[Tensor, Tensor, Pending]) -> None:
+            x_Nc, gathered_kNc, pending = started
+            pending.wait()
+            gathered_Nkp[:, :, cuts[chunk]] = (gathered_kNc if places > 1 else x_Nc[None]).transpose(0, 1)
+
+        return _Staged(between, inside, len(cuts), x.device)
+
+    def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
+        """See Group. A sum is a reduce-scatter and an all-gather; a maximum, which is of scalars and vectors only, one of gathered copies."""
+        if op != "sum":
+            everyone = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
+            self.start_all_gather_into(everyone, x).wait()
+            x.copy_(everyone.amax(0))
+            return DONE
+        share = -(-x.numel() // self._size)
+        whole = x.view(-1)
+        padded = whole
+        if share * self._size != x.numel():
+            padded = torch.zeros(share * self._size, dtype=x.dtype, device=x.device)
+            padded[: x.numel()] = whole
+        mine = torch.empty(share, dtype=x.dtype, device=x.device)
+        reducing = self.start_reduce_scatter_into(mine, padded)
+
+        def gather(_: int, started: Pending) -> None:
+            started.wait()
+            self.start_all_gather_into(padded, mine).wait()
+            if padded is not whole:
+                whole.copy_(padded[: x.numel()])
+
+        return _Staged(lambda _: reducing, gather, 1, x.device)
+
+    def broadcast_(self, x: Tensor, source: int) -> None:
+        """See Group. Along the source's rail first."""
+        node, place = divmod(source, self._node.size)
+        if self._node.rank == place:
+            broadcast_(x, self._rail, node)
+        broadcast_(x, self._node, place)
+
+    def barrier(self) -> None:
+        """See Group. Inside, between, and inside again: no rank leaves before the last has come."""
+        barrier(self._node)
+        barrier(self._rail)
+        barrier(self._node)
+
+
+class ChosenGroup:
+    """A flat and a hierarchical group over the same ranks; `choose(operation, bytes)` → 'flat' or 'hierarchical' for each call.
+
+    Bytes are the whole tensor's, as in the ledger, so that every rank chooses alike.
+    """
+
+    def __init__(self, flat: Group, hierarchical: Collectives, choose: Callable[[str, int], str]) -> None:
+        self.flat, self.hierarchical, self._choose = flat, hierarchical, choose
+
+    def _group(self, operation: str, whole: Tensor) -> Collectives:
+        chosen = self._choose(operation, whole.numel() * whole.element_size())
+        return self.hierarchical if chosen == "hierarchical" else self.flat
+
+    def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
+        """See Group."""
+        return self._group("all_reduce", x).start_all_reduce_(x, op)
+
+    def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        return self._group("all_gather", gathered).start_all_gather_into(gathered, x)
+
+    def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        return self._group("reduce_scatter", x).start_reduce_scatter_into(scattered, x)
+
+    def broadcast_(self, x: Tensor, source: int) -> None:
+        """See Group."""
+        self._group("broadcast", x).broadcast_(x, source)
+
+    def barrier(self) -> None:
+        """See Group."""
+        self.flat.barrier()
+
+    def send(self, x: Tensor, to: int) -> Pending:
+        """See Group."""
+        return self.flat.send(x, to)
+
+    def receive(self, buffer: Tensor, source: int) -> Pending:
+        """See Group."""
+        return self.flat.receive(buffer, source)
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
+        """See Group."""
+        return self.flat.exchange(outgoing, to, incoming, source)

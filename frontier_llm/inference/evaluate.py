@@ -1,0 +1,78 @@
+"""Score a task: the option with the highest log-probability is the model's answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from frontier_llm.data.tokenizer import Tokenizer
+from frontier_llm.inference.model import InferenceModel
+from frontier_llm.inference.score import Score, score
+from frontier_llm.inference.tasks import Request, Task, requests
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Accuracies of one task; None where a normalisation has no meaning."""
+
+    task: str
+    format: str
+    shots: int
+    items: int
+    acc: float  # highest summed log-probability, as lm_eval's acc
+    acc_norm: float | None  # per character of the choice, as lm_eval's acc_norm
+    acc_token: float  # per token, as LLM Foundry's accuracy
+
+    @property
+    def stderr(self) -> float:
+        """Standard error of `acc`."""
+        return math.sqrt(self.acc * (1 - self.acc) / (self.items - 1)) if self.items > 1 else math.nan
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Tokens of a context and of its continuation, cut where the context's own tokens end.
+
+    They are encoded together, as in lm_eval, so that the boundary is one the model has seen; spaces at the context's end belong to
+    the continuation. An empty context is the end of a document.
+    """
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    if not context:
+        return [tokenizer.eod], tokenizer.encode(continuation)
+    whole, head = tokenizer.encode(context + continuation), tokenizer.encode(context)
+    return head, whole[len(head) :]
+
+
+def evaluate_task(
+    model: InferenceModel,
+    tokenizer: Tokenizer,
+    task: Task,
+    shots: int = 0,
+    pool: Task | None = None,
+    batch_size: int = 8,
+    on_batch: Callable[[int], object] = lambda done: None,
+) -> TaskResult:
+    """Collective over the world; every rank returns the same."""
+    asked = requests(task, shots, pool)
+    scores = score(model, [encode_pair(tokenizer, request.context, request.continuation) for request in asked], batch_size, on_batch)
+    by_sum = _accuracy(task, asked, [found.log_probability for found in scores])
+    by_token = _accuracy(task, asked, [found.log_probability / found.tokens for found in scores])
+    by_length = None if task.is_schema else _accuracy(task, asked, _per_character(task, asked, scores))
+    return TaskResult(task.name, task.format, shots, len(task.prompts), by_sum, by_length, by_token)
+
+
+def _per_character(task: Task, asked: Sequence[Request], scores: Sequence[Score]) -> list[float]:
+    lengths = [len(request.continuation) - len(task.delimiter) for request in asked]
+    return [found.log_probability / max(length, 1) for found, length in zip(scores, lengths, strict=True)]
+
+
+def _accuracy(task: Task, asked: Sequence[Request], values: Sequence[float]) -> float:
+    """Share of questions whose first best option is the right one."""
+    right = 0
+    for item, group in groupby(zip(asked, values, strict=True), key=lambda pair: pair[0].item):
+        options = [value for _, value in group]
+        right += options.index(max(options)) == task.prompts[item].gold
+    return right / len(task.prompts)

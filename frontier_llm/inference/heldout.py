@@ -1,0 +1,57 @@
+"""Held-out loss, perplexity and bits per byte of a token dataset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.meta import read_meta
+from frontier_llm.errors import DataError
+from frontier_llm.inference.model import InferenceModel
+from frontier_llm.inference.score import score
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Means over the dataset's targets."""
+
+    dataset: str
+    tokens: int  # targets that were scored
+    loss: float  # nats per token
+    bits_per_byte: float | None  # None where the text's size was not recorded with the dataset
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); inf where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def held_out(
+    model: InferenceModel, prefix: str, windows: int = 0, batch_size: int = 8, on_batch: Callable[[int], object] = lambda done: None
+) -> HeldOut:
+    """Score a dataset's tokens in their order, in windows of S targets that see only their own window; `windows` 0 = all of them.
+
+    The windows are evenly spaced over the dataset when not all are taken. Collective over the world. Raises DataError for a dataset
+    without a single window or with tokens outside the vocabulary.
+    """
+    dataset, S = IndexedDataset(prefix), model.config.sequence_length
+    available = max(0, dataset.token_count - 1) // S
+    if available == 0:
+        raise DataError(f"holds {dataset.token_count} tokens, less than one window of {S} + 1", where=prefix, fix="give a larger dataset")
+    count = min(windows or available, available)
+    places = [index * available // count * S for index in range(count)]
+    texts = [np.asarray(dataset.tokens[place : place + S + 1], np.int64).tolist() for place in places]
+    highest = max(map(max, texts))
+    if highest >= model.config.vocab_size:
+        what = f"holds token {highest}, the model's vocabulary has {model.config.vocab_size}"
+        raise DataError(what, where=prefix, fix="tokenize the text with the model's own tokenizer")
+    scores = score(model, [(text[:1], text[1:]) for text in texts], batch_size, on_batch)
+    tokens = sum(entry.tokens for entry in scores)
+    loss = -math.fsum(entry.log_probability for entry in scores) / tokens
+    meta = read_meta(prefix)
+    known = meta is not None and meta.text_bytes > 0
+    return HeldOut(prefix, tokens, loss, loss / math.log(2) / meta.bytes_per_token if known and meta is not None else None)

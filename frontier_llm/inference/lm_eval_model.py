@@ -1,0 +1,114 @@
+"""A model class for lm-evaluation-harness: `python -m frontier_llm.inference.lm_eval_model --model frontier-llm --model_args …`.
+
+lm_eval finds models that were registered before its command line runs; this module registers ours and then runs that command
+line with all its options. Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size.
+In Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from frontier_llm import log
+from frontier_llm.comm import serial_mesh
+from frontier_llm.config import OpsConfig
+from frontier_llm.inference.model import build_inference_model, inference_plan
+from frontier_llm.inference.open import open_model, open_tokenizer
+from frontier_llm.inference.sampling import Sampling
+from frontier_llm.inference.score import score
+from frontier_llm.inference.text import complete
+
+DEFAULT_NEW_TOKENS = 256  # lm_eval's own default
+
+
+@register_model("frontier-llm")
+class FrontierLM(TemplateLM):
+    """One process, one device. For models larger than that: `frontier-llm evaluate` runs tensor-, pipeline- and data-parallel."""
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        batch_size: int | str = 8,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        opened = open_model(path)
+        self.tokens = open_tokenizer(opened, tokenizer)
+        self.batch_size_per_gpu = int(batch_size) if str(batch_size).isdigit() else 8
+        place = _device(device)
+        plan = inference_plan(opened.source.model, 1, 1, 1)
+        self.model = build_inference_model(opened.source, plan, serial_mesh(), place, dtype or opened.dtype, OpsConfig())
+
+    @property
+    def eot_token_id(self) -> int:
+        """Ends a document, and stands for an empty context."""
+        return self.tokens.eod
+
+    @property
+    def max_length(self) -> int:
+        """Context in tokens."""
+        return self.model.config.sequence_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For lm_eval's caches."""
+        return self.tokens.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text; never with special ids at its ends."""
+        return self.tokens.encode(string)
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+        """(sum of log-probabilities, greedy) per (texts, context ids, continuation ids)."""
+        scores = score(self.model, [(context, continuation) for _, context, continuation in requests], self.batch_size_per_gpu)
+        return [(found.log_probability, found.greedy) for found in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, each token predicted once."""
+        totals = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            pairs = [make_disjoint_window(window) for window in windows]
+            totals.append(sum(found.log_probability for found in score(self.model, pairs, self.batch_size_per_gpu)))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Text up to a stop string, per (context, generation arguments)."""
+        texts = []
+        for request in requests:
+            context, options = request.args
+            until = options.get("until") or []
+            stops = [until] if isinstance(until, str) else list(until)
+            wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
+            greedy = not options.get("do_sample", False)
+            sampling = Sampling(wanted, 0.0 if greedy else float(options.get("temperature", 1.0)), top_p=float(options.get("top_p", 1.0)))
+            room = self.max_length - min(wanted, self.max_length - 1)
+            ids = self.tok_encode(context)
+            prompt = context if len(ids) <= room else self.tokens.decode(ids[-room:])
+            texts.append(complete(self.model, self.tokens, [prompt], sampling, stops)[0].text)
+        return texts
+
+
+def _device(wanted: str | None) -> torch.device:
+    """lm_eval's command line asks for cuda:0 when its user names no device, so that cannot be an error without a GPU."""
+    if torch.cuda.is_available():
+        return torch.device(wanted or "cuda")
+    if wanted not in (None, "cpu"):
+        log.info(f"torch sees no GPU: the model runs on the CPU, not on {wanted}")
+    return torch.device("cpu")
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

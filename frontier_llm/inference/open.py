@@ -1,0 +1,76 @@
+"""What a user names as "the model": a run directory, one of its checkpoints, or a Hugging Face directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel, WeightSource
+from frontier_llm.checkpoint.weights import CheckpointWeights
+from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
+from frontier_llm.errors import CheckpointError, DataError
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """Weights, and what is known of their run."""
+
+    path: Path
+    source: WeightSource
+    run: RunConfig | None  # None for a Hugging Face directory
+    dtype: str  # working precision that it was trained in; fp32 where that is not known
+    tokenizer_spec: str | None
+
+
+def open_model(path: str | Path, verified: bool = False) -> OpenedModel:
+    """Open what `path` names; of a run directory its newest checkpoint. `verified` reads every shard whole against its digest.
+
+    Raises CheckpointError saying what was expected there.
+    """
+    path = Path(path)
+    if (path / CONFIG).is_file():
+        source = HuggingFaceModel(path)
+        return OpenedModel(path, source, None, "fp32", _tokenizer_in(path))
+    if (path / folder.MANIFEST).is_file():
+        return _open_checkpoint(path, verified)
+    for checkpoints in (path / "checkpoints", path):
+        steps = folder.complete_steps(checkpoints)
+        if steps:
+            latest = folder.read_latest(checkpoints)
+            newest = checkpoints / (latest if (checkpoints / latest).is_dir() and latest else folder.step_name(steps[0]))
+            return _open_checkpoint(newest, verified)
+    what = "is no model" if path.exists() else "does not exist"
+    fix = "give a run directory (with checkpoints/), a checkpoint (with manifest.json) or a Hugging Face directory (with config.json)"
+    raise CheckpointError(what, fix, str(path))
+
+
+def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
+    """The tokenizer that was `given`, else the run's own. Raises DataError when there is none or it has more ids than the model."""
+    spec = given or opened.tokenizer_spec
+    if spec is None:
+        raise DataError(
+            "no tokenizer is known for this model",
+            fix="name one with --tokenizer (a file, a directory, or `bytes`)",
+            where=str(opened.path),
+        )
+    tokenizer = load_tokenizer(spec)
+    check_vocabulary(tokenizer, opened.source.model)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Raises DataError for a tokenizer with ids that the model has no row for."""
+    if tokenizer.vocab_size > model.vocab_size:
+        what = f"has {tokenizer.vocab_size} ids, the model's vocabulary {model.vocab_size}"
+        raise DataError(what, fix="give the tokenizer that the model was trained with", where=tokenizer.name)
+
+
+def _open_checkpoint(path: Path, verified: bool) -> OpenedModel:
+    source = CheckpointWeights(path, verified)
+    return OpenedModel(path, source, source.config, source.config.precision.dtype, source.config.data.tokenizer)
+
+
+def _tokenizer_in(directory: Path) -> str | None:
+    return str(directory) if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")) else None

@@ -1,0 +1,102 @@
+"""The seven tasks of the MI250 runs in lm-evaluation-harness's form: fields of the hub's data sets → contexts and continuations.
+
+Prompts follow the task files of lm-evaluation-harness 0.4.13 (arc, boolq of SuperGLUE, hellaswag, piqa, winogrande, wsc273); a test
+compares the texts and the scores with its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question: one context and one continuation per option."""
+
+    contexts: tuple[str, ...]
+    continuations: tuple[str, ...]
+    gold: int
+
+
+@dataclass(frozen=True)
+class KnownTask:
+    """Where a task's data comes from and how a line becomes a prompt."""
+
+    source: str  # data set on the Hugging Face hub, and its evaluation split
+    fields: tuple[str, ...]
+    convert: Callable[[dict[str, Any]], Prompt]
+    is_schema: bool = False
+
+
+def _choices(context: str, choices: list[str], gold: int) -> Prompt:
+    return Prompt((context,) * len(choices), tuple(choices), gold)
+
+
+def _schema(contexts: list[str], continuation: str, gold: int) -> Prompt:
+    return Prompt(tuple(contexts), (continuation,) * len(contexts), gold)
+
+
+def _arc(line: dict[str, Any]) -> Prompt:
+    choices = line["choices"]
+    return _choices(f"Question: {line['question']}\nAnswer:", list(choices["text"]), list(choices["label"]).index(line["answerKey"]))
+
+
+def _boolq(line: dict[str, Any]) -> Prompt:
+    answer = line["label"] if "label" in line else line["answer"]
+    return _choices(f"{line['passage']}\nQuestion: {line['question']}?\nAnswer:", ["no", "yes"], int(answer))
+
+
+def _wikihow(text: str) -> str:
+    """HellaSwag's WikiHow part carries marks such as [title] and [step]."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _hellaswag(line: dict[str, Any]) -> Prompt:
+    context = f"{line['activity_label']}: {line['ctx_a']} {line['ctx_b'].capitalize()}"
+    return _choices(_wikihow(context), [_wikihow(ending) for ending in line["endings"]], int(line["label"]))
+
+
+def _piqa(line: dict[str, Any]) -> Prompt:
+    return _choices(f"Question: {line['goal']}\nAnswer:", [line["sol1"], line["sol2"]], int(line["label"]))
+
+
+def _winogrande(line: dict[str, Any]) -> Prompt:
+    before, after = line["sentence"].split("_", 1)
+    return _schema([before + line["option1"], before + line["option2"]], after.strip(), int(line["answer"]) - 1)
+
+
+_CAPITALISED = frozenset(("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"))
+_POSSESSIVE = frozenset(("my", "his", "her", "our", "their"))
+
+
+def _winograd(line: dict[str, Any]) -> Prompt:
+    """Each candidate takes the pronoun's place; what follows the pronoun is scored."""
+    text, place, pronoun = line["text"].replace("  ", " "), line["pronoun_loc"], line["pronoun"]
+    opens_sentence = text[place - 2] == "."
+
+    def candidate(option: str) -> str:
+        option += "'s" if pronoun.lower() in _POSSESSIVE else ""
+        word = option.split()[0]
+        return option.replace(word, word.lower()) if word in _CAPITALISED and not opens_sentence else option
+
+    contexts = [text[:place] + candidate(option) for option in line["options"][:2]]
+    return _schema(contexts, text[place + len(pronoun) :], int(line["label"]))
+
+
+LM_EVAL = {
+    "arc_easy": KnownTask("allenai/ai2_arc (ARC-Easy, test)", ("question", "choices", "answerKey"), _arc),
+    "arc_challenge": KnownTask("allenai/ai2_arc (ARC-Challenge, test)", ("question", "choices", "answerKey"), _arc),
+    "boolq": KnownTask("aps/super_glue (boolq, validation)", ("passage", "question"), _boolq),
+    "hellaswag": KnownTask("Rowan/hellaswag (validation)", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag),
+    "piqa": KnownTask("baber/piqa (validation)", ("goal", "sol1", "sol2", "label"), _piqa),
+    "winogrande": KnownTask(
+        "allenai/winogrande (winogrande_xl, validation)", ("sentence", "option1", "option2", "answer"), _winogrande, is_schema=True
+    ),
+    "wsc273": KnownTask(
+        "lighteval/winograd_wsc (wsc273, test)", ("text", "pronoun", "pronoun_loc", "options", "label"), _winograd, is_schema=True
+    ),
+}

@@ -1,0 +1,158 @@
+"""In-context tasks from local JSONL: which option does the model find most likely?
+
+Two formats. LLM Foundry's: {"query", "choices", "gold"}, or {"context_options", "continuation", "gold"} where the options differ in the
+context. lm-evaluation-harness's: the fields of the data sets on the Hugging Face hub, with the prompts of its task files (0.4.13).
+Both become the same thing: for each option a context, a delimiter and a continuation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from frontier_llm.errors import DataError, Problem, suggest
+from frontier_llm.inference.task_prompts import LM_EVAL, Prompt
+
+_FOUNDRY_CHOICE = ("query", "choices", "gold")
+_FOUNDRY_SCHEMA = ("context_options", "continuation", "gold")
+# LLM Foundry's scripts/eval/yamls/tasks.yaml: these put the answer on a line of its own, the others after a space
+_FOUNDRY_ANSWER_LINE = ("arc_easy", "arc_challenge", "boolq", "piqa")
+MAX_REPORTED = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task file, read."""
+
+    name: str
+    path: str
+    format: str  # "llm-foundry" or "lm-eval"
+    prompts: tuple[Prompt, ...]
+    delimiter: str  # between context and continuation
+    joiner: str  # between solved examples
+    is_schema: bool  # the options are contexts: normalising by their length would mean nothing
+
+
+@dataclass(frozen=True)
+class Request:
+    """One option of one question."""
+
+    item: int
+    option: int
+    context: str
+    continuation: str  # delimiter included
+
+
+def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
+    """Read a task file; `limit` 0 = all of it.
+
+    Raises DataError: no such file (with what to download), a line that is not JSON, a missing field (with the fields expected), a gold
+    that is no option.
+    """
+    path = Path(path)
+    if not path.is_file():
+        hint = (
+            f"download {LM_EVAL[name].source} and save its evaluation split as JSONL"
+            if name in LM_EVAL
+            else "give the path of a JSONL file"
+        )
+        raise DataError(f"no such task file for {name!r}", where=str(path), fix=hint)
+    documents = _read_jsonl(path)
+    if not documents:
+        raise DataError("holds no line", where=str(path), fix="give a JSONL file with one question per line")
+    first = documents[0][1]
+    if any(key in first for key in ("query", "context_options")):
+        schema = "context_options" in first
+        fields = _FOUNDRY_SCHEMA if schema else _FOUNDRY_CHOICE
+        prompts = _convert(documents, path, fields, _foundry_schema if schema else _foundry_choice)
+        delimiter = "\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " "
+        return Task(name, str(path), "llm-foundry", prompts[: limit or None], delimiter, "\n", schema)
+    if name not in LM_EVAL:
+        what = f"{name!r} is no known task, and the file has neither {', '.join(_FOUNDRY_CHOICE)} nor {', '.join(_FOUNDRY_SCHEMA)}"
+        raise DataError(what, where=str(path), fix=suggest(name, LM_EVAL))
+    known = LM_EVAL[name]
+    prompts = _convert(documents, path, known.fields, known.convert)
+    return Task(name, str(path), "lm-eval", prompts[: limit or None], " ", "\n\n", known.is_schema)
+
+
+def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[Request]:
+    """Every option of every question, after `shots` solved examples.
+
+    The examples come from `pool`, or from the task itself without the question in hand. They are drawn as lm_eval draws them
+    (one generator for the whole task, one more than needed where the question itself must be left out), so that equal files and seeds
+    give equal prompts. Raises DataError when there are too few.
+    """
+    examples = (pool or task).prompts
+    if shots and len(examples) < shots + (pool is None):
+        raise DataError(f"holds {len(examples)} questions, too few for {shots} examples", where=(pool or task).path, fix="lower --shots")
+    random, result = Random(seed), []  # noqa: S311  # which examples are shown is no secret
+    for number, prompt in enumerate(task.prompts):
+        drawn = random.sample(examples, shots + (pool is None)) if shots else []
+        shown = [example for example in drawn if pool is not None or example != prompt][:shots]
+        text = "".join(solved(task, example) + task.joiner for example in shown)
+        for option, (context, continuation) in enumerate(zip(prompt.contexts, prompt.continuations, strict=True)):
+            result.append(Request(number, option, text + context, task.delimiter + continuation))
+    return result
+
+
+def solved(task: Task, prompt: Prompt) -> str:
+    """A question with its answer."""
+    return prompt.contexts[prompt.gold] + task.delimiter + prompt.continuations[prompt.gold]
+
+
+def _foundry_choice(line: dict[str, Any]) -> Prompt:
+    choices = [str(choice).strip() for choice in line["choices"]]
+    return Prompt((str(line["query"]).strip(),) * len(choices), tuple(choices), int(line["gold"]))
+
+
+def _foundry_schema(line: dict[str, Any]) -> Prompt:
+    contexts = [str(context).strip() for context in line["context_options"]]
+    return Prompt(tuple(contexts), (str(line["continuation"]).strip(),) * len(contexts), int(line["gold"]))
+
+
+def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    documents = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                document = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"is not JSON: {error}", where=f"{path}:{number}", fix="give one JSON object per line") from error
+            if not isinstance(document, dict):
+                raise DataError(
+                    f"holds a {type(document).__name__}, not an object", where=f"{path}:{number}", fix="give one JSON object per line"
+                )
+            documents.append((number, document))
+    return documents
+
+
+def _convert(
+    documents: list[tuple[int, dict[str, Any]]], path: Path, fields: tuple[str, ...], convert: Callable[[dict[str, Any]], Prompt]
+) -> tuple[Prompt, ...]:
+    """All lines as prompts; raises DataError naming the first lines that cannot be."""
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    for number, document in documents:
+        missing = [field for field in fields if field not in document]
+        try:
+            if missing:
+                raise DataError(f"has no field {', '.join(map(repr, missing))}; expected {', '.join(fields)}")
+            prompt = convert(document)
+            if not 0 <= prompt.gold < len(prompt.contexts):
+                raise DataError(f"its answer is option {prompt.gold} of {len(prompt.contexts)} (a test split without answers?)")
+            prompts.append(prompt)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            problems += DataError(f"a field has another form than expected: {error!r}", where=f"{path}:{number}").problems
+        except DataError as error:
+            problems += DataError(error.problems[0].what, where=f"{path}:{number}").problems
+        if len(problems) >= MAX_REPORTED:
+            break
+    if problems:
+        raise DataError(problems)
+    return tuple(prompts)

@@ -1,0 +1,87 @@
+"""Text in, text out: prompts become tokens, tokens become text as they come, stop strings end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from frontier_llm.data.tokenizer import Tokenizer
+from frontier_llm.inference.generate import stream
+from frontier_llm.inference.model import InferenceModel
+from frontier_llm.inference.sampling import Sampling
+
+_UNFINISHED = "\ufffd"  # what a character decodes to whose last bytes are still to come
+
+
+@dataclass(frozen=True)
+class TextCompletion:
+    """The text that follows a prompt."""
+
+    prompt: str
+    text: str
+    finish_reason: str  # "stop": end of document or a stop string; "length": number of tokens, or the context is full
+    num_tokens: int
+
+
+def complete(
+    model: InferenceModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    stops: Sequence[str] = (),
+    on_text: Callable[[int, str], object] = lambda row, piece: None,
+    use_cache: bool = True,
+) -> list[TextCompletion]:
+    """Complete every prompt in one batch; `on_text` is told each new piece of a row's text, whole characters only.
+
+    An empty prompt starts a new document. Collective over tp and pp; every rank returns the same.
+    """
+    rows = [_Row(tokenizer, stops, prompt) for prompt in prompts]
+    sampling = replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eod))
+    ids = [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
+    for tokens in stream(model, ids, sampling, use_cache):
+        for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            if token is not None and not row.stopped:
+                row.add(token, token in sampling.stop_tokens)
+                row.report(number, on_text)
+        if all(row.stopped for row in rows):
+            break
+    for number, row in enumerate(rows):
+        row.report(number, on_text, last=True)
+    return [TextCompletion(row.prompt, row.text, "stop" if row.stopped else "length", len(row.tokens)) for row in rows]
+
+
+class _Row:
+    """One prompt's text as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str) -> None:
+        self.prompt, self._tokenizer, self._stops = prompt, tokenizer, [stop for stop in stops if stop]
+        # decoded together with the prompt: tokenizers that mark word starts drop the space in front of the very first word
+        self._prefix = tokenizer.encode(prompt)
+        self._prefix_text = tokenizer.decode(self._prefix)
+        self.tokens: list[int] = []
+        self.text, self.stopped, self._told = "", False, 0
+
+    def add(self, token: int, ends: bool) -> None:
+        """Take one more token, or the one that ends the row."""
+        if ends:
+            self.stopped = True
+            return
+        self.tokens.append(token)
+        self.text = self._tokenizer.decode([*self._prefix, *self.tokens])[len(self._prefix_text) :]
+        found = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def report(self, number: int, on_text: Callable[[int, str], object], last: bool = False) -> None:
+        """Tell what is new, holding back what may still change: half a character, or the beginning of a stop string."""
+        end = len(self.text) if last or self.stopped else len(self.text) - self._held_back()
+        if end > self._told:
+            on_text(number, self.text[self._told : end])
+            self._told = end
+
+    def _held_back(self) -> int:
+        held = len(self.text) - len(self.text.rstrip(_UNFINISHED))
+        for stop in self._stops:
+            held = max(held, next((size for size in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:size])), 0))
+        return held

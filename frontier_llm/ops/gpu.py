@@ -1,0 +1,251 @@
+"""The Triton ops behind the face: shapes, strides and grids for the prebuilt kernels, and autograd around them.
+
+Shapes and meaning are those of `ops.reference`. `Kernels` runs them: prebuilt code objects, or Triton's interpreter in tests.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from frontier_llm.errors import BackendError
+from frontier_llm.ops.gpu_attention import attention as _attention
+from frontier_llm.ops.prebuilt import Kernels
+
+_ROWS_PER_STRIP = 64  # of the partial sums of weight gradients
+
+
+def _blocks(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, kernels: Kernels
+    ) -> Any:
+        x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        columns, out = x.shape[-1], torch.empty_like(x)
+        rows, total = x.numel() // columns, x if residual is None else torch.empty_like(x)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        mean = torch.empty(rows if centred else 0, dtype=torch.float32, device=x.device)
+        low = [None if p is None else p.to(x.dtype).contiguous() for p in (weight, bias)]
+        kernels.launch(
+            "norm_forward", x.dtype, _norm_variant(centred, columns), (rows, 1, 1),
+            x, residual, *low, out, total, mean, scale, columns, eps, int(residual is not None), int(bias is not None),
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight, mean, scale)
+        ctx.kernels, ctx.has_residual, ctx.bias_dtype = kernels, residual is not None, None if bias is None else bias.dtype
+        return (out, total) if residual is not None else out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, mean, scale = ctx.saved_tensors
+        grad, grad_total = grad_outputs[0].contiguous(), grad_outputs[1].contiguous() if ctx.has_residual else None
+        columns, rows, centred = total.shape[-1], scale.numel(), mean.numel() > 0
+        grad_x = torch.empty_like(total)
+        ctx.kernels.launch(
+            "norm_backward", total.dtype, _norm_variant(centred, columns), (rows, 1, 1),
+            grad, grad_total, total, weight.to(total.dtype).contiguous(), mean, scale, grad_x, columns, int(grad_total is not None),
+        )  # fmt: skip
+        strips, variant = _blocks(rows, _ROWS_PER_STRIP), "layernorm" if centred else "rmsnorm"
+        partial = torch.empty(2, strips, columns, dtype=torch.float32, device=total.device)
+        grid = (_blocks(columns, ctx.kernels.block("norm_weight_gradient", variant, "BLOCK")), strips, 1)
+        ctx.kernels.launch(
+            "norm_weight_gradient", total.dtype, variant, grid,
+            grad, total, mean, scale, partial[0], partial[1], rows, columns, _ROWS_PER_STRIP,
+        )  # fmt: skip
+        grad_weight, grad_bias = partial.sum(1)
+        return (
+            grad_x,
+            grad_x if ctx.has_residual else None,
+            grad_weight.to(weight.dtype),
+            None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _norm_variant(centred: bool, columns: int) -> str:
+    return f"{'layernorm' if centred else 'rmsnorm'}-{1024 if columns <= 1024 else 4096}"
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Any, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float, kernels: Kernels) -> Tensor:
+        x_SBaD = x_SBaD if x_SBaD.stride(-1) == 1 else x_SBaD.contiguous()
+        cos_SR, sin_SR = cos_SR.float().contiguous(), sin_SR.float().contiguous()
+        ctx.save_for_backward(cos_SR, sin_SR)
+        ctx.kernels, ctx.sign = kernels, sign
+        sequence, batch, heads, head_dim = x_SBaD.shape
+        half, out = cos_SR.shape[-1], torch.empty(x_SBaD.shape, dtype=x_SBaD.dtype, device=x_SBaD.device)
+        if half > 128:
+            raise BackendError(f"rope over {2 * half} dims of a head; the kernel has at most 256", "set ops.rope=reference")
+        variant = f"r{next(block for block in (32, 64, 128) if block >= half)}"
+        angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
+        grid = (sequence * batch, _blocks(heads, kernels.block("rope", variant, "BLOCK_HEADS")), 1)
+        kernels.launch(
+            "rope", x_SBaD.dtype, variant, grid,
+            x_SBaD, cos_SR, sin_SR, out, sign, batch, heads, head_dim, half, *x_SBaD.stride()[:3], angle_s, angle_b,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return _Rope.apply(grad_outputs[0], *ctx.saved_tensors, -ctx.sign, ctx.kernels), None, None, None, None
+
+
+class _Swiglu(Function):
+    @staticmethod
+    def forward(ctx: Any, x_2f: Tensor, kernels: Kernels) -> Tensor:
+        x_2f = x_2f.contiguous()
+        ctx.save_for_backward(x_2f)
+        ctx.kernels = kernels
+        out = torch.empty(*x_2f.shape[:-2], x_2f.shape[-1], dtype=x_2f.dtype, device=x_2f.device)
+        kernels.launch("swiglu_forward", x_2f.dtype, "any", _rows_grid(out, kernels, "swiglu_forward", "any"), x_2f, out, out.shape[-1])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (x_2f,), grad = ctx.saved_tensors, grad_outputs[0].contiguous()
+        grad_x = torch.empty_like(x_2f)
+        grid = _rows_grid(grad, ctx.kernels, "swiglu_backward", "any")
+        ctx.kernels.launch("swiglu_backward", x_2f.dtype, "any", grid, grad, x_2f, grad_x, grad.shape[-1])
+        return grad_x, None
+
+
+def _rows_grid(x: Tensor, kernels: Kernels, kernel: str, variant: str) -> tuple[int, int, int]:
+    return x.numel() // max(1, x.shape[-1]), _blocks(x.shape[-1], kernels.block(kernel, variant, "BLOCK")), 1
+
+
+class _Gelu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, kernels: Kernels) -> Tensor:
+        x, low = x.contiguous(), None if bias is None else bias.to(x.dtype).contiguous()
+        ctx.save_for_backward(x, bias)
+        ctx.kernels, ctx.variant = kernels, "tanh" if approximate else "erf"
+        out, grid = torch.empty_like(x), _rows_grid(x, kernels, "gelu_forward", ctx.variant)
+        kernels.launch("gelu_forward", x.dtype, ctx.variant, grid, x, low, out, x.shape[-1], int(bias is not None))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (x, bias), grad, kernels = ctx.saved_tensors, grad_outputs[0].contiguous(), ctx.kernels
+        columns, grad_x = x.shape[-1], torch.empty_like(x)
+        grid = _rows_grid(x, kernels, "gelu_backward", ctx.variant)
+        low = None if bias is None else bias.to(x.dtype).contiguous()
+        kernels.launch("gelu_backward", x.dtype, ctx.variant, grid, grad, x, low, grad_x, columns, int(bias is not None))
+        if bias is None:
+            return grad_x, None, None, None
+        rows = x.numel() // columns
+        strips = _blocks(rows, _ROWS_PER_STRIP)
+        partial = torch.empty(strips, columns, dtype=torch.float32, device=x.device)
+        grid = (_blocks(columns, kernels.block("column_sums", "any", "BLOCK")), strips, 1)
+        kernels.launch("column_sums", x.dtype, "any", grid, grad_x, partial, rows, columns, _ROWS_PER_STRIP)
+        return grad_x, partial.sum(0).to(bias.dtype), None, None
+
+
+class GpuOps:
+    """The face's functions over one set of kernels."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Causal attention, bf16 and fp16, head dims up to 256 that are multiples of 16."""
+        return _attention(q, k, v, kernels=self.kernels, **options)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dim."""
+        return _Norm.apply(x, None, weight, None, eps, False, self.kernels)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """LayerNorm over the last dim."""
+        return _Norm.apply(x, None, weight, bias, eps, True, self.kernels)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual) in one pass."""
+        return _Norm.apply(x, residual, weight, bias if kind == "layernorm" else None, eps, kind == "layernorm", self.kernels)
+
+    def rope(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        """Rotate-half embedding."""
+        return _Rope.apply(x_SBaD, cos_SR, sin_SR, 1.0, self.kernels)
+
+    def swiglu(self, x_2f: Tensor) -> Tensor:
+        """silu(gate) * up."""
+        return _Swiglu.apply(x_2f, self.kernels)
+
+    def gelu(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
+        """GELU of x + bias."""
+        return _Gelu.apply(x, bias, approximate, self.kernels)
+
+    def cross_entropy_stats(self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
+        """stats_3N of this vocabulary shard."""
+        logits_Nv = _rows(logits_Nv.detach())
+        rows, columns = logits_Nv.shape
+        stats_3N = torch.empty(3, rows, dtype=torch.float32, device=logits_Nv.device)
+        self.kernels.launch(
+            "cross_entropy_stats", logits_Nv.dtype, "any", (rows, 1, 1),
+            logits_Nv, targets_N.long().contiguous(), stats_3N, rows, columns, logits_Nv.stride(0), first_vocab,
+        )  # fmt: skip
+        return stats_3N
+
+    def cross_entropy_backward_(
+        self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
+    ) -> Tensor:
+        """The gradient in the logits' own memory (in a copy when their rows are not contiguous)."""
+        # the target's logit is read by the program that overwrites it and by no other
+        logits_Nv = _rows(logits_Nv.detach())
+        rows, columns = logits_Nv.shape
+        grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
+        self.kernels.launch(
+            "cross_entropy_backward", logits_Nv.dtype, "any", grid, logits_Nv, targets_N.long().contiguous(),
+            logsumexp_N.float().contiguous(), grad_loss_N.float().contiguous(), columns, logits_Nv.stride(0), first_vocab,
+        )  # fmt: skip
+        return logits_Nv
+
+    def adamw_(
+        self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, *, lr: float, beta1: float,
+        beta2: float, eps: float, weight_decay: float, step: int, grad_scale: Tensor | float,
+    ) -> None:  # fmt: skip
+        """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no synchronisation."""
+        if not isinstance(grad_scale, Tensor):
+            grad_scale = torch.full((), float(grad_scale), dtype=torch.float32, device=master.device)
+        alias = weights_out.data_ptr() == master.data_ptr()
+        grid = (_blocks(master.numel(), self.kernels.block("adamw", "any", "BLOCK")), 1, 1)
+        self.kernels.launch(
+            "adamw", weights_out.dtype, "any", grid, master, grad.float(), exp_avg, exp_avg_sq, weights_out, grad_scale.float(), master.numel(),
+            lr / (1 - beta1**step), beta1, beta2, eps, 1 - lr * weight_decay, 1 / math.sqrt(1 - beta2**step), int(not alias),
+        )  # fmt: skip
+
+    def sum_of_squares(self, x: Tensor) -> Tensor:
+        """Sum of x² as a 0-dim fp64 tensor; in a fixed order, so it is reproducible."""
+        x, per_program = x.detach().contiguous(), 65536
+        partial = torch.empty(_blocks(x.numel(), per_program), dtype=torch.float64, device=x.device)
+        self.kernels.launch("squares", x.dtype, "any", (partial.numel(), 1, 1), x, partial, x.numel(), per_program)
+        return partial.sum()
+
+    def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
+        """main_grad += grad."""
+        grid = (_blocks(main_grad.numel(), self.kernels.block("accumulate", "any", "BLOCK")), 1, 1)
+        self.kernels.launch("accumulate", grad.dtype, "any", grid, main_grad, grad.detach().contiguous(), main_grad.numel())
+
+    def embedding_backward_(self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
+        """Scatter-add of rows in the order of the tokens, by a stable sort and no atomics."""
+        rows_N, order_N = torch.sort(token_ids_N.reshape(-1).long() - first_vocab, stable=True)
+        vocab_rows, columns = main_grad_vH.shape
+        grid = (rows_N.numel(), _blocks(columns, self.kernels.block("embedding_backward", "any", "BLOCK")), 1)
+        grad = grad_N_H.detach().reshape(-1, columns).contiguous()
+        self.kernels.launch(
+            "embedding_backward", grad.dtype, "any", grid, main_grad_vH, rows_N, order_N, grad, rows_N.numel(), columns, vocab_rows
+        )
+
+
+def _rows(logits_Nv: Tensor) -> Tensor:
+    return logits_Nv if logits_Nv.stride(1) == 1 or logits_Nv.shape[1] == 1 else logits_Nv.contiguous()

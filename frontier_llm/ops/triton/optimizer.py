@@ -1,0 +1,69 @@
+"""Passes over flat fp32 buffers: AdamW, the gradient norm, gradient sums; all bound by memory, so each reads and writes once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def adamw(master, grad, exp_avg, exp_avg_sq, weights, grad_scale, count, step_size, beta1, beta2, eps, keep, root,
+          write_weights, BLOCK: tl.constexpr):  # fmt: skip
+    """AdamW with decoupled decay. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), keep = 1 - lr * decay.
+
+    grad_scale is read from device memory: the clip factor is known there without a synchronisation.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(grad + at, mask=inside, other=0.0) * tl.load(grad_scale)
+    m = tl.load(exp_avg + at, mask=inside, other=0.0) * beta1 + g * (1.0 - beta1)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0) * beta2 + g * g * (1.0 - beta2)
+    p = tl.load(master + at, mask=inside, other=0.0) * keep - step_size * m / (tl.sqrt(v) * root + eps)
+    tl.store(exp_avg + at, m, mask=inside)
+    tl.store(exp_avg_sq + at, v, mask=inside)
+    tl.store(master + at, p, mask=inside)
+    if write_weights:
+        tl.store(weights + at, p.to(weights.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def squares(x, partial, count, per_program, BLOCK: tl.constexpr):
+    """Sum of squares of one stretch, fp32 lanes of at most per_program / BLOCK terms, then fp64 [programs]."""
+    start = tl.program_id(0).to(tl.int64) * per_program
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, per_program, BLOCK):
+        at = start + first + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+        sums += value * value
+    tl.store(partial + tl.program_id(0), tl.sum(sums.to(tl.float64)))
+
+
+@triton.jit
+def accumulate(main_grad, grad, count, BLOCK: tl.constexpr):
+    """main_grad (fp32) += grad."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(main_grad + at, mask=inside, other=0.0) + tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(main_grad + at, total, mask=inside)
+
+
+@triton.jit
+def embedding_backward(main_grad, rows, order, grad, tokens, columns, vocab_rows, BLOCK: tl.constexpr):
+    """main_grad[row] += grad of its tokens. `rows` is sorted and `order` says whose gradient each entry is.
+
+    The program at the first entry of a run of equal rows adds the whole run, in the tokens' order, so the sum is reproducible.
+    """
+    entry = tl.program_id(0)
+    row = tl.load(rows + entry)
+    previous = tl.load(rows + entry - 1, mask=entry > 0, other=-1)
+    if (row >= 0) & (row < vocab_rows) & (row != previous):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < columns
+        total = tl.load(main_grad + row * columns + column, mask=inside, other=0.0)
+        current = row
+        while current == row:
+            token = tl.load(order + entry)
+            total += tl.load(grad + token * columns + column, mask=inside, other=0.0).to(tl.float32)
+            entry += 1
+            current = tl.load(rows + entry, mask=entry < tokens, other=-1)
+        tl.store(main_grad + row * columns + column, total, mask=inside)

@@ -1,0 +1,102 @@
+"""RoPE, SwiGLU and GELU with its bias; each reads its inputs once and writes its outputs once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rope(x, cos, sin, out, sign, batch, heads, head_dim, half, x_s, x_b, x_a, angle_s, angle_b,
+         BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
+    """One position: every head's first 2 * half dims rotated by the angle (sign -1 turns back), the rest copied."""
+    position = tl.program_id(0)
+    s, b = position // batch, position % batch
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    lane = tl.arange(0, BLOCK_HALF)[None, :]
+    angle = s * angle_s + b * angle_b + lane
+    c = tl.load(cos + angle, mask=lane < half, other=1.0)
+    d = tl.load(sin + angle, mask=lane < half, other=0.0) * sign
+    rotates = (head < heads) & (lane < half)
+    from_ = x + s.to(tl.int64) * x_s + b.to(tl.int64) * x_b + head * x_a + lane
+    to = out + position.to(tl.int64) * heads * head_dim + head * head_dim + lane
+    first = tl.load(from_, mask=rotates, other=0.0).to(tl.float32)
+    second = tl.load(from_ + half, mask=rotates, other=0.0).to(tl.float32)
+    tl.store(to, (first * c - second * d).to(out.dtype.element_ty), mask=rotates)
+    tl.store(to + half, (second * c + first * d).to(out.dtype.element_ty), mask=rotates)
+    for done in range(2 * half, head_dim, BLOCK_HALF):
+        rest = (head < heads) & (done + lane < head_dim)
+        tl.store(to + done, tl.load(from_ + done, mask=rest, other=0.0), mask=rest)
+
+
+@triton.jit
+def swiglu_forward(x, out, columns, BLOCK: tl.constexpr):
+    """out [rows, columns] = silu(gate) * up for x [rows, 2, columns]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    gate = tl.load(x + 2 * row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + (2 * row + 1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_backward(grad, x, grad_x, columns, BLOCK: tl.constexpr):
+    """The gradient of both halves of x."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    g = tl.load(grad + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + 2 * row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + (2 * row + 1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.sigmoid(gate)
+    silu = gate * slope
+    tl.store(grad_x + 2 * row * columns + column, (g * up * (slope + silu * (1.0 - slope))).to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_x + (2 * row + 1) * columns + column, (g * silu).to(grad_x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_forward(x, bias, out, columns, has_bias, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    """out = gelu(x + bias)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if has_bias:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if TANH:
+        y = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    else:
+        y = value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+    tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_backward(grad, x, bias, grad_x, columns, has_bias, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    """grad_x = grad * gelu'(x + bias)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if has_bias:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if TANH:
+        s = tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+        slope = s + value * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * value * value)
+    else:
+        bell = tl.exp(-0.5 * value * value)
+        slope = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476)) + value * bell * 0.3989422804014327
+    g = tl.load(grad + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(grad_x + row * columns + column, (g * slope).to(grad_x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def column_sums(x, partial, rows, columns, rows_per_program, BLOCK: tl.constexpr):
+    """One strip of rows of the sum over rows, fp32 [strips, columns]: bias gradients."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    strip = tl.program_id(1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(strip * rows_per_program, tl.minimum((strip + 1) * rows_per_program, rows)):
+        total += tl.load(x + row * columns.to(tl.int64) + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partial + strip * columns + column, total, mask=inside)

@@ -1,0 +1,127 @@
+"""What the plan and the manifest of a checkpoint of the 1T model on 3072 ranks cost one rank: time and memory.
+
+    python scripts/plan_1t_checkpoint.py [--model gpt-1t --tp 8 --pp 64 --dp 6]
+
+The ranks are simulated one after another in one process: each rank's real buckets (on the meta device) go through the code that a
+save and a load call; nothing is written. Timed is what a single rank does: rank 0's part (collect all ranks' pieces, build and
+serialise the manifest) and any rank's part of a load (parse the manifest, plan its transfers), from the same and from another layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from frontier_llm.checkpoint.load import plan
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, Progress, parse, shard_name
+from frontier_llm.checkpoint.pieces import KINDS, needed_pieces, saved_pieces
+from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
+from frontier_llm.checkpoint.shard import header
+from frontier_llm.comm import Axis, Ledger
+from frontier_llm.config import OpsConfig, load_model
+from frontier_llm.model import Stage
+from frontier_llm.ops import select_ops
+from frontier_llm.optim.buckets import Bucket, build_buckets
+from frontier_llm.tensor_parallel import LayerContext, WeightGradients
+from frontier_llm.topology import Grid, split_layers
+from frontier_llm.train.build import BUCKET_NUMEL
+
+
+class Layout:
+    """The ranks of one layout; only (pp, tp) decide a stage, so one stage serves all dp ranks."""
+
+    def __init__(self, model_name: str, tp: int, pp: int, dp: int) -> None:
+        self.model, self.grid = load_model(model_name), Grid(tp, pp, dp)
+        self.specs = split_layers(self.model, pp)
+        self._stage = lru_cache(maxsize=1)(self._build_stage)
+
+    def _axis(self, name: str, rank: int) -> Axis:
+        ranks = self.grid.group(name, rank)
+        return Axis(name, ranks.index(rank), len(ranks), ranks, None, Ledger())
+
+    def _build_stage(self, pp_rank: int, tp_rank: int) -> Stage:
+        ops = select_ops(OpsConfig(), "cpu", torch.bfloat16)
+        rank = self.grid.global_rank({"tp": tp_rank, "dp": 0, "pp": pp_rank})
+        context = LayerContext(self._axis("tp", rank), True, ops, WeightGradients(), torch.bfloat16)
+        return Stage(self.model, self.specs[pp_rank], context, torch.device("meta"), "none")
+
+    def buckets(self, rank: int) -> list[Bucket]:
+        place = self.grid.coordinates(rank)
+        stage = self._build_stage(place["pp"], place["tp"])
+        return build_buckets([stage], self._axis("dp", rank), 1, torch.device("meta"), BUCKET_NUMEL)
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", default="gpt-1t")
+    for axis, size in (("tp", 8), ("pp", 64), ("dp", 6)):
+        options.add_argument(f"--{axis}", type=int, default=size)
+    args = options.parse_args()
+    layout = Layout(args.model, args.tp, args.pp, args.dp)
+    idle_mib = peak_mib()
+
+    gathered, headers, plan_s = [], [], 0.0
+    for rank in range(layout.grid.world_size):
+        buckets = layout.buckets(rank)
+        started = time.perf_counter()
+        pieces = saved_pieces(buckets)
+        described = [describe_piece(piece) for piece in pieces]
+        head = header([(piece.name, piece.rectangle.offset, piece.rectangle.shape) for piece in pieces], "F32", 1, shard_name(rank))
+        plan_s = max(plan_s, time.perf_counter() - started)
+        gathered.append(json.dumps({"rows": described, "bytes": 0}))  # as it comes over the wire
+        headers.append((len(head), sum(piece.rectangle.numel for piece in pieces)))
+    built_mib = peak_mib()
+
+    started = time.perf_counter()
+    tensors, rows = index_pieces([json.loads(text)["rows"] for text in gathered])
+    collect_s = time.perf_counter() - started
+    started = time.perf_counter()
+    parts = [
+        {"file": shard_name(rank), "bytes": head + numel * len(KINDS) * ITEM_BYTES["F32"], "sha256": f"{rank:064x}"}
+        for rank, (head, numel) in enumerate(headers)
+    ]
+    progress = Progress(step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
+    content = build_manifest(progress, 1, {}, {}, {}, "F32", tensors, rows, parts).to_bytes()
+    manifest_s = time.perf_counter() - started
+
+    loads = {}
+    for name, other in (
+        ("same layout", layout),
+        ("tp 4, pp 64, dp 12", Layout(args.model, 4, 64, 12)),
+        ("tp 8, pp 32, dp 1", Layout(args.model, 8, 32, 1)),
+    ):
+        needed = needed_pieces(other.buckets(other.grid.world_size // 2))
+        started = time.perf_counter()
+        manifest = parse(content, "manifest.json")
+        transfers = plan(manifest, needed)
+        loads[name] = {"s": round(time.perf_counter() - started, 3), "files": len(transfers), "rectangles": len(needed)}
+    result = {
+        "ranks": layout.grid.world_size,
+        "parameters": sum(numel for _, numel in headers),
+        "checkpoint_tib": round(sum(part["bytes"] for part in parts) / 2**40, 2),
+        "rectangles": sum(map(len, rows)),
+        "manifest_mib": round(len(content) / 2**20, 2),
+        "save: any rank's plan and header, once, s": round(plan_s, 3),
+        "save: rank 0 collects the pieces, once, s": round(collect_s, 3),
+        "save: rank 0 builds and serialises the manifest, s": round(manifest_s, 3),
+        "load: parse and plan": loads,
+        "memory above an idle process, MiB": round(peak_mib() - min(idle_mib, built_mib), 1),
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The house rules that a machine can check."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "frontier_llm"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TORCH_FREE = ("config", "machine", "schedule", "topology", "costs", "planner", "data", "cluster", "scaling")
+
+
+def run(*command, **options):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, check=False, **options)
+
+
+def test_no_import_runs_backwards():
+    done = run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_torch_free_rooms_import_with_torch_blocked():
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in SOURCES
+        if path.relative_to(PACKAGE).parts[0] in TORCH_FREE
+    ]
+    program = f"import sys; sys.modules['torch'] = None\nimport importlib\nfor name in {modules!r}: importlib.import_module(name)"
+    done = run("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_answers_in_under_300_ms():
+    best = min(_seconds("-m", "frontier_llm.cli.main", "--help") for _ in range(5))
+    assert best < 0.3
+
+
+def _seconds(*command):
+    begin = time.perf_counter()
+    assert run(*command).returncode == 0
+    return time.perf_counter() - begin
+
+
+def test_every_command_explains_itself():
+    from frontier_llm.cli.main import COMMANDS
+
+    for name in COMMANDS:
+        done = run("-m", "frontier_llm.cli.main", name, "--help")
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+        assert "usage: frontier-llm" in done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_stay_readable(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 350, "a file tells one story in at most 350 lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 70, f"{node.name} has {length} lines; a function fits on one screen"
+
+
+FORBIDDEN_CALLS = {"pickle.load", "pickle.loads", "torch.load", "yaml.load", "eval", "exec", "broadcast_object_list", "all_gather_object"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_received_is_executed(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in FORBIDDEN_CALLS and name.rpartition(".")[2] not in {"broadcast_object_list", "all_gather_object"}, name
+            shell = [keyword for keyword in node.keywords if keyword.arg == "shell"]
+            assert not shell, f"line {node.lineno}: shell="
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_rank_environment_reads_environ(path):
+    if path.relative_to(PACKAGE).as_posix() in ("cluster/rank_env.py", "machine/env.py"):
+        return
+    text = path.read_text(encoding="utf-8")
+    assert "os.environ" not in text and "os.getenv" not in text, "ask cluster.rank_env"
+
+
+def test_groups_have_one_caller():
+    callers = [path.relative_to(PACKAGE).as_posix() for path in SOURCES if "new_group(" in path.read_text(encoding="utf-8")]
+    assert set(callers) <= {"comm/groups.py"}

@@ -1,0 +1,142 @@
+"""Which runs are compared: every legal combination of degrees, schedule, recompute mode and family, or enough of them to meet all pairs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import combinations, product
+from typing import Any
+
+from frontier_llm.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainConfig
+
+MAX_RANKS = 8
+GLOBAL_BATCH = 8
+STEPS = 3
+
+# Eight layers, so that four stages of two chunks have one each; 50 real of 64 padded vocabulary rows, so that with tp 4 the last
+# rank has two real rows; initial weights ten times the usual, so that no gradient is small.
+SHAPE: dict[str, Any] = {
+    "layers": 8, "hidden": 32, "heads": 8, "ffn_hidden": 48, "vocab_size": 50, "vocab_multiple": 64, "sequence_length": 12, "init_std": 0.2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "norm_bias": True, "tied_embeddings": True},
+    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4},
+    "mpt": {"position": "alibi", "norm": "layernorm", "activation": "gelu", "tied_embeddings": True},
+    "neox": {
+        "position": "rope", "rope_fraction": 0.5, "norm": "layernorm", "activation": "gelu", "bias": True, "norm_bias": True,
+        "parallel_residual": True,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run; the defaults are the serial one."""
+
+    family: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    micro_batch: int = 1
+    zero: int = 1
+    order: str = "tp-dp-pp"
+    documents: bool = False
+    transport: str = "auto"
+    vocab_size: int = SHAPE["vocab_size"]  # of 64 padded rows
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def chunks(self) -> int:
+        return 2 if self.schedule == "interleaved" and self.pp > 1 else 1
+
+    def __str__(self) -> str:
+        default = Case(self.family)
+        extras = [
+            f"{key}={value}"
+            for key, value in asdict(self).items()
+            if key not in ("family", "tp", "pp", "dp") and value != getattr(default, key)
+        ]
+        return " ".join([f"{self.family} tp{self.tp} pp{self.pp} dp{self.dp}", *extras])
+
+    def serial(self) -> Case:
+        """The degree-1 run that must give the same numbers."""
+        return Case(self.family, documents=self.documents, vocab_size=self.vocab_size)
+
+    def config(self, dtype: str = "fp64") -> RunConfig:
+        """The run, with clipping that bites and a warm-up that ends inside the three steps."""
+        return RunConfig(
+            model=ModelConfig(**{**SHAPE, "vocab_size": self.vocab_size}, **FAMILIES[self.family]),
+            parallel=ParallelConfig(
+                tensor=self.tp, pipeline=self.pp, data=self.dp, chunks=self.chunks, schedule=self.schedule,
+                sequence_parallel=self.sequence_parallel, axis_order=self.order, zero=self.zero,
+            ),
+            batch=BatchConfig(global_batch=GLOBAL_BATCH, micro_batch=self.micro_batch),
+            optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, weight_decay=0.1, clip_norm=0.5, warmup_steps=2),
+            precision=PrecisionConfig(dtype=dtype),
+            data={"reset_at_documents": self.documents},
+            train=TrainConfig(steps=STEPS + 1, recompute=self.recompute),
+        )  # fmt: skip
+
+    def legal(self) -> bool:
+        """Within the ranks of the pool; a flag that means nothing at this degree is left out."""
+        return self.world_size <= MAX_RANKS and (self.tp > 1 or not self.sequence_parallel) and (self.pp > 1 or self.schedule == "1f1b")
+
+
+DEGREES = [(tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp <= MAX_RANKS]
+FACTORS: dict[str, list[Any]] = {
+    "degrees": DEGREES,
+    "family": list(FAMILIES),
+    "sequence_parallel": [False, True],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1"],
+    "recompute": ["none", "selective", "full"],
+    "micro_batch": [1, 2],
+    "zero": [1, 0],
+    "order": ["tp-dp-pp", "tp-pp-dp"],
+    "documents": [False, True],
+    "transport": ["auto", "torch"],
+}
+
+
+def _case(choice: dict[str, Any]) -> Case:
+    tp, pp, dp = choice["degrees"]
+    return Case(tp=tp, pp=pp, dp=dp, **{key: value for key, value in choice.items() if key != "degrees"})
+
+
+def every_case() -> Iterator[Case]:
+    """Degrees x sequence parallelism x schedule x recompute x the three families, all of them; the other factors rotate along."""
+    rotating = [key for key in FACTORS if key not in ("degrees", "family", "sequence_parallel", "schedule", "recompute")]
+    names = ("degrees", "family", "sequence_parallel", "schedule", "recompute")
+    for turn, values in enumerate(product(FACTORS["degrees"], ("gpt", "llama", "mpt"), *(FACTORS[name] for name in names[2:]))):
+        rest = {key: FACTORS[key][(turn >> place) % len(FACTORS[key])] for place, key in enumerate(rotating)}
+        case = _case(dict(zip(names, values, strict=True)) | rest)
+        if case.legal():
+            yield case
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def _pairs(choice: dict[str, Any]) -> set[Pair]:
+    return set(combinations(choice.items(), 2))
+
+
+def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
+    """Few cases in which every two legal settings meet at least once: greedy, the best of some random candidates each time."""
+    draw = random.Random(seed)
+    legal = [choice for values in product(*FACTORS.values()) if _case(choice := dict(zip(FACTORS, values, strict=True))).legal()]
+    open_pairs: set[Pair] = set().union(*(_pairs(choice) for choice in legal))
+    chosen = []
+    while open_pairs:
+        target = min(open_pairs, key=repr)
+        matching = [choice for choice in legal if target in _pairs(choice)]
+        best = max(draw.sample(matching, min(candidates, len(matching))), key=lambda choice: len(open_pairs & _pairs(choice)))
+        open_pairs -= _pairs(best)
+        chosen.append(_case(best))
+    return chosen

@@ -1,0 +1,118 @@
+"""From pieces of many ranks to global tensors, and from two runs to a list of what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from tests.parity.play import Piece, Played
+
+Tensors = dict[str, np.ndarray]
+
+# float64: a sum of a few thousand terms in another order moves the 13th digit; a mistake moves the first ones
+RELATIVE = 1e-10
+# Adam divides by sqrt(v) + 1e-8, so where a gradient is zero but for rounding (the key's bias), 1e-16 becomes 1e-8 of a step of 1e-2
+AFTER_STEPS = 1e-9
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, put together from all of its ranks."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: Tensors
+    gradients: Tensors
+    final: Tensors
+    drift: tuple[str, ...]  # replicas that are not bitwise equal, and results that differ between ranks
+
+
+def assemble(ranks: Sequence[Sequence[Piece]], what: str) -> tuple[Tensors, list[str]]:
+    """Global tensors from every rank's pieces, and the replicas that disagree.
+
+    Raises AssertionError when an element of a global tensor is held by no rank.
+    """
+    tensors: Tensors = {}
+    drift: set[str] = set()
+    for pieces in ranks:
+        rectangles: dict[tuple, np.ndarray] = {}
+        for piece in pieces:
+            tensors.setdefault(piece.name, np.full(piece.global_shape, np.nan))
+            local = rectangles.setdefault((piece.name, piece.offset, piece.shape), np.full(prod(piece.shape), np.nan))
+            local[piece.start : piece.stop] = piece.values
+        for (name, offset, shape), local in rectangles.items():
+            window = tensors[name][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+            values = local.reshape(shape)
+            both = ~np.isnan(window) & ~np.isnan(values)
+            if not np.array_equal(window[both], values[both]):
+                drift.add(f"{what} of {name}: replicas differ by {np.abs(window[both] - values[both]).max():.1e}")
+            np.copyto(window, values, where=~np.isnan(values))
+    holes = [name for name, tensor in tensors.items() if np.isnan(tensor).any()]
+    assert not holes, f"{what}: no rank holds all of {holes}"
+    return tensors, sorted(drift)
+
+
+def gather(played: Sequence[Played]) -> Run:
+    """All ranks' outcomes as one."""
+    first = played[0]
+    drift = [
+        f"rank {rank} reports another loss or norm"
+        for rank, other in enumerate(played)
+        if (other.losses, other.norms) != (first.losses, first.norms)
+    ]
+    parts = {}
+    for what in ("initial", "gradients", "final"):
+        parts[what], differing = assemble([getattr(rank, what) for rank in played], what)
+        drift += differing
+    return Run(first.losses, first.norms, **parts, drift=tuple(drift))
+
+
+def _tensor_differences(what: str, ours: Tensors, theirs: Tensors, tolerance: float) -> list[str]:
+    if ours.keys() != theirs.keys():
+        return [f"{what}: names differ: {sorted(ours.keys() ^ theirs.keys())}"]
+    scale = max(np.abs(tensor).max() for tensor in theirs.values())
+    found = []
+    for name, tensor in ours.items():
+        if tensor.shape != theirs[name].shape:
+            found.append(f"{what} of {name}: shape {tensor.shape} instead of {theirs[name].shape}")
+            continue
+        error = np.abs(tensor - theirs[name]).max() / max(np.abs(theirs[name]).max(), 1e-4 * scale)
+        if not error <= tolerance:
+            found.append(f"{what} of {name}: relative error {error:.1e}")
+    return found
+
+
+def differences(ours: Run, theirs: Run) -> list[str]:
+    """What a sceptic would object to; empty when the runs are equal up to float64 rounding."""
+    found = list(ours.drift)
+    for what in ("losses", "norms"):
+        mine, other = np.array(getattr(ours, what)), np.array(getattr(theirs, what))
+        if not np.allclose(mine, other, rtol=RELATIVE, atol=0):
+            found.append(f"{what}: {mine} instead of {other}")
+    for name, tensor in ours.initial.items():
+        if not np.array_equal(tensor, theirs.initial.get(name)):
+            found.append(f"initial {name} depends on the layout")
+    found += _tensor_differences("gradient", ours.gradients, theirs.gradients, RELATIVE)
+    found += _tensor_differences("parameters after three steps", ours.final, theirs.final, AFTER_STEPS)
+    return found
+
+
+def worst(ours: Run, theirs: Run) -> dict[str, float]:
+    """Largest relative error of each kind, for the table in docs/numerics.md."""
+
+    def tensors(mine: Tensors, other: Tensors) -> float:
+        scale = max(np.abs(tensor).max() for tensor in other.values())
+        return max(float(np.abs(mine[name] - other[name]).max() / max(np.abs(other[name]).max(), 1e-4 * scale)) for name in other)
+
+    def numbers(mine: list[float], other: list[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(mine, other, strict=True))
+
+    return {
+        "loss": numbers(ours.losses, theirs.losses),
+        "gradient norm": numbers(ours.norms, theirs.norms),
+        "gradients": tensors(ours.gradients, theirs.gradients),
+        "parameters": tensors(ours.final, theirs.final),
+    }

@@ -1,0 +1,116 @@
+"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/numerics.md; exit code 1 if any run differs."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections import defaultdict
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from tests.harness.pool import RankError, RankPool
+from tests.parity.cases import FAMILIES, Case, every_case
+from tests.parity.compare import Run, differences, gather, worst
+from tests.parity.play import play
+from tests.parity.witness import witness
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
+BEGIN, END = "<!-- parity_full: begin -->", "<!-- parity_full: end -->"
+KINDS = ("loss", "gradient norm", "gradients", "parameters")
+
+
+class Table:
+    """Worst relative errors by row, and what failed."""
+
+    def __init__(self, first_column: str) -> None:
+        self.first_column = first_column
+        self.rows: dict[str, list[dict[str, float]]] = defaultdict(list)
+
+    def text(self) -> str:
+        """As Markdown."""
+        lines = [f"| {self.first_column} | runs | {' | '.join(KINDS)} |", "|---|---:|" + "---:|" * len(KINDS)]
+        for row, errors in self.rows.items():
+            lines.append(f"| {row} | {len(errors)} | {' | '.join(f'{max(error[kind] for error in errors):.1e}' for kind in KINDS)} |")
+        return "\n".join(lines)
+
+
+def note(message: str) -> None:
+    """Progress, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[str]]:
+    """(serial against oracle, layouts against serial, failures)."""
+    oracle, layouts, failures = Table("one rank against the oracle"), Table("layout against one rank"), []
+    serial: dict[Case, Run] = {}
+    for family in FAMILIES:
+        for documents in (False, True):
+            case = Case(family, documents=documents)
+            serial[case] = gather(pool.run(1, play, case))
+            expected = witness(case, serial[case].initial)
+            failures += [f"{case} against the oracle: {line}" for line in differences(serial[case], expected)]
+            oracle.rows[family + (", document resets" if documents else "")].append(worst(serial[case], expected))
+    begin_s = time.monotonic()
+    for index, case in enumerate(cases, start=1):
+        try:
+            run = gather(pool.run(case.world_size, play, case))
+        except (RankError, AssertionError) as error:
+            failures.append(f"{case}: {error}")
+            note(f"FAILED {case}: {error}")
+            continue
+        found = differences(run, serial[case.serial()])
+        failures += [f"{case}: {line}" for line in found]
+        layouts.rows[f"TP{case.tp} x PP{case.pp} x DP{case.dp}"].append(worst(run, serial[case.serial()]))
+        if found or index % 20 == 0 or index == len(cases):
+            left_s = (time.monotonic() - begin_s) / index * (len(cases) - index)
+            note(f"{index}/{len(cases)} {'DIFFERS' if found else 'equal'} {case}; {left_s:.0f} s left")
+    return oracle, layouts, failures
+
+
+def report(oracle: Table, layouts: Table, failures: list[str], cases: int, seconds: float) -> str:
+    """What goes between the marks of docs/numerics.md."""
+    outcome = "all equal" if not failures else f"{len(failures)} differences"
+    lines = [
+        f"`scripts/parity_full.sh`: {cases} runs, **{outcome}**, {seconds / 60:.0f} min on {platform.machine()} with torch {torch.__version__}."
+        " Worst relative error of each row:",
+        "",
+        oracle.text(),
+        "",
+        layouts.text(),
+        *(["", "Differences:", "", *(f"- {line.splitlines()[0]}" for line in failures)] if failures else []),
+    ]
+    return "\n".join(lines)
+
+
+def write(text: str) -> None:
+    """Replace what stands between the marks."""
+    document = DOCUMENT.read_text(encoding="utf-8")
+    head, rest = document.split(BEGIN)
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def main() -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=int, default=None, help="only the first N combinations, and leave docs/numerics.md alone")
+    limit = parser.parse_args().limit
+    cases = list(islice(every_case(), limit))
+    pool = RankPool()
+    begin_s = time.monotonic()
+    try:
+        oracle, layouts, failures = compare_all(pool, cases)
+    finally:
+        pool.stop()
+    text = report(oracle, layouts, failures, len(cases), time.monotonic() - begin_s)
+    print(text)
+    if limit is None:
+        write(text)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

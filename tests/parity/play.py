@@ -1,0 +1,121 @@
+"""What runs on the ranks: three training steps of a case through the package's own step, and everything worth comparing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frontier_llm import log
+from frontier_llm.comm import build_mesh
+from frontier_llm.data.loader import Microbatch
+from frontier_llm.optim import Bucket
+from frontier_llm.topology import ShardSpec, make_plan
+from frontier_llm.train.build import TrainState, build_state
+from frontier_llm.train.step import train_step
+from tests.parity.cases import GLOBAL_BATCH, SHAPE, STEPS, Case
+from tests.parity.sabotage import SABOTAGES
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of one rank's rectangle of a parameter."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    values: np.ndarray
+
+
+class Played(NamedTuple):
+    """One rank's outcome."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: list[Piece]
+    gradients: list[Piece]  # of the first step, after all sums
+    final: list[Piece]
+
+
+def batch(step: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, document ids), each (B, S + 1), of a step's global batch, a function of the step alone."""
+    generator = np.random.default_rng(1000 + step)
+    shape = (GLOBAL_BATCH, SHAPE["sequence_length"] + 1)
+    return generator.integers(0, vocab_size, shape), (generator.random(shape) < 0.2).cumsum(1)
+
+
+class Source:
+    """A data-parallel rank's microbatches: the replicas take turns through the global batch."""
+
+    def __init__(self, case: Case, dp_rank: int) -> None:
+        self._case, self._dp_rank = case, dp_rank
+        self.microbatches = GLOBAL_BATCH // (case.dp * case.micro_batch)
+        self.reset_at_documents = case.documents
+
+    def microbatch(self, step: int, index: int) -> Microbatch:
+        """With document resets, a target in another document than its input does not count."""
+        tokens, documents = batch(step, self._case.vocab_size)
+        first = (index * self._case.dp + self._dp_rank) * self._case.micro_batch
+        rows = slice(first, first + self._case.micro_batch)
+        if not self.reset_at_documents:
+            return Microbatch(tokens[rows])
+        documents = documents[rows]
+        return Microbatch(tokens[rows], documents[:, :-1], documents[:, :-1] == documents[:, 1:])
+
+
+def _piece(spec: ShardSpec, start: int, stop: int, values: Tensor) -> Piece:
+    return Piece(spec.name, spec.global_shape, spec.offset, spec.shape, start, stop, values.detach().numpy().copy())
+
+
+def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
+    """A rank's whole rectangle of a parameter or of its gradient."""
+    return _piece(spec, 0, spec.numel, values.flatten())
+
+
+def _weights(buckets: list[Bucket]) -> list[Piece]:
+    """Every parameter that this rank holds, replicas too."""
+    return [whole_piece(p.spec, p) for bucket in buckets for p in bucket.parameters]
+
+
+def _gradients(buckets: list[Bucket]) -> list[Piece]:
+    """The slices that this rank's optimizer reads; with ZeRO the rest of the buffer is scratch."""
+    pieces = []
+    for bucket in buckets:
+        own = bucket.own(bucket.gradients)
+        for part in bucket.owned_ranges():
+            pieces.append(_piece(part.spec, part.start, part.stop, own[part.position : part.position + part.stop - part.start]))
+    return pieces
+
+
+def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
+    """This rank's training state for a case."""
+    log.set_rank(1, 2)  # no rank of a test speaks for the run
+    config = case.config(dtype)
+    plan = make_plan(config, case.world_size)
+    mesh = build_mesh(plan.grid, rank, plan.chunks, config.model.tied_embeddings, 60.0, case.transport)
+    return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
+
+
+def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
+    """Three steps of a case on one rank, through `train_step` as it is, or with one deliberate mistake in it."""
+    with ExitStack() as stack:
+        if sabotage:
+            stack.enter_context(SABOTAGES[sabotage]())
+        state = build(rank, case)
+        initial = _weights(state.buckets)
+        gradients: list[Piece] = []
+        update = state.optimizer.step
+
+        def observed(lr: float, grad_scale: float) -> None:
+            if not gradients:
+                gradients.extend(_gradients(state.buckets))
+            update(lr, grad_scale)
+
+        state.optimizer.step = observed  # type: ignore[method-assign]
+        results = [train_step(state) for _ in range(STEPS)]
+        return Played([r.loss for r in results], [r.gradient_norm for r in results], initial, gradients, _weights(state.buckets))

@@ -1,0 +1,92 @@
+"""The mistakes that parallel training is known for, made on purpose inside the ranks: a parity test that stays green under one is worthless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from frontier_llm.comm import DONE, Axis, single
+from frontier_llm.optim import GradientSync
+from frontier_llm.pipeline import Engine
+from frontier_llm.schedule import Action
+from frontier_llm.topology import ShardSpec
+
+_SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+
+
+def sabotage(function: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """Register a context in which a mistake is made; its name has hyphens."""
+    context = contextmanager(function)
+    _SABOTAGES[function.__name__.replace("_", "-")] = context
+    return context
+
+
+@sabotage
+def dropped_dp_sum() -> Iterator[None]:
+    """Each replica keeps the gradient of its own samples."""
+    with patch.object(GradientSync, "_start_sum", lambda self, bucket: DONE):
+        yield
+
+
+@sabotage
+def double_counted_norm() -> Iterator[None]:
+    """Every replica of a tp-replicated or tied parameter enters the gradient norm."""
+    with patch.object(ShardSpec, "counted", property(lambda self: True)):
+        yield
+
+
+def _without_sum_over(name: str) -> AbstractContextManager[Any]:
+    honest = GradientSync._extra_axis
+
+    def extra_axis(self: GradientSync, bucket: Any) -> Axis:
+        return single(name) if bucket.extra_sum == name else honest(self, bucket)
+
+    return patch.object(GradientSync, "_extra_axis", extra_axis)
+
+
+@sabotage
+def forgotten_tied_sum() -> Iterator[None]:
+    """The embedding's copies on the first and the last stage keep their own gradients."""
+    with _without_sum_over("tied"):
+        yield
+
+
+@sabotage
+def missing_norm_sum() -> Iterator[None]:
+    """Under sequence parallelism norms and biases keep the gradient of their own part of the sequence."""
+    with _without_sum_over("tp"):
+        yield
+
+
+@sabotage
+def swapped_microbatch() -> Iterator[None]:
+    """The last stage takes the targets of microbatch 0 for microbatch 1 and the other way round."""
+    honest = Engine._forward
+
+    def forward(self: Engine, action: Action) -> None:
+        stages = self._stages
+        if self._is_last(action.chunk):
+            self._stages = [lambda x, microbatch, stage=stage: stage(x, {0: 1, 1: 0}.get(microbatch, microbatch)) for stage in stages]
+        honest(self, action)
+        self._stages = stages
+
+    with patch.object(Engine, "_forward", forward):
+        yield
+
+
+@sabotage
+def stale_activation() -> Iterator[None]:
+    """Each message carries the activation of the microbatch before."""
+    honest = Engine._send_forward
+
+    def send(self: Engine, action: Action) -> None:
+        honest(self, replace(action, microbatch=max(0, action.microbatch - 1)))
+
+    with patch.object(Engine, "_send_forward", send):
+        yield
+
+
+SABOTAGES = dict(_SABOTAGES)

@@ -1,0 +1,85 @@
+"""Level 2: every layout computes what one rank computes, and one rank computes what the formulas say. All in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.harness.pool import RankPool
+from tests.parity.cases import FAMILIES, Case, pairwise
+from tests.parity.compare import Run, differences, gather
+from tests.parity.play import play
+from tests.parity.witness import witness
+
+RunCase = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def run_case(ranks: RankPool) -> RunCase:
+    """Play a case on the pool; serial runs are played once."""
+    kept: dict[Case, Run] = {}
+
+    def run(case: Case, sabotage: str | None = None) -> Run:
+        if case in kept and sabotage is None:
+            return kept[case]
+        result = gather(ranks.run(case.world_size, play, case, sabotage))
+        if case == case.serial() and sabotage is None:
+            kept[case] = result
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str, documents: bool) -> None:
+    case = Case(family, documents=documents)
+    serial = run_case(case)
+    assert differences(serial, witness(case, serial.initial)) == []
+    assert min(serial.norms) > 2 * case.config().optimizer.clip_norm  # clipping was at work
+
+
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
+    """Loss, all gradients, gradient norm, initial weights and parameters after three steps; replicas bitwise equal."""
+    assert differences(run_case(case), run_case(case.serial())) == []
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_microbatch_size_and_count_do_not_change_gradients(run_case: RunCase, micro_batch: int) -> None:
+    case = Case("llama", pp=2, schedule="1f1b", micro_batch=micro_batch)
+    assert differences(run_case(case), run_case(case.serial())) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+def test_a_rank_may_hold_little_but_padding(run_case: RunCase, family: str) -> None:
+    """Of 64 rows for 49 tokens, the last of four tensor ranks has one real row."""
+    case = Case(family, tp=4, sequence_parallel=True, vocab_size=49)
+    serial = run_case(case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run_case(case), serial) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case", "reddens"),
+    [
+        ("dropped-dp-sum", Case("llama", dp=2), "gradient of layers.0"),
+        ("dropped-dp-sum", Case("llama", dp=2, zero=0), "gradient of layers.0"),
+        ("double-counted-norm", Case("llama", tp=2), "norms"),
+        ("double-counted-norm", Case("mpt", pp=2), "norms"),
+        ("forgotten-tied-sum", Case("gpt", pp=2), "gradient of embedding.token.weight"),
+        ("missing-norm-sum", Case("gpt", tp=2, sequence_parallel=True), "gradient of layers.0.attention_norm.weight"),
+        ("swapped-microbatch", Case("llama", pp=2), "losses"),
+        ("swapped-microbatch", Case("llama"), "nothing"),
+        ("stale-activation", Case("mpt", pp=4, schedule="gpipe"), "losses"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_sabotage_turns_the_comparison_red(run_case: RunCase, mistake: str, case: Case, reddens: str) -> None:
+    """Each mistake is seen, and seen where it was made. (Both halves of a swap on one rank swap nothing: that must stay green.)"""
+    found = differences(run_case(case, mistake), run_case(case.serial()))
+    if reddens == "nothing":
+        assert found == []
+    else:
+        assert any(reddens in line for line in found), found

@@ -1,0 +1,33 @@
+"""The oracle's run of a case: same initial weights, same batches, its own everything else."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.oracle import gpt
+from tests.parity.cases import STEPS, Case
+from tests.parity.compare import Run, Tensors
+from tests.parity.play import batch
+
+
+def witness(case: Case, initial: Tensors) -> Run:
+    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`."""
+    config = case.config()
+    model, optimizer = config.model.model_dump(), config.optimizer
+    params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
+    batches = [tuple(map(torch.from_numpy, batch(step, case.vocab_size))) for step in range(STEPS)]
+    documents = [ids if case.documents else None for _, ids in batches]
+    _, gradients = gpt.gradients(model, params, batches[0][0], documents[0])
+    losses, norms, final = gpt.adamw_steps(
+        model,
+        params,
+        [tokens for tokens, _ in batches],
+        documents=documents,
+        rate=lambda update: gpt.learning_rate(update, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps),
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        clip_norm=optimizer.clip_norm,
+    )
+    as_numpy = {name: tensor.numpy() for name, tensor in gradients.items()}
+    return Run(losses, norms, initial, as_numpy, {name: tensor.numpy() for name, tensor in final.items()}, drift=())

@@ -1,0 +1,181 @@
+"""Two-stage collectives on pretended nodes: values, gradients, reproducibility, bytes and messages against closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.comm import (
+    AlgorithmTable,
+    Axis,
+    all_gather,
+    all_reduce_,
+    barrier,
+    broadcast_,
+    build_mesh,
+    hierarchical,
+    load_algorithms,
+    reduce_scatter,
+    start_all_gather_into,
+    start_reduce_scatter_into,
+)
+from frontier_llm.comm.algorithms import HIERARCHICAL
+from frontier_llm.comm.hierarchical import halving_skips
+from frontier_llm.config.load import available
+from frontier_llm.costs.hierarchical import crossover_bytes, hierarchical_s, rail_bytes, rail_rounds
+from frontier_llm.errors import ConfigError
+from frontier_llm.machine import load_machine, rates
+from frontier_llm.tensor_parallel.mappings import sum_partial
+from frontier_llm.topology import Grid
+from tests.harness.pool import RankPool
+
+LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per node); odd node counts are the point
+
+
+def _axis(rank: int, nodes: int, per_node: int) -> Axis:
+    return build_mesh(Grid(1, 1, nodes * per_node), rank, timeout_s=30.0, ranks_per_node=per_node, algorithms=HIERARCHICAL).dp
+
+
+def _contribution(rank: int, elements: int) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(rank * 31 + elements), dtype=torch.float64)
+
+
+def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int) -> dict[str, object]:
+    """Every collective once; the results' errors against sums made here, and the ledger."""
+    axis = _axis(rank, nodes, per_node)
+    assert axis.group is not None and type(axis.group).__name__ == "ChosenGroup"
+    axis.group.hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
+    size, part = axis.size, 1001
+    whole = [_contribution(peer, part * size) for peer in range(size)]
+    total = torch.stack(whole).sum(0)
+    errors = {}
+    scattered = reduce_scatter(whole[rank], axis)
+    errors["reduce_scatter"] = float((scattered - total.view(size, part)[rank]).abs().max())
+    gathered = all_gather(whole[rank][:part], axis)
+    assert torch.equal(gathered, torch.cat([other[:part] for other in whole]))
+    ledger = {(name, operation): (calls, size) for name, operation, calls, size in axis.ledger.as_rows()}
+    odd = [other[:777] for other in whole]
+    errors["all_reduce"] = float((all_reduce_(odd[rank].clone(), axis) - torch.stack(odd).sum(0)).abs().max())
+    assert torch.equal(all_reduce_(odd[rank].clone(), axis, "max"), torch.stack(odd).amax(0))
+    for source in range(size):
+        assert torch.equal(broadcast_(odd[rank].clone(), axis, source), odd[source])
+    buffer = whole[rank].clone()
+    own = buffer.view(size, part)[rank]
+    start_reduce_scatter_into(own, buffer, axis).wait()
+    start_all_gather_into(buffer, own, axis).wait()
+    errors["in place"] = float((buffer - total).abs().max())
+    barrier(axis)
+    again = reduce_scatter(whole[rank], axis)
+    assert torch.equal(again, scattered), "not reproducible"
+    return {"errors": errors, "ledger": ledger, "sum": buffer}
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
+def test_values_bytes_and_messages(ranks: RankPool, nodes: int, per_node: int) -> None:
+    size, tensor_bytes = nodes * per_node, 1001 * nodes * per_node * 8
+    chunk_bytes = 8 * 400 * nodes  # three chunks of 400, 400 and 201 elements
+    replies = ranks.run(size, _play, nodes, per_node, chunk_bytes)
+    for reply in replies:
+        assert max(reply["errors"].values()) < 1e-12, reply["errors"]
+        assert torch.equal(reply["sum"], replies[0]["sum"]), "ranks have different bits"
+        ledger = reply["ledger"]
+        assert ledger["dp", "reduce_scatter"] == (1, tensor_bytes) and ledger["dp", "all_gather"] == (1, tensor_bytes)
+        if per_node > 1:
+            assert ledger["dp.node", "reduce_scatter"] == (3, tensor_bytes)
+            assert ledger["dp.node", "all_gather"] == (3, tensor_bytes)
+        sent = (2 * 3 * int(rail_rounds(nodes)), 2 * int(rail_bytes(nodes, per_node, tensor_bytes)))
+        assert ledger["dp.rail", "send"] == ledger["dp.rail", "recv"] == sent
+
+
+def _play_gradients(rank: int, nodes: int, per_node: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    axis = _axis(rank, nodes, per_node)
+    x = _contribution(rank, axis.size * 6).view(axis.size * 2, 3).requires_grad_()
+    y = sum_partial(x, axis, sequence_parallel=True)
+    weights = _contribution(100 + rank, 6).view(2, 3)
+    (y * weights).sum().backward()
+    assert x.grad is not None
+    return x.grad, y.detach(), weights
+
+
+def test_gradients_are_those_of_the_plain_sum(ranks: RankPool) -> None:
+    replies = ranks.run(6, _play_gradients, 3, 2)
+    weights = torch.cat([reply[2] for reply in replies])
+    for gradient, _, _ in replies:
+        assert torch.equal(gradient, weights)
+    total = sum(_contribution(rank, 36).view(12, 3) for rank in range(6))
+    assert torch.allclose(torch.cat([reply[1] for reply in replies]), total, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def sixteen() -> Iterator[RankPool]:
+    pool = RankPool(16)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 8), (8, 2)])
+def test_sixteen_ranks(sixteen: RankPool, nodes: int, per_node: int) -> None:
+    replies = sixteen.run(16, _play, nodes, per_node, hierarchical.CHUNK_BYTES)
+    assert all(max(reply["errors"].values()) < 1e-12 for reply in replies)
+    assert all(reply["ledger"]["dp.rail", "send"][0] == 2 * int(rail_rounds(nodes)) for reply in replies)
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 127, 128, 129, 9408])
+def test_halving_covers_every_block_in_the_fewest_rounds(size: int) -> None:
+    rounds = halving_skips(size)
+    assert len(rounds) == (size - 1).bit_length() == int(rail_rounds(size))
+    assert sum(before - skip for before, skip in rounds) == size - 1
+    assert all(before - skip <= skip < before for before, skip in rounds)
+
+
+def _one_level(rank: int) -> list[str]:
+    """Axes inside a node, uneven ones, and those of a flat table stay as they are."""
+    inside = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, ranks_per_node=8, algorithms=HIERARCHICAL).dp
+    uneven = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL).dp
+    flat = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, ranks_per_node=1).dp
+    return [type(axis.group).__name__ for axis in (inside, uneven, flat)]
+
+
+def test_one_level_is_used_where_there_is_only_one(ranks: RankPool) -> None:
+    assert all("ChosenGroup" not in names for names in ranks.run(3, _one_level))
+
+
+def test_the_shipped_table_follows_the_costs() -> None:
+    """Wherever the estimate says that one algorithm is 1.5 times faster than the other, the table must say so too (8 ranks per node)."""
+    machine, table = rates(load_machine("frontier")), load_algorithms("frontier")
+    assert "frontier" in available("algorithms")
+    sizes = 2.0 ** np.arange(20, 32)
+    for operation, passes in (("reduce_scatter", 1), ("all_gather", 1), ("all_reduce", 2)):
+        for nodes in (2, 4, 16, 64, 256, 1024, 9408):
+            for size, best, gain in crossover_bytes(machine, nodes, 8, 1, passes, sizes):
+                if gain > 1.5 or gain < 1 / 1.6:
+                    assert table.choose(operation, nodes, int(size)) == best, (operation, nodes, size, gain)
+    assert table.choose("reduce_scatter", 1, 1 << 20) == "flat"
+
+
+def test_hierarchical_seconds_have_their_limits() -> None:
+    machine = rates(load_machine("frontier"))
+    one_node = hierarchical_s(machine, 1, 8, 1, 1e8, 1)
+    assert one_node == hierarchical_s(machine, 1, 8, 8, 1e8, 1), "NICs do not matter inside a node"
+    latency = hierarchical_s(machine, 1024, 8, 1, 0.0, 1) - hierarchical_s(machine, 512, 8, 1, 0.0, 1)
+    assert latency == pytest.approx(machine.network_latency_s), "doubling the nodes adds one round"
+
+
+def test_a_damaged_table_is_refused_with_every_violation(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "rules:\n"
+        "  - {operation: reduce_scater, nodes_from: 2, bytes_from: -1, algorithm: ring, tag: measured, source: me}\n"
+        "  - {operation: all_gather}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_algorithms(str(path))
+    text = str(caught.value)
+    assert "did you mean 'reduce_scatter'" in text and "'ring'" in text and "-1" in text and "rules[1]" in text
+    with pytest.raises(ConfigError, match="frontier"):
+        load_algorithms("fronteer")
+    assert load_algorithms("flat") == AlgorithmTable(())

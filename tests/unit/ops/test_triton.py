@@ -1,0 +1,164 @@
+"""The Triton sources in the interpreter against the reference in float64: every kernel, odd shapes, forward and backward.
+
+The interpreter computes in the kernels' own types, so the tolerances are those of test_cpu.py. bf16 is checked by the code objects'
+compilation only: numpy, which the interpreter runs on, has no bf16 products; fp16 stands for both.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="pip install --no-deps triton")
+
+from frontier_llm.errors import BackendError
+from frontier_llm.ops import reference
+from frontier_llm.ops.gpu import GpuOps
+from tests.unit.ops.interpreter import InterpretedKernels
+
+gpu = GpuOps(InterpretedKernels("gfx90a"))
+DTYPES = [torch.float32, torch.float16]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def close(got, expected, factor=1.0):
+    step = {torch.float32: 2e-5, torch.float16: 2**-9, torch.float64: 1e-6}[got.dtype]
+    scale = expected.abs().max().item() or 1.0
+    error = (got.double() - expected).abs().max().item()
+    assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
+
+
+def compare(op_name, inputs, *args, factor=1.0, **kwargs):
+    gen = torch.Generator().manual_seed(1)
+    ours = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    got, expected = getattr(gpu, op_name)(*ours, *args, **kwargs), getattr(reference, op_name)(*wide, *args, **kwargs)
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    grads = [torch.randn(x.shape, generator=gen).to(x.dtype) for x in got]
+    torch.autograd.backward(got, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, factor)
+    for a, b in zip(ours, wide, strict=True):
+        if a is not None:
+            close(a.grad, b.grad, factor)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "batch", "heads", "kv_heads", "dim"),
+    [(5, 1, 1, 1, 16), (131, 2, 4, 2, 32), (70, 1, 2, 1, 80), (129, 1, 1, 1, 64), (40, 1, 1, 1, 256)],
+)
+def test_attention(sequence, batch, heads, kv_heads, dim):
+    q = normal(sequence, batch, heads, dim, dtype=torch.float16)
+    k, v = (normal(sequence, batch, kv_heads, dim, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    compare("attention", (q, k, v), scale=dim**-0.5, factor=2.0)
+
+
+@pytest.mark.parametrize("extras", ["alibi", "documents", "both"])
+def test_attention_with_alibi_and_documents(extras):
+    q = normal(150, 2, 2, 16, dtype=torch.float16)
+    k, v = (normal(150, 2, 1, 16, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    slopes = torch.tensor([0.5, 0.0625]) if extras != "documents" else None
+    documents = (
+        torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)]) if extras != "alibi" else None
+    )
+    compare("attention", (q, k, v), scale=0.25, alibi_slopes_a=slopes, documents_BS=documents, factor=2.0)
+
+
+def test_attention_reads_views_and_copies_what_it_cannot_read():
+    fused = normal(33, 2, 2, 3, 16, dtype=torch.float16)
+    for q, k, v in (fused.unbind(3), fused.transpose(-1, -2).contiguous().transpose(-1, -2).unbind(3)):
+        close(gpu.attention(q, k, v, scale=0.25), reference.attention(q.double(), k.double(), v.double(), scale=0.25), 2.0)
+    with pytest.raises(BackendError, match="multiple of 16"):
+        gpu.attention(*normal(4, 1, 1, 3, 24).unbind(3), scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 77), (2, 1300)])
+def test_norms(dtype, shape):
+    x, weight, bias = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype), normal(shape[-1], dtype=dtype, seed=3)
+    compare("rms_norm", (x, weight), 1e-5, factor=2.0)
+    compare("layer_norm", (x, weight, bias), 1e-3, factor=2.0)
+    compare("layer_norm", (x, weight, None), 1e-3, factor=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_add_norm(dtype, kind):
+    x, residual = ((normal(70, 77, seed=s) * 4).round().div(4).to(dtype) for s in (0, 1))  # sums are exact
+    bias = normal(77, dtype=dtype, seed=3) if kind == "layernorm" else None
+    compare("add_norm", (x, residual, normal(77, dtype=dtype), bias), 1e-5, kind, factor=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (20, 5), (200, 40)])
+def test_rope(dtype, per_sample, dim, half):
+    angle = normal(5, 2, half) if per_sample else normal(5, half)
+    compare("rope", (normal(5, 2, 17, dim, dtype=dtype),), angle.cos(), angle.sin())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 77, 1100])
+def test_activations(dtype, width):
+    compare("swiglu", (2 * normal(3, 2, width, dtype=dtype),))
+    for approximate in (False, True):
+        compare("gelu", (2 * normal(3, width, dtype=dtype), normal(width, dtype=dtype)), approximate)
+        compare("gelu", (2 * normal(3, width, dtype=dtype), None), approximate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [77, 5000])
+def test_cross_entropy(dtype, columns):
+    logits, targets = 3 * normal(6, columns, dtype=dtype), torch.tensor([100, 100 + columns - 1, 99, 100 + columns, -1, 100])
+    expected = reference.cross_entropy_stats(logits.double(), targets, 100)
+    close(gpu.cross_entropy_stats(logits, targets, 100), expected)
+    logsumexp, grad_loss = expected[0] + expected[1].log(), torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
+    buffer = logits.clone()
+    got = gpu.cross_entropy_backward_(buffer, targets, 100, logsumexp.float(), grad_loss)
+    assert got.data_ptr() == buffer.data_ptr()
+    close(got, reference.cross_entropy_backward_(logits.double(), targets, 100, logsumexp, grad_loss))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # inf - inf, as it should be
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("column", [3, 4500])
+def test_cross_entropy_hides_no_bad_logit(bad, column):
+    logits = normal(2, 5000)
+    logits[0, column] = bad
+    top, total, _ = gpu.cross_entropy_stats(logits, torch.tensor([0, 0]), 0)
+    loss = top + total.log()
+    assert loss[1].isfinite() and not loss[0].isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grad_scale", [0.25, torch.tensor(0.25)])
+def test_adamw(dtype, grad_scale):
+    ours = [normal(1503, seed=seed) for seed in range(4)]
+    ours[3].abs_()
+    wide, weights = [x.double() for x in ours], torch.empty(1503, dtype=dtype)
+    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+    gpu.adamw_(*ours, weights, grad_scale=grad_scale, **options)
+    reference.adamw_(*wide, wide[0], grad_scale=0.25, **options)
+    for index in (0, 2, 3):
+        close(ours[index], wide[index])
+    assert torch.equal(weights, ours[0].to(dtype))
+    gpu.adamw_(*ours, ours[0], grad_scale=1.0, **options)
+    assert ours[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_sums(dtype):
+    main, grad = normal(1503), normal(1503, dtype=dtype, seed=1)
+    expected = main + grad.float()
+    gpu.accumulate_(main, grad)
+    assert torch.equal(main, expected)
+    assert gpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
+    table, ids, rows = torch.zeros(5, 1037), torch.tensor([[3, 7], [9, 3], [2, 7]]), normal(3, 2, 1037, dtype=dtype)
+    expected = torch.zeros(5, 1037)
+    gpu.embedding_backward_(table, ids, rows, 3)
+    reference.embedding_backward_(expected, ids, rows, 3)
+    assert torch.equal(table, expected)
