@@ -7,8 +7,9 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import ClassVar
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -37,6 +38,24 @@ def torch_flags() -> tuple[list[str], list[str], list[str]]:
         fail(f"torch {torch.__version__} is too old", f"install torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}")
     abi = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     return cpp_extension.include_paths(), cpp_extension.library_paths(), abi
+
+
+class BuildOps(Command):
+    """`python setup.py build_ops --arch gfx90a[,sm_90]`: the GPU kernels, compiled by Triton; needs no GPU."""
+
+    description = "compile the GPU ops ahead of time (Triton; no GPU needed)"
+    user_options: ClassVar = [("arch=", None, "architectures, comma-separated: gfx90a, gfx942, sm_80, sm_90 (default: all)")]
+
+    def initialize_options(self) -> None:
+        self.arch = "gfx90a,gfx942,sm_80,sm_90"
+
+    def finalize_options(self) -> None:
+        self.architectures = [name.strip() for name in self.arch.split(",") if name.strip()]
+
+    def run(self) -> None:
+        self.spawn(
+            [sys.executable, "-m", "frontier_llm.ops.triton.build", str(ROOT / "frontier_llm" / "_native" / "gpu"), *self.architectures]
+        )
 
 
 class NativeBuild(build_ext):
@@ -119,10 +138,10 @@ setup(
     description="Pretraining with tensor x pipeline x ZeRO-1 data parallelism on MI250X supercomputers, and on a laptop",
     python_requires=">=3.11",
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
-    package_data={"frontier_llm": ["_native/*.so", "ops/prebuilt/**/*"]},
+    package_data={"frontier_llm": ["_native/*.so", "_native/gpu/*/*"]},
     data_files=configs(),
     ext_modules=native_libraries(),
-    cmdclass={"build_ext": NativeBuild},
+    cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},
     entry_points={"console_scripts": ["frontier-llm = frontier_llm.cli.main:main"]},
     # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
     install_requires=["numpy", "pyyaml", "pydantic>=2", "rich", "safetensors", "sentencepiece", "tokenizers"],
@@ -130,6 +149,7 @@ setup(
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML"],
         "data": ["pyarrow", "zstandard"],
         "hf": ["transformers"],
+        "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
         "plot": ["matplotlib", "tensorboard"],
     },
 )

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
@@ -176,6 +178,30 @@ class CheckpointManager:
             )
         return None
 
+    def rewind(self, before: int) -> Progress | None:
+        """Load the newest intact checkpoint of at most step `before` and delete the newer ones, which belong to an abandoned course.
+
+        None, and nothing is changed, when there is no such checkpoint.
+        """
+        self.wait()
+        for step in self._from_rank_0(lambda: [old for old in folder.complete_steps(self.directory) if old <= before]):
+            path = self.directory / folder.step_name(step)
+            try:
+                progress = self.load(path)
+            except DamagedCheckpoint as error:
+                log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
+                continue
+            self._from_rank_0(partial(self._delete_newer, step))
+            return progress
+        return None
+
+    def _delete_newer(self, step: int) -> None:
+        self._note_latest(folder.step_name(step))
+        for newer in folder.complete_steps(self.directory):
+            if newer > step and self._lock is not None:
+                self._lock.check()
+                folder.delete_checkpoint(self.directory, newer, self.incarnation)
+
     def _note_latest(self, loaded: str) -> None:
         """Rank 0: LATEST names what the run continues from, also after damage or a crash between rename and LATEST."""
         if self._lock is not None and folder.read_latest(self.directory) != loaded:
@@ -220,7 +246,7 @@ class CheckpointManager:
         return list(problems), all(answer["damaged"] for answer in gathered)
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
-        changes = drift.config_changes(manifest.config, self._config)
+        changes = drift.config_changes(_with_defaults(manifest.config), self._config)
         drift.check_allowed(changes, self._allow_changes, where)
         for change in [*changes, *drift.environment_changes(manifest.environment, self._environment)]:
             log.info(f"differs from the checkpoint: {change}")
@@ -232,3 +258,11 @@ class CheckpointManager:
         finally:
             if self._lock is not None:
                 self._lock.release()
+
+
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing."""
+    try:
+        return RunConfig.model_validate(config).model_dump(mode="json")
+    except ValidationError:
+        return config  # of a version with other keys: compared as it is

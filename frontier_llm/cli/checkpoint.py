@@ -1,4 +1,4 @@
-"""frontier-llm checkpoint list|verify|diff: look at checkpoints; exit code 1 when one is damaged or two differ."""
+"""frontier-llm checkpoint list|verify|diff|import-hf|export-hf; exit code 1 when a checkpoint is damaged or two differ."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from frontier_llm.cli import huggingface
 from frontier_llm.errors import FrontierError
 from frontier_llm.units import format_bytes, format_count
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the command and its actions."""
-    parser = subparsers.add_parser("checkpoint", help="list, verify and compare checkpoints")
+    parser = subparsers.add_parser("checkpoint", help="list, verify, compare, import and export checkpoints")
     actions = parser.add_subparsers(dest="action", required=True)
     _add(actions, "list", "the complete checkpoints of a run", _list, "path", "run directory, checkpoints folder or one checkpoint")
     _add(
@@ -28,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     diff = _add(actions, "diff", "compare two checkpoints, whatever layouts wrote them", _diff, "first", "a step_… folder")
     diff.add_argument("second", type=Path, help="another one")
+    huggingface.add_commands(actions)
 
 
 def _add(

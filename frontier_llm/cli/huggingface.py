@@ -15,7 +15,7 @@ _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
 def add_commands(subparsers: argparse._SubParsersAction) -> None:
-    """Register import-hf and export-hf below `checkpoint`; each parser's default `handler` runs it."""
+    """Register import-hf and export-hf below `checkpoint`; each parser's default `work` runs it."""
     importer = subparsers.add_parser(
         "import-hf",
         help="start a run from a Hugging Face model (Llama, GPT-2, GPT-NeoX, MPT)",
@@ -26,7 +26,7 @@ def add_commands(subparsers: argparse._SubParsersAction) -> None:
     importer.add_argument("run", nargs="?", help="a run file whose model has the same shape, or the name of one in configs/runs")
     importer.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported")
     importer.add_argument("--shard-gib", type=float, default=8.0, help="size of the checkpoint's files (default 8)")
-    importer.set_defaults(handler=run_import)
+    importer.set_defaults(work=run_import)
 
     exporter = subparsers.add_parser(
         "export-hf",
@@ -39,7 +39,7 @@ def add_commands(subparsers: argparse._SubParsersAction) -> None:
     exporter.add_argument("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)")
     exporter.add_argument("--shard-gib", type=float, default=5.0, help="size of the files (default 5)")
     exporter.add_argument("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first")
-    exporter.set_defaults(handler=run_export)
+    exporter.set_defaults(work=run_export)
 
 
 def run_import(args: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_run(args.run, overrides)
     place = discover()
     world_size = place.world_size if place else local_world_size(config)
-    if place is None or place.rank == 0:
+    if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
         check(config, world_size)
     if args.check:
         return 0
@@ -75,10 +75,21 @@ def check(config: RunConfig, world_size: int) -> None:
     from frontier_llm.data.loader import data_problems
     from frontier_llm.topology import make_plan, plan_problems
 
-    problems = [*plan_problems(config, world_size), *data_problems(config), *_run_dir_problems(Path(config.train.run_dir))]
+    problems = [*plan_problems(config, world_size), *data_problems(config), *_machine_problems(config)]
+    problems += _run_dir_problems(Path(config.train.run_dir))
     if problems:
         raise ConfigError(problems)
     log.info(f"{config.model.name}: {make_plan(config, world_size).describe()}, {world_size} ranks")
+
+
+def _machine_problems(config: RunConfig) -> list[Problem]:
+    from frontier_llm.machine import load_machine
+
+    try:
+        load_machine(config.machine)
+    except FrontierError as error:
+        return list(error.problems)
+    return []
 
 
 def _run_dir_problems(run_dir: Path) -> list[Problem]:

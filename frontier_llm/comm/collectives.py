@@ -9,16 +9,19 @@ from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.group import DONE, Group, Pending
+from frontier_llm.comm.ledger import Call
 
 
 class _Started:
     """A collective under way; waiting is timed in the axis' ledger."""
 
-    def __init__(self, work: Pending, axis: Axis, operation: str) -> None:
-        self._work, self._axis, self._operation = work, axis, operation
+    def __init__(self, work: Pending, axis: Axis, call: Call) -> None:
+        self._work, self._axis, self._call = work, axis, call
 
     def wait(self) -> None:
-        with self._axis.ledger.blocked(self._axis.name, self._operation):
+        if self._call.finished:
+            return
+        with self._axis.ledger.blocked(self._call):
             self._work.wait()
 
 
@@ -26,10 +29,10 @@ def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Group],
     """Count a collective and begin it. Some transports do their work in the start, others while they are waited for: both are timed."""
     if axis.group is None:
         return DONE
-    axis.ledger.add(axis.name, operation, size_bytes)
-    with axis.ledger.blocked(axis.name, operation):
+    call = axis.ledger.add(axis.name, operation, size_bytes)
+    with axis.ledger.blocked(call, last=False):
         work = start(axis.group)
-    return _Started(work, axis, operation)
+    return _Started(work, axis, call)
 
 
 def _bytes(x: Tensor) -> int:
@@ -90,12 +93,13 @@ def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pendi
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Copy `x` of axis rank `source` to all; returns x."""
     if axis.group is not None:
-        axis.ledger.add(axis.name, "broadcast", _bytes(x))
-        axis.group.broadcast_(x, source)
+        with axis.ledger.blocked(axis.ledger.add(axis.name, "broadcast", _bytes(x))):
+            axis.group.broadcast_(x, source)
     return x
 
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.group is not None:
-        axis.group.barrier()
+        with axis.ledger.blocked(axis.ledger.add(axis.name, "barrier", 0)):
+            axis.group.barrier()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+
+from frontier_llm.errors import RankFailure
+
+EXPLAIN_S = 3.0  # the ranks of a group time out within a second of each other
 
 # torch 2.13 renames these and warns at every call of the old names; 2.10 has only those
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,23 +33,6 @@ class _Done:
 
 
 DONE: Pending = _Done()
-
-
-class All:
-    """Several under way as one."""
-
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts = parts
-
-    def wait(self) -> None:
-        """Wait for each."""
-        for part in self._parts:
-            part.wait()
-
-
-def _under_way(work: dist.Work | None) -> Pending:
-    assert work is not None, "torch gives no work to processes outside the group"
-    return work
 
 
 class Collectives(Protocol):
@@ -79,39 +67,70 @@ class Group(Collectives, Protocol):
         """Send to one rank and receive from another (or the same) as one operation: two would wait for each other on a GPU's stream."""
 
 
-class TorchGroup:
-    """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share a host."""
+class _Watched:
+    """Work of torch.distributed whose failure is explained by the group that started it."""
 
-    def __init__(self, process_group: Any, ranks: tuple[int, ...]) -> None:
-        self.process_group, self._ranks = process_group, ranks
+    def __init__(self, group: TorchGroup, what: str, parts: Sequence[Pending]) -> None:
+        self._group, self._what, self._parts = group, what, parts
+
+    def wait(self) -> None:
+        """See Pending. Raises RankFailure naming axis and rank."""
+        try:
+            for part in self._parts:
+                part.wait()
+        except RuntimeError as error:
+            raise self._group.explain(self._what, error) from error
+
+
+class TorchGroup:
+    """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share a host.
+
+    Its errors say neither axis nor rank ("Connection closed by peer", "Timed out"), so each rank that fails tells the others
+    through the store how many calls it has made: those that say nothing, or are behind, are named.
+    """
+
+    def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str, store: dist.Store) -> None:
+        self.process_group, self._ranks, self._name, self._store = process_group, ranks, name, store
+        self._calls = 0
+        self._rank = ranks.index(dist.get_rank())
+
+    def _watch(self, what: str, start: Callable[[], Any]) -> Pending:
+        self._calls += 1
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self.explain(what, error) from error
+        return _Watched(self, what, work if isinstance(work, list) else [work])
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """See Group."""
-        return dist.all_reduce(x, op=_OPS[op], group=self.process_group, async_op=True)
+        return self._watch("all_reduce", lambda: dist.all_reduce(x, op=_OPS[op], group=self.process_group, async_op=True))
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
         """See Group."""
-        return _all_gather(gathered, x, group=self.process_group, async_op=True)
+        return self._watch("all_gather", lambda: _all_gather(gathered, x, group=self.process_group, async_op=True))
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
         """See Group."""
-        return _reduce_scatter(scattered, x, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
+        total = dist.ReduceOp.SUM
+        return self._watch("reduce_scatter", lambda: _reduce_scatter(scattered, x, op=total, group=self.process_group, async_op=True))
 
     def broadcast_(self, x: Tensor, source: int) -> None:
         """See Group."""
-        dist.broadcast(x, src=self._ranks[source], group=self.process_group)
+        root = self._ranks[source]
+        self._watch("broadcast", lambda: dist.broadcast(x, src=root, group=self.process_group, async_op=True)).wait()
 
     def barrier(self) -> None:
         """See Group."""
-        dist.barrier(group=self.process_group)
+        self._watch("barrier", lambda: dist.barrier(group=self.process_group, async_op=True)).wait()
 
     def send(self, x: Tensor, to: int) -> Pending:
         """See Group."""
-        return _under_way(dist.isend(x, self._ranks[to], group=self.process_group))
+        return self._watch("send", lambda: dist.isend(x, self._ranks[to], group=self.process_group))
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """See Group."""
-        return _under_way(dist.irecv(buffer, self._ranks[source], group=self.process_group))
+        return self._watch("recv", lambda: dist.irecv(buffer, self._ranks[source], group=self.process_group))
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
         """See Group."""
@@ -119,4 +138,39 @@ class TorchGroup:
             dist.P2POp(dist.isend, outgoing, self._ranks[to], self.process_group),
             dist.P2POp(dist.irecv, incoming, self._ranks[source], self.process_group),
         ]
-        return All(dist.batch_isend_irecv(operations))
+        return self._watch("exchange", lambda: dist.batch_isend_irecv(operations))
+
+    def explain(self, what: str, error: Exception) -> RankFailure:
+        """The error to raise for a failed call, after up to EXPLAIN_S of asking the others how far they are."""
+        key = f"behind/{self._name}/{self._ranks}"
+        calls: dict[int, int] = {self._rank: self._calls}
+        try:
+            self._store.set(f"{key}/{self._rank}", str(self._calls))
+            deadline = time.monotonic() + EXPLAIN_S
+            while len(calls) < len(self._ranks) and time.monotonic() < deadline:
+                missing = [rank for rank in range(len(self._ranks)) if rank not in calls]
+                found = [rank for rank in missing if self._store.check([f"{key}/{rank}"])]
+                calls.update({rank: int(self._store.get(f"{key}/{rank}")) for rank in found})
+                time.sleep(0 if found else 0.05)
+        except RuntimeError:
+            pass  # the store lives in rank 0: when that is gone too, what is known so far must do
+        return RankFailure(
+            f"{what} number {self._calls} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}), failed: "
+            f"{str(error).splitlines()[0]}; {self._suspects(calls)}",
+            fix="look into the log of the rank that is named first; raise train.timeout_s only if it is merely slow",
+        )
+
+    def _suspects(self, calls: dict[int, int]) -> str:
+        """Who has said nothing, else who has made fewer calls."""
+
+        def named(ranks: Iterable[int]) -> str:
+            return ", ".join(f"rank {rank} of axis {self._name} (global rank {self._ranks[rank]})" for rank in ranks)
+
+        silent = [rank for rank in range(len(self._ranks)) if rank not in calls]
+        if silent:
+            return f"no word from {named(silent)}: dead or stuck outside of communication"
+        most = max(calls.values())
+        behind = [rank for rank in calls if calls[rank] < most]
+        return (
+            f"behind: {named(behind)}, calls by rank {sorted(calls.items())}" if behind else "all ranks have made the same number of calls"
+        )

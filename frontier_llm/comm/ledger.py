@@ -1,12 +1,50 @@
-"""What was moved and how long it was waited for: calls, bytes and blocked seconds per (axis, operation)."""
+"""What was moved and how long it was waited for: calls, bytes and blocked time per (axis, operation), and a flight record of the last calls."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+RECORDED_CALLS = 512  # a few steps of a layer's calls; 100 bytes each
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective or message."""
+
+    axis: str
+    operation: str
+    number: int  # counts the calls of this axis and operation since the mesh was made
+    bytes: int
+    started_s: float  # time.time()
+    blocked_s: float = 0.0  # how long this rank has stood still for it
+    finished: bool = False  # on this rank; on a GPU: enqueued
+
+
+@dataclass
+class Histogram:
+    """How long calls blocked: bin k counts 2^(k-1) … 2^k microseconds, bin 0 less than one."""
+
+    bins: list[int] = field(default_factory=lambda: [0] * 40)
+
+    def add(self, seconds: float) -> None:
+        """Count one call."""
+        self.bins[min(int(seconds * 1e6).bit_length(), 39)] += 1
+
+    def quantile_us(self, share: float) -> int:
+        """The upper edge of the bin in which that share of all calls is reached; 0 without calls."""
+        wanted, seen = share * sum(self.bins), 0
+        for index, count in enumerate(self.bins):
+            seen += count
+            if count and seen >= wanted:
+                return 1 << index
+        return 0
 
 
 @dataclass
@@ -20,25 +58,52 @@ class Ledger:
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     blocked_s: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    latency: dict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECORDED_CALLS), repr=False)
+    _numbers: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int), repr=False)
+    _depth: int = field(default=0, repr=False)
 
-    def add(self, axis: str, operation: str, size_bytes: int) -> None:
-        """Record one call."""
+    def add(self, axis: str, operation: str, size_bytes: int) -> Call:
+        """Record one call; hand it to `blocked` when it is waited for."""
         self.calls[axis, operation] += 1
         self.bytes[axis, operation] += size_bytes
+        self._numbers[axis, operation] += 1
+        call = Call(axis, operation, self._numbers[axis, operation], size_bytes, time.time())
+        self.recent.append(call)
+        return call
 
     @contextmanager
-    def blocked(self, axis: str, operation: str) -> Iterator[None]:
-        """Record how long this rank stands still in the body. On a GPU only the stream waits: this is then the host's time."""
+    def blocked(self, call: Call, last: bool = True) -> Iterator[None]:
+        """Record how long this rank stands still in the body; `last` ends the call. On a GPU only the stream waits: this is then the host's time.
+
+        A call made within another (a stage of a hierarchical collective) has its own latency, but the time counts once.
+        """
         begin = time.perf_counter()
-        yield
-        self.blocked_s[axis, operation] += time.perf_counter() - begin
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            call.blocked_s += (elapsed_s := time.perf_counter() - begin)
+            if not self._depth:
+                self.blocked_s[call.axis, call.operation] += elapsed_s
+        if last:
+            call.finished = True
+            self.latency[call.axis, call.operation].add(call.blocked_s)
 
     def reset(self) -> None:
-        """Start counting anew, e.g. at a step's begin."""
+        """Start counting anew, e.g. at a step's begin; the flight record goes on."""
         self.calls.clear()
         self.bytes.clear()
         self.blocked_s.clear()
+        self.latency.clear()
 
     def as_rows(self) -> list[tuple[str, str, int, int]]:
         """(axis, operation, calls, bytes), sorted."""
         return [(axis, operation, self.calls[axis, operation], size) for (axis, operation), size in sorted(self.bytes.items())]
+
+    def dump(self, path: Path, reason: str) -> None:
+        """Write the last calls of this rank, unfinished ones included, as JSON: what to compare between ranks after a hang."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"reason": reason, "pid": os.getpid(), "time_s": time.time(), "calls": [asdict(call) for call in self.recent]}
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")

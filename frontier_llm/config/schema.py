@@ -149,6 +149,7 @@ class OpsConfig(Section):
 class CommConfig(Section):
     """How bytes move between ranks."""
 
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"  # torch.distributed's: gloo on CPUs, nccl (= RCCL on ROCm) on GPUs
     transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
@@ -172,6 +173,18 @@ class TrainConfig(Section):
     timeout_s: PositiveFloat = 600.0  # of any collective
 
 
+class GuardConfig(Section):
+    """What the run watches for, and what it does about it."""
+
+    spike_sigmas: NonNegativeFloat = 0.0  # a step whose loss or gradient norm is this far above the last ones' mean is a spike; 0 = off
+    spike_window: Annotated[int, Field(ge=2)] = 128  # accepted steps that make the mean
+    spike_action: Literal["skip", "rewind"] = "skip"  # leave the step out; or go back and leave data out
+    rewind_steps: PositiveInt = 100  # go back at least so far before the spike
+    rewind_skip_steps: PositiveInt = 200  # steps' worth of data that is left out, counted from where it went back to
+    max_skips_in_row: PositiveInt = 100  # skipped steps after which the run stops
+    replica_check_interval: NonNegativeInt = 100  # steps between comparisons of all copies, also before each save; 0 = never
+
+
 class RunConfig(Section):
     """A whole run; the root of a run file."""
 
@@ -184,4 +197,5 @@ class RunConfig(Section):
     ops: OpsConfig = OpsConfig()
     comm: CommConfig = CommConfig()
     train: TrainConfig = TrainConfig()
+    guard: GuardConfig = GuardConfig()
     machine: str = "local"  # name of a file in configs/machines, or a path

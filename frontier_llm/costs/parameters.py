@@ -17,7 +17,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["embedding.position.weight"] = (S, H)
     for index in range(model.layers):
         shapes.update({f"layers.{index}.{name}": shape for name, shape in layer_shapes(model).items()})
-    shapes.update(_norm("final_norm", H, model))
+    shapes.update(norm_shapes("final_norm", H, model))
     if not model.tied_embeddings:
         shapes["head.weight"] = (V, H)
     return shapes
@@ -26,21 +26,24 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The parameters of one layer; the name's part after 'layers.N.' → global shape."""
     H, A, G, D, F = model.hidden, model.heads, model.num_kv_heads, model.dim_per_head, model.ffn_hidden
-    shapes: dict[str, tuple[int, ...]] = _norm("attention_norm", H, model)
-    shapes["attention.qkv.weight"] = (G, A // G + 2, D, H)
-    shapes["attention.output.weight"] = (H, A * D)
-    shapes.update(_norm("mlp_norm", H, model))
-    shapes["mlp.up.weight"] = (2, F, H) if model.gated else (F, H)
-    shapes["mlp.down.weight"] = (H, F)
-    if model.bias:
-        shapes["attention.qkv.bias"] = (G, A // G + 2, D)
-        shapes["attention.output.bias"] = (H,)
-        shapes["mlp.up.bias"] = (2, F) if model.gated else (F,)
-        shapes["mlp.down.bias"] = (H,)
+    shapes: dict[str, tuple[int, ...]] = norm_shapes("attention_norm", H, model)
+    linears: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # weight, bias
+        "attention.qkv": ((G, A // G + 2, D, H), (G, A // G + 2, D)),
+        "attention.output": ((H, A * D), (H,)),
+        "mlp.up": ((2, F, H), (2, F)) if model.gated else ((F, H), (F,)),
+        "mlp.down": ((H, F), (H,)),
+    }
+    for name, (weight, bias) in linears.items():
+        if name == "mlp.up":
+            shapes.update(norm_shapes("mlp_norm", H, model))
+        shapes[f"{name}.weight"] = weight
+        if model.bias:
+            shapes[f"{name}.bias"] = bias
     return shapes
 
 
-def _norm(name: str, H: int, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def norm_shapes(name: str, H: int, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """A norm's weight and, for LayerNorm with norm_bias, its bias."""
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (H,)}
     if model.norm == "layernorm" and model.norm_bias:
         shapes[f"{name}.bias"] = (H,)
@@ -65,7 +68,7 @@ def rank_parameters(model: ModelConfig, stage: StageSpec, tp: int, last_holds_ti
     if stage.embedding:
         count += vocabulary + (model.sequence_length * H if model.position == "learned" else 0)
     if stage.head:
-        count += sum(int(np.prod(shape)) for shape in _norm("final_norm", H, model).values())
+        count += sum(int(np.prod(shape)) for shape in norm_shapes("final_norm", H, model).values())
         if not model.tied_embeddings or (not stage.embedding and last_holds_tied_copy):
             count += vocabulary
     return count

@@ -78,7 +78,7 @@ def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64") -> It
     for sample, value in enumerate(values):
         try:
             yield decode(value)
-        except (ValueError, KeyError, IndexError) as error:
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise DataError(f"sample {sample} holds no token array: {error}", where=str(path), fix="copy it again") from error
 
 
@@ -93,6 +93,8 @@ def _open(path: Path) -> tuple[bytes, dict[str, Any]]:
         count = int.from_bytes(data[:4], "little")
         first, last = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 4 + 4 * count)[0]
         header = json.loads(data[8 + 4 * count : first])
+        if not all(size is None or (isinstance(size, int) and size >= 0) for size in header["column_sizes"]):
+            raise ValueError(f"column_sizes {header['column_sizes']}")
         lengths = {len(header[key]) for key in ("column_names", "column_encodings", "column_sizes")}
     except Exception as error:  # struct, json, gzip and zstandard have no common base
         raise DataError(

@@ -206,10 +206,11 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_ok)
-        rows = x.shape[:-1].numel()
-        out_No = x.new_empty(rows, weight_ok.shape[0]) if bias_o is None else bias_o.expand(rows, -1).contiguous()
-        _native.gemm(x.reshape(rows, x.shape[-1]), weight_ok.t(), out_No, bias_o is not None)
-        return out_No.view(*x.shape[:-1], weight_ok.shape[0])
+        rows, shape = x.shape[:-1].numel(), (*x.shape[:-1], weight_ok.shape[0])
+        # allocated in its final shape: a view that leaves an autograd function may not be summed in place over tp
+        out = x.new_empty(shape) if bias_o is None else bias_o.expand(shape).contiguous()
+        _native.gemm(x.reshape(rows, x.shape[-1]), weight_ok.t(), out.view(rows, shape[-1]), bias_o is not None)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,93 +9,14 @@ import torch
 from frontier_llm import log
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError, Problem
+from frontier_llm.ops.face import GROUPS, Op, Ops
+from frontier_llm.ops.no_jit import forbid_jit
+from frontier_llm.ops.providers import PROVIDERS, Provider
 
-from . import native, reference, sdpa
-from .face import GROUPS, Op, Ops
-
-_LOW = frozenset({torch.bfloat16, torch.float16, torch.float32})
-_ALL = _LOW | {torch.float64}
-
-
-@dataclass(frozen=True)
-class Provider:
-    """A back-end: which ops it has, where it runs, how to get it.
-
-    `missing` returns '' when it can be used, else the reason; `load` returns the functions by op name.
-    """
-
-    name: str
-    groups: tuple[str, ...]
-    devices: frozenset[str]
-    dtypes: frozenset[torch.dtype]
-    version: Callable[[], str]
-    missing: Callable[[], str]
-    load: Callable[[], Mapping[str, Op]]
-    build: str
-
-    def refusal(self, group: str, device_type: str, dtype: torch.dtype) -> str:
-        """Why this provider cannot serve `group` there, or ''."""
-        if group not in self.groups:
-            return f"{self.name} has no {group}"
-        if device_type not in self.devices:
-            return f"{self.name} does not run on {device_type}"
-        if dtype not in self.dtypes:
-            return f"{self.name} has no {str(dtype).removeprefix('torch.')}"
-        return self.missing()
-
-
-def _torch_version() -> str:
-    return f"torch {torch.__version__}"
-
-
-def _functions(module: object) -> dict[str, Op]:
-    return {op: getattr(module, op) for ops in GROUPS.values() for op in ops if hasattr(module, op)}
-
-
-def _load_cpu() -> dict[str, Op]:
-    from . import cpu  # after its library: the module binds torch.ops.frontier_llm
-
-    return _functions(cpu)
-
-
-PROVIDERS: dict[str, Provider] = {
-    "reference": Provider(
-        name="reference",
-        groups=tuple(GROUPS),
-        devices=frozenset({"cpu", "cuda"}),
-        dtypes=_ALL,
-        version=_torch_version,
-        missing=lambda: "",
-        load=lambda: _functions(reference),
-        build="",
-    ),
-    "sdpa": Provider(
-        name="sdpa",
-        groups=("attention",),
-        devices=frozenset({"cpu", "cuda"}),
-        dtypes=_ALL,
-        version=_torch_version,
-        missing=lambda: "",
-        load=lambda: _functions(sdpa),
-        build="",
-    ),
-}
-
-PROVIDERS["cpu"] = Provider(
-    name="cpu",
-    groups=tuple(GROUPS),
-    devices=frozenset({"cpu"}),
-    dtypes=frozenset({torch.float32, torch.bfloat16}),
-    version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
-    missing=native.load_cpu_library,
-    load=_load_cpu,
-    build=native.BUILD_COMMAND,
-)
-
-# What `auto` tries, best first, by device.
-_PREFERENCE: dict[str, tuple[str, ...]] = {
+# What `auto` tries, best first. apex is only taken when asked for: the prebuilt kernels do the same in fewer passes.
+PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
-    "cuda": ("flash_attn", "triton", "sdpa", "apex", "reference"),
+    "cuda": ("flash_attn", "triton", "torch", "sdpa", "reference"),
 }
 
 
@@ -110,33 +30,36 @@ class Choice:
 
 
 def choose(group: str, wanted: str, device_type: str, dtype: torch.dtype) -> Choice | Problem:
-    """The provider for one group of ops; a Problem when an explicit choice is not there."""
+    """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there."""
     if wanted != "auto":
-        refusal = PROVIDERS[wanted].refusal(group, device_type, dtype)
+        provider = PROVIDERS[wanted]
+        refusal = provider.refusal(group, device_type, dtype)
         if not refusal:
-            return Choice(group, PROVIDERS[wanted], f"asked for by ops.{group}")
-        build = PROVIDERS[wanted].build
-        other = f"or take ops.{group}=auto"
-        return Problem(f"ops.{group}={wanted}", refusal, f"build it: {build}\n         {other}" if build else other)
+            return Choice(group, provider, f"asked for by ops.{group}")
+        build = f"{provider.build}, or " if provider.build and refusal == provider.missing() else ""
+        return Problem(f"ops.{group}={wanted}", refusal, f"{build}ops.{group}=auto")
     if dtype == torch.float64:
         return Choice(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    for name in _PREFERENCE[device_type]:
-        provider = PROVIDERS.get(name)
-        if provider is None or group not in provider.groups:
+    for name in PREFERENCE[device_type]:
+        provider = PROVIDERS[name]
+        if group not in provider.groups:
             continue
         refusal = provider.refusal(group, device_type, dtype)
         if not refusal:
             return Choice(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
-        passed_over.append(f"{name} ({refusal}; build: {provider.build})" if provider.build else f"{name} ({refusal})")
+        build = f"; build: {provider.build}" if provider.build else ""
+        passed_over.append(f"{name} ({refusal.splitlines()[0]}{build})")
     raise AssertionError("the reference serves everything")
 
 
 def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype) -> Ops:
-    """The ops for this device and working type; logs one line per group of ops.
+    """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
 
     Raises BackendError, naming flag and build command, for every explicit choice that is not available, all at once.
     """
+    if config.no_jit:
+        forbid_jit()
     outcomes = [choose(group, getattr(config, group), device_type, dtype) for group in GROUPS]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ FABRIC_START, FABRIC_CEILING = 240e9, 300e9  # NVLink 3 on A100: what large mess
 def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
     """`numbers` with the constants that are to be fitted set back to where every fit starts."""
     values = {**START, **START_OF.get(machine, {})}
-    start = replace(numbers, **{key: values[key] for key in keys if "fabric_bytes" not in key})
+    constants: dict[str, Any] = {key: values[key] for key in keys if "fabric_bytes" not in key}
+    start = replace(numbers, **constants)
     return (
         replace(start, fabric_bytes_s=tuple(FABRIC_START for _ in start.fabric_bytes_s))
         if any("fabric_bytes" in key for key in keys)

@@ -19,6 +19,7 @@ from frontier_llm.schedule import build as build_schedule
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import ParallelPlan
 from frontier_llm.train.feed import BatchSource, Feed
+from frontier_llm.train.spikes import SpikePolicy
 
 # 40 M elements, Megatron-LM's default bucket: 160 MB of fp32 gradients, far into the flat part of RCCL's bandwidth curve
 BUCKET_NUMEL = 40_000_000
@@ -41,6 +42,7 @@ class TrainState:
     engine: Engine
     evaluator: Engine  # the same stages, forward only
     feed: Feed
+    spikes: SpikePolicy
     global_tokens: int = 0  # targets of the current step over all replicas: what the loss is divided by
     current_step: int = 0
     skipped_steps: int = 0
@@ -75,7 +77,8 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
     engine, evaluator = _engines(config, plan, mesh, device, [partial(run_stage, stage) for stage in stages], gradients, dtype)
     optimizer, scaler = AdamW(buckets, config.optimizer, mesh, ops), LossScaler.create(config.precision)
     feed = Feed(source, targets, mesh.dp, device)
-    state = TrainState(config, plan, mesh, device, ops, stages, buckets, sync, optimizer, scaler, engine, evaluator, feed)
+    spikes = SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window)
+    state = TrainState(config, plan, mesh, device, ops, stages, buckets, sync, optimizer, scaler, engine, evaluator, feed, spikes)
     return state
 
 

@@ -28,11 +28,12 @@ class Feed:
 
     def __init__(self, source: BatchSource, targets_per_step: int, dp: Axis, device: torch.device) -> None:
         """`targets_per_step`: global batch x sequence, the count where no target is masked."""
+        self.left_out_steps = 0  # of data, by a rewind: step k is fed what would have been step k + left_out_steps
         self._source, self._targets_per_step, self._dp, self._device = source, targets_per_step, dp, device
 
     def microbatch(self, step: int, index: int) -> Microbatch:
         """The microbatch with the sequence first."""
-        samples = self._source.microbatch(step, index)
+        samples = self._source.microbatch(step + self.left_out_steps, index)
         tokens_S1B = samples.tokens_BS1.T
         return Microbatch(
             self._tensor(tokens_S1B[:-1]),
@@ -45,6 +46,7 @@ class Feed:
         """Targets of the step's global batch that count in the loss. Collective over dp where documents are masked."""
         if not self._source.reset_at_documents:
             return self._targets_per_step
+        step += self.left_out_steps
         mine = sum(self._source.microbatch(step, index).target_count for index in range(self._source.microbatches))
         return int(all_reduce_(torch.tensor(mine, dtype=torch.int64, device=self._device), self._dp))
 

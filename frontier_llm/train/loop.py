@@ -12,19 +12,26 @@ import torch
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.cluster.rank_env import RankEnv, environ
+from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import SignalWatcher
-from frontier_llm.comm import all_reduce_
+from frontier_llm.comm import StragglerWatch, all_reduce_
+from frontier_llm.comm.board import Board
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.data.loader import open_batches
 from frontier_llm.data.meta import read_meta
-from frontier_llm.errors import CheckpointError
+from frontier_llm.errors import CheckpointError, FrontierError
+from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
+from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.join import joined_state
-from frontier_llm.train.metrics import Metrics
+from frontier_llm.train.metrics import Metrics, peak_tflops
 from frontier_llm.train.provenance import provenance
-from frontier_llm.train.step import train_step
+from frontier_llm.train.replicas import ReplicaCheck
+from frontier_llm.train.spikes import Decisions
+from frontier_llm.train.step import StepResult, train_step
+from frontier_llm.train.watchdog import Watchdog
 
 # The job saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
@@ -42,13 +49,23 @@ def train(config: RunConfig, place: RankEnv | None, resume: Resume = Resume()) -
     """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal."""
     failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
     with joined_state(config, place) as state:
-        return _Session(state, resume).run()
+        watchdog = _watchdog(state, place)
+        with watchdog.guarding():
+            return _Session(state, resume, watchdog).run()
+
+
+def _watchdog(state: TrainState, place: RankEnv | None) -> Watchdog:
+    """Fires a little before the collectives' own timeout, while the others' progress can still be read."""
+    train, world = state.config.train, state.mesh.world
+    alone = place is None or place.world_size == 1 or place.master_port is None
+    board = None if alone else Board(place.master_addr, place.master_port)  # type: ignore[union-attr, arg-type]
+    return Watchdog(board, world.rank, world.size, state.mesh.ledger, Path(train.run_dir), 0.9 * train.timeout_s)
 
 
 class _Session:
     """What one process of the run holds from start to end."""
 
-    def __init__(self, state: TrainState, resume: Resume) -> None:
+    def __init__(self, state: TrainState, resume: Resume, watchdog: Watchdog) -> None:
         self.state, self.config, self.mesh = state, state.config, state.mesh
         self.run_dir = Path(self.config.train.run_dir)
         self.is_first = self.mesh.world.rank == 0
@@ -66,9 +83,12 @@ class _Session:
             restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
             allow_changes=resume.allow_changes,
         )
+        self.watchdog, self.replicas = watchdog, ReplicaCheck(state.buckets, state.optimizer, state.mesh)
+        self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
+        self.stragglers = StragglerWatch(self.mesh, state.plan.grid, state.device)
         self.strict = resume.strict
         self.saved_step = -1  # of the newest checkpoint, under way or on disk
-        self.failed_saves = 0
+        self.failed_saves = self.skips_in_row = 0
         self.metrics: Metrics | None = None
 
     def run(self) -> int:
@@ -76,8 +96,10 @@ class _Session:
         self._resume()
         if self.is_first:
             self._write_run_files()
+            clock = PhaseClock(self.mesh.ledger)
+            clock.attach(self.state)
             flops = model_flops_per_token(self.config.model)
-            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, self.config.train.peak_tflops)
+            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, peak_tflops(self.config), clock)
         with SignalWatcher() as signals:
             interrupted = self._train_until_end(signals)
         if not interrupted and self.validation is not None:
@@ -95,23 +117,70 @@ class _Session:
             self._evaluate()
         while state.current_step < train.steps:
             step = state.current_step
-            result = train_step(state)
+            hit("train.step")
+            with self.stragglers.step() as found:
+                result = train_step(state)
+            for straggler in found:
+                log.info(f"straggler at step {step}: {straggler}")
+            self.watchdog.at(state.current_step, "train")
             if self.metrics is not None:
                 self.metrics.step(step, result, state.skipped_steps)
             self._note_saved()
-            if self._agreed(signals.requested is not None):
-                log.info(f"stopping after step {state.current_step} on {signals.requested or 'a signal to another rank'}")
+            if result.skipped:
+                self._skipped(step, result)
+            elif self.skips_in_row:
+                self.skips_in_row = 0
+            stop, save = self._wishes(signals.requested)
+            if stop:
+                log.info(f"stopping after step {state.current_step} on {signals.requested or 'a wish of another rank or the file STOP'}")
                 return True
+            if _due(state.current_step, self.config.guard.replica_check_interval, train.steps):
+                self.replicas.check(state.current_step, self.mesh.world)
             if _due(state.current_step, train.eval_interval, train.steps) and self.validation is not None:
                 self._evaluate()
-            if _due(state.current_step, train.save_interval, train.steps):
+            if save or _due(state.current_step, train.save_interval, train.steps):
                 self._save()
         return False
 
-    def _agreed(self, wish: bool) -> bool:
-        """True on every rank as soon as it is on one."""
-        flag = torch.tensor(float(wish), device=self.state.device)
-        return bool(all_reduce_(flag, self.mesh.world, "max") > 0)
+    def _wishes(self, requested: str | None) -> tuple[bool, bool]:
+        """(stop, save), the same on every rank: a signal to any of them, or a file STOP or SAVE in the run directory."""
+        stop_file, save_file = self.run_dir / STOP_FILE, self.run_dir / "SAVE"
+        stop = requested is not None or (self.is_first and stop_file.exists())
+        save = self.is_first and save_file.exists()
+        if save:
+            save_file.unlink(missing_ok=True)
+        flags = torch.tensor([float(stop), float(save)], device=self.state.device)
+        stop_any, save_any = all_reduce_(flags, self.mesh.world, "max").tolist()
+        return stop_any > 0, save_any > 0
+
+    def _skipped(self, step: int, result: StepResult) -> None:
+        """Write the decision down; go back if the run says so; stop when nothing but skips happen."""
+        guard, spike = self.config.guard, result.spike
+        self.skips_in_row += 1
+        self.decisions.add(step, "spike" if spike else "not finite", loss=repr(result.loss), gradient_norm=repr(result.gradient_norm))
+        if self.skips_in_row >= guard.max_skips_in_row:
+            raise FrontierError(
+                f"{self.skips_in_row} steps in a row were skipped; at the last one loss was {result.loss}, gradient norm {result.gradient_norm}",
+                "lower optimizer.lr, look at the data of these steps (decisions.jsonl), or raise guard.max_skips_in_row",
+                f"step {step}",
+            )
+        if spike and guard.spike_action == "rewind":
+            self._rewind(step)
+
+    def _rewind(self, step: int) -> None:
+        """Back to a checkpoint from before the spike, past the data that led to it."""
+        guard, feed = self.config.guard, self.state.feed
+        left_out = feed.left_out_steps
+        progress = self.checkpoints.rewind(step - guard.rewind_steps)
+        if progress is None:
+            log.info(f"no checkpoint is {guard.rewind_steps} steps older than the spike at step {step}: the step is skipped instead")
+            return
+        self._restore(progress)
+        feed.left_out_steps = left_out + guard.rewind_skip_steps
+        self.decisions.add(progress.step, "rewind", spike_at=step, left_out_steps=feed.left_out_steps)
+        log.info(f"spike at step {step}: back to step {progress.step}, leaving out {guard.rewind_skip_steps} steps of data")
+        self.saved_step = -1
+        self._save(last=True)  # so that a crash from here on does not run into the spike again
 
     def _evaluate(self) -> None:
         assert self.validation is not None
@@ -140,15 +209,18 @@ class _Session:
         if self.saved_step == state.current_step:
             self._saved(self.checkpoints.wait(audit=False))
             return
-        samples = state.current_step * self.config.batch.global_batch
+        if self.config.guard.replica_check_interval:
+            self.replicas.check(state.current_step, self.mesh.world)
+        samples = (state.current_step + state.feed.left_out_steps) * self.config.batch.global_batch
         progress = Progress(
             step=state.current_step,
             consumed_samples=samples,
-            tokens=samples * self.config.model.sequence_length,
+            tokens=state.current_step * self.config.batch.global_batch * self.config.model.sequence_length,
             optimizer_updates=state.optimizer.updates,
             loss_scale=state.scaler.scale,
             scaler_clean_steps=state.scaler.clean_steps,
             skipped_steps=state.skipped_steps,
+            policy={**state.spikes.state(), "left_out_steps": state.feed.left_out_steps, "rewinds": self.decisions.rewinds},
         )
         try:
             self.checkpoints.start_save(progress)
@@ -184,12 +256,19 @@ class _Session:
         if progress is None:
             log.info(f"no checkpoint in {self.run_dir / 'checkpoints'}: starting from step 0")
             return
-        state = self.state
         self.saved_step = progress.step
+        self._restore(progress)
+        self.decisions.resume_at(progress.step, progress.policy.get("rewinds", []))
+        log.info(f"resuming after step {progress.step} ({progress.tokens:,} tokens)")
+
+    def _restore(self, progress: Progress) -> None:
+        """The scalars; the tensors are loaded already."""
+        state = self.state
         state.current_step, state.skipped_steps = progress.step, progress.skipped_steps
         state.optimizer.updates = progress.optimizer_updates
         state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps
-        log.info(f"resuming after step {progress.step} ({progress.tokens:,} tokens)")
+        state.spikes.restore(progress.policy)
+        state.feed.left_out_steps = int(progress.policy.get("left_out_steps", 0))
 
     def _write_run_files(self) -> None:
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")

@@ -210,7 +210,8 @@ def _layout(record: RunRecord) -> str:
     render_figure(timeline, drawing, "svg")
     svg = drawing.getvalue()
     picture = f"<figure>{svg[svg.index('<svg') :]}</figure>" if grid.pp > 1 else ""
-    return f"<h2>Layout {_text(plan.describe())}</h2><div class=mesh>{''.join(stages)}</div>{picture}"
+    note = "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units.</p>" if picture else ""
+    return f"<h2>Layout {_text(plan.describe())}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
 
 
 def _table(records: Sequence[RunRecord]) -> str:

@@ -20,7 +20,8 @@ class StepResult:
     gradient_norm: float  # before clipping, unscaled
     learning_rate: float
     loss_scale: float
-    skipped: bool  # loss or gradient was not finite: nothing was updated, anywhere
+    skipped: bool  # nothing was updated, anywhere: loss or gradient was not finite, or a spike
+    spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
 
 
 def train_step(state: TrainState) -> StepResult:
@@ -39,14 +40,16 @@ def train_step(state: TrainState) -> StepResult:
     loss = global_loss(state, losses)
     norm = float(optimizer.gradient_norm()) / scaler.scale
     lr = learning_rate(config, state.current_step, state.config.train.steps)
-    result = StepResult(loss, norm, lr, scaler.scale, skipped=not (math.isfinite(norm) and math.isfinite(loss)))
+    overflowed = not (math.isfinite(norm) and math.isfinite(loss))
+    spike = not overflowed and state.spikes.is_spike(loss, norm)
+    result = StepResult(loss, norm, lr, scaler.scale, skipped=overflowed or spike, spike=spike)
 
     if result.skipped:
         state.skipped_steps += 1
     else:
         clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
         optimizer.step(lr, grad_scale=clip / scaler.scale)
-    scaler.update(overflowed=result.skipped)
+    scaler.update(overflowed=overflowed)
     state.current_step += 1
     return result
 

@@ -1,6 +1,6 @@
 """Ahead-of-time build: every variant of `kernel_table` into a code object, with a manifest; needs Triton, but no GPU and no driver.
 
-    python setup.py build_ops --arch gfx90a --arch sm_90
+    python setup.py build_ops --arch gfx90a,sm_90
 
 writes frontier_llm/_native/gpu/<arch>/*.hsaco|cubin and manifest.json. Only this module and the sources beside it import Triton.
 """
@@ -82,6 +82,8 @@ def compile_one(architecture: str, kernel_name: str, dtype: str, variant_name: s
     file = f"{kernel_name}-{dtype}-{variant_name}.{suffix}"
     (folder / file).write_bytes(binary)
     assert not compiled.metadata.global_scratch_size, f"{kernel_name} wants scratch memory, which the launcher does not give"
+    if backend == "hip":
+        check_arguments(compiled.asm["amdgcn"], list(signature.values()))
     return CodeObject(
         kernel=kernel_name,
         dtype=dtype,
@@ -96,6 +98,16 @@ def compile_one(architecture: str, kernel_name: str, dtype: str, variant_name: s
         shared_bytes=compiled.metadata.shared,
         **(_amd_facts(compiled.asm["amdgcn"]) if backend == "hip" else _nvidia_facts(folder / file)),
     )
+
+
+def check_arguments(assembly: str, kinds: list[str]) -> None:
+    """The sizes of the kernel's explicit arguments, as the code object states them, are those that the launcher will pass."""
+    wanted = [{"i32": 4, "fp32": 4}.get(kind, 8) for kind in kinds] + [8, 8]  # and two scratch pointers
+    found = [int(size) for size in re.findall(r"\.size: +(\d+)\n +\.value_kind: +(?:global_buffer|by_value)", assembly)]
+    if found != wanted:
+        raise BackendError(
+            f"the compiler gave arguments of {found} bytes where the launcher passes {wanted}", "use the Triton that docs/ops.md names"
+        )
 
 
 def _amd_facts(assembly: str) -> dict[str, int]:

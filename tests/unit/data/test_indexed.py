@@ -200,3 +200,20 @@ def test_digest_follows_content(small: Path, tmp_path: Path) -> None:
     write(tmp_path / "other", [[[1, 2, 3]], [[4, 5], [6]]])
     assert IndexedDataset(small).digest() == IndexedDataset(tmp_path / "same").digest()  # lengths decide, not tokens
     assert IndexedDataset(small).digest() != IndexedDataset(tmp_path / "other").digest()
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_damaged_byte_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    prefix = tmp_path_factory.mktemp("fuzz") / "d"
+    write(prefix, [[[1, 2, 3]], [[4], [5, 6]], []])
+    size = prefix.with_suffix(".idx").stat().st_size
+    for _ in range(data.draw(st.integers(1, 3))):
+        patch(prefix.with_suffix(".idx"), data.draw(st.integers(0, size - 1)), bytes([data.draw(st.integers(0, 255))]))
+    try:
+        dataset = IndexedDataset(prefix)
+    except DataError as error:
+        assert "d.idx" in str(error) or "d.bin" in str(error)
+        return
+    read = [token for number in range(dataset.document_count) for token in dataset.document(number).tolist()]
+    assert read == dataset.tokens.tolist()

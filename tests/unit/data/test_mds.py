@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.inputs import find_inputs
@@ -82,3 +84,18 @@ def test_token_value_that_is_no_array(tmp_path: Path) -> None:
         path.write_bytes(shard([struct.pack("<I", len(value)) + value], ["tokens"], ["ndarray"], [None]))
         with pytest.raises(DataError, match="sample 0 holds no token array"):
             next(read_tokens(path, "tokens"))
+
+
+@given(st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["text-None", "tok-None", "dyn"]))
+@settings(max_examples=150, deadline=None)
+def test_any_damaged_byte_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, place: int, value: int, kind: str) -> None:
+    content = bytearray((SHARDS / kind / "shard.00000.mds").read_bytes())
+    content[place % len(content)] = value
+    path = tmp_path_factory.mktemp("fuzz") / "shard.00000.mds"
+    path.write_bytes(bytes(content))
+    try:
+        items = list(read_texts(path, "text") if kind == "text-None" else read_tokens(path, "tokens"))
+    except DataError as error:
+        assert str(path) in str(error)
+        return
+    assert len(items) <= 40

@@ -1,0 +1,149 @@
+"""What a training step moves, by axis and operation: the same calls and bytes that `comm`'s ledger counts, in closed form.
+
+Bytes are payloads as the caller sees them: all_reduce the tensor, all_gather the gathered result, reduce_scatter the full input,
+send and recv the message. This is the one place that knows; times come from `costs.collectives`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+
+from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.costs.parameters import layer_shapes, norm_shapes
+from frontier_llm.costs.workload import DTYPE_BYTES
+from frontier_llm.schedule import Kind, build, channel_of
+from frontier_llm.topology import ParallelPlan, StageSpec
+
+BUCKET_NUMEL = 40_000_000  # elements of a gradient bucket, as the runtime cuts them
+ALIGNMENT = 128  # elements; each parameter and each rank's slice of a bucket start on a multiple
+STATISTICS = 3  # maximum, sum of exponentials and target logit per token
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes by (axis, operation) of one rank and step."""
+
+    calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, axis: str, operation: str, size_bytes: int, calls: int = 1) -> None:
+        """Record `calls` calls of `size_bytes` each."""
+        if calls:
+            self.calls[axis, operation] += calls
+            self.bytes[axis, operation] += size_bytes * calls
+
+
+def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int = BUCKET_NUMEL) -> Traffic:
+    """Everything that one rank of pipeline rank `pp_rank` moves in one training step."""
+    traffic = Traffic()
+    tensor_traffic(config, plan, pp_rank, traffic)
+    pipeline_traffic(config, plan, pp_rank, traffic)
+    data_traffic(config, plan, pp_rank, traffic, bucket_numel)
+    world = plan.grid.world_size
+    if world > 1:
+        traffic.add("world", "all_reduce", 8, 2)  # loss and squared gradient norm, fp64
+    return traffic
+
+
+def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
+    """Tensor parallelism: per layer and microbatch two sums forward and two backward of S·B·H elements.
+
+    Without sequence parallelism each is an all-reduce. With it, forward gathers before and reduce-scatters behind each of the
+    two pairs of products; backward gathers the gradient, gathers the input again for the weight gradient and reduce-scatters the
+    input gradient. Full recomputation repeats the forward's. The embedding sums once forward (with sequence parallelism gathers
+    once backward), the head sums its input gradient once (and gathers forward and again backward). The cross-entropy gathers three statistics per token.
+    """
+    tp, m = plan.grid.tp, plan.microbatches
+    if tp == 1:
+        return
+    tokens = config.model.sequence_length * config.batch.micro_batch
+    size = tokens * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
+    statistics = STATISTICS * tokens * tp * (8 if config.precision.dtype == "fp64" else 4)
+    forwards = 2 if config.train.recompute == "full" else 1
+    for chunk in range(plan.chunks):
+        stage = plan.stage_of(pp_rank, chunk)
+        n = stage.num_layers
+        if plan.sequence_parallel:
+            gathers = 2 * n * forwards + 4 * n + stage.embedding + 2 * stage.head
+            scatters = 2 * n * forwards + 2 * n + stage.embedding + stage.head
+            traffic.add("tp", "all_gather", size, gathers * m)
+            traffic.add("tp", "reduce_scatter", size, scatters * m)
+        else:
+            traffic.add("tp", "all_reduce", size, (2 * n * forwards + 2 * n + stage.embedding + stage.head) * m)
+        if stage.head:
+            traffic.add("tp", "all_gather", statistics, m)
+
+
+def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
+    """Messages of S·B·H elements (S/tp with sequence parallelism), counted on the very action list that is played."""
+    sequence = config.model.sequence_length // (plan.grid.tp if plan.sequence_parallel else 1)
+    size = sequence * config.batch.micro_batch * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
+    schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
+    for action in schedule.actions[pp_rank]:
+        if not action.kind.computes:
+            operation = "send" if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else "recv"
+            traffic.add(f"pp.{channel_of(action.kind, pp_rank, plan.grid.pp).value}", operation, size)
+
+
+def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, bucket_numel: int = BUCKET_NUMEL) -> None:
+    """Gradients in fp32 (fp64 under fp64) bucket by bucket: summed over tp or the tied stages where they must be, then over dp.
+
+    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights over dp; otherwise one all-reduce.
+    """
+    dp = plan.grid.dp
+    weight_bytes = DTYPE_BYTES[config.precision.dtype]
+    gradient_bytes = max(4, weight_bytes)
+    for numel, extra in buckets(config.model, plan, pp_rank, bucket_numel):
+        if extra:
+            traffic.add(extra, "all_reduce", numel * gradient_bytes)
+        if dp > 1 and plan.zero:
+            traffic.add("dp", "reduce_scatter", numel * gradient_bytes)
+            traffic.add("dp", "all_gather", numel * weight_bytes)
+        elif dp > 1:
+            traffic.add("dp", "all_reduce", numel * gradient_bytes)
+
+
+def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int = BUCKET_NUMEL) -> Iterator[tuple[int, str]]:
+    """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
+    declared = [piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)]
+    chunk_numel = ALIGNMENT * plan.grid.dp
+
+    def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:
+        return piece[1:]
+
+    backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
+    for key, members in groupby(sorted(backwards, key=kind), key=kind):
+        filled, padded = 0, 0
+        for numel, _, _ in members:
+            if filled and filled + numel > bucket_numel:
+                yield -(-padded // chunk_numel) * chunk_numel, key[1]
+                filled, padded = 0, 0
+            filled += numel
+            padded += -(-numel // ALIGNMENT) * ALIGNMENT
+        yield -(-padded // chunk_numel) * chunk_numel, key[1]
+
+
+def rank_parameter_list(model: ModelConfig, stage: StageSpec, plan: ParallelPlan) -> list[tuple[int, bool, str]]:
+    """(elements, decays, axis of an extra sum) of the parameters that a tp rank of a stage holds, in order of declaration."""
+    tp, H = plan.grid.tp, model.hidden
+    partial = "tp" if plan.sequence_parallel else ""
+    pieces: list[tuple[int, bool, str]] = []
+    vocabulary = model.padded_vocab_size * H // tp
+    if stage.embedding or (stage.head and model.tied_embeddings):
+        pieces.append((vocabulary, True, "tied" if model.tied_embeddings and not (stage.embedding and stage.head) else ""))
+    if stage.embedding and model.position == "learned":
+        pieces.append((model.sequence_length * H, True, partial))
+    if stage.head and not model.tied_embeddings:
+        pieces.append((vocabulary, True, ""))
+    for _ in stage.layers:
+        for name, shape in layer_shapes(model).items():
+            whole = "norm" in name or name in ("attention.output.bias", "mlp.down.bias")
+            decays = name.endswith("weight") and "norm" not in name
+            pieces.append((prod(shape) // (1 if whole else tp), decays, partial if whole else ""))
+    if stage.head:
+        pieces += [(prod(shape), False, partial) for shape in norm_shapes("final_norm", H, model).values()]
+    return pieces

@@ -1,0 +1,65 @@
+"""apex's fused norms and multi-tensor Adam behind the face, for sites that have them. Untested here for want of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim."""
+    from apex.normalization.fused_layer_norm import fused_rms_norm_affine  # type: ignore[import-not-found, unused-ignore]
+
+    return fused_rms_norm_affine(x, weight, weight.shape, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dim; apex wants a bias, so a missing one is zeros."""
+    from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # type: ignore[import-not-found, unused-ignore]
+
+    return fused_layer_norm_affine(x, weight, torch.zeros_like(weight) if bias is None else bias, weight.shape, eps)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual); apex has no fused add."""
+    total = x + residual
+    return (rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps)), total
+
+
+def adamw_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weights_out: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor | float,
+) -> None:
+    """multi_tensor_adam in AdamW mode; the scaling and the rounded copy are passes of their own."""
+    import amp_C  # type: ignore[import-not-found, unused-ignore]
+    from apex.multi_tensor_apply import multi_tensor_applier  # type: ignore[import-not-found, unused-ignore]
+
+    overflow = torch.zeros(1, dtype=torch.int32, device=master.device)
+    lists: list[list[Any]] = [[grad.float() * grad_scale], [master], [exp_avg], [exp_avg_sq]]
+    # trailing arguments: step, 1 = decoupled decay, 1 = bias correction, decay
+    multi_tensor_applier(amp_C.multi_tensor_adam, overflow, lists, lr, beta1, beta2, eps, step, 1, 1, weight_decay)
+    if weights_out.data_ptr() != master.data_ptr():
+        weights_out.copy_(master)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Sum of x², from apex's fp32 norm."""
+    import amp_C  # type: ignore[import-not-found, unused-ignore]
+    from apex.multi_tensor_apply import multi_tensor_applier  # type: ignore[import-not-found, unused-ignore]
+
+    overflow = torch.zeros(1, dtype=torch.int32, device=x.device)
+    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, overflow, [[x.detach()]], False)
+    return norm.double().square().squeeze()

@@ -1,0 +1,40 @@
+"""The flash-attn package (on ROCm its CK or Triton build) behind the face. Untested here for want of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q_SBaD: Tensor,
+    k_SBgD: Tensor,
+    v_SBgD: Tensor,
+    *,
+    scale: float,
+    alibi_slopes_a: Tensor | None = None,
+    documents_BS: Tensor | None = None,
+) -> Tensor:
+    """Causal attention; documents go through the variable-length entry, so each must be one stretch of its sequence."""
+    import flash_attn  # type: ignore[import-not-found, unused-ignore]
+
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+    if alibi_slopes_a is not None:
+        options["alibi_slopes"] = alibi_slopes_a.float()
+    q_BSaD, k_BSgD, v_BSgD = (x.transpose(0, 1) for x in (q_SBaD, k_SBgD, v_SBgD))
+    if documents_BS is None:
+        return flash_attn.flash_attn_func(q_BSaD, k_BSgD, v_BSgD, **options).transpose(0, 1)
+    starts, longest = document_starts(documents_BS)
+    packed = [x.flatten(0, 1) for x in (q_BSaD, k_BSgD, v_BSgD)]
+    o_TaD = flash_attn.flash_attn_varlen_func(*packed, starts, starts, longest, longest, **options)
+    return o_TaD.view(q_BSaD.shape).transpose(0, 1)
+
+
+def document_starts(documents_BS: Tensor) -> tuple[Tensor, int]:
+    """cu_seqlens of the runs of equal ids in the flattened (B, S) (int32, with the end), and the longest run."""
+    first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+    first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    starts = torch.cat([first_BS.flatten().nonzero()[:, 0], torch.tensor([documents_BS.numel()], device=documents_BS.device)]).int()
+    return starts, int(starts.diff().max())

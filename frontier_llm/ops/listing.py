@@ -1,0 +1,54 @@
+"""What `frontier-llm ops list` shows: every op's back-ends on this machine, and the prebuilt architectures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from frontier_llm.errors import BackendError
+from frontier_llm.ops.face import GROUPS
+from frontier_llm.ops.kernel_table import ARCHITECTURES
+from frontier_llm.ops.prebuilt import read_manifest
+from frontier_llm.ops.providers import PROVIDERS
+from frontier_llm.ops.select import Choice, choose
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def backends(dtype_name: str) -> list[dict[str, Any]]:
+    """One row per op, device and back-end that has the op: status is the version, or why it cannot be used and what builds it."""
+    dtype = _DTYPES[dtype_name]
+    rows = []
+    for group in GROUPS:
+        for device in ("cpu", "cuda"):
+            taken = choose(group, "auto", device, dtype)
+            assert isinstance(taken, Choice)
+            for provider in PROVIDERS.values():
+                if group not in provider.groups or device not in provider.devices:
+                    continue
+                refusal = provider.refusal(group, device, dtype).partition("\n")[0]
+                build = f"; build: {provider.build}" if provider.build and refusal and refusal in provider.missing() else ""
+                rows.append(
+                    {
+                        "op": group,
+                        "device": device,
+                        "backend": provider.name,
+                        "available": not refusal,
+                        "chosen": taken.provider is provider and (device == "cpu" or torch.cuda.is_available()),
+                        "status": f"no: {refusal}{build}" if refusal else provider.version(),
+                    }
+                )
+    return rows
+
+
+def prebuilt_architectures() -> dict[str, str]:
+    """State of the code objects of each architecture."""
+    states = {}
+    for architecture in ARCHITECTURES:
+        try:
+            manifest = read_manifest(architecture)
+            states[architecture] = f"{len(manifest['kernels'])} kernels, Triton {manifest['tools']['triton']}"
+        except BackendError as error:
+            states[architecture] = f"no: {error.problems[0].what}; build: {error.problems[0].fix}"
+    return states

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Sourced by build_*_rocm.sh and build_deepspeed_ops.sh: Frontier's modules (elsewhere: what is already loaded), a ROCm torch, gfx90a.
+# FRONTIER_LLM_MODULES replaces the modules; empty means load none. Untested on the machines themselves.
+# shellcheck shell=bash
+set -euo pipefail
+
+modules="${FRONTIER_LLM_MODULES-PrgEnv-gnu/8.7.0 cpe/26.03 rocm/7.1.1 craype-accel-amd-gfx90a}"
+if [[ -n "$modules" ]] && command -v module >/dev/null; then
+  # shellcheck disable=SC2086  # a list of names
+  module load $modules
+  export LD_LIBRARY_PATH="${CRAY_LD_LIBRARY_PATH:-}:${LD_LIBRARY_PATH:-}"
+fi
+python="${PYTHON:-python}"
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.version.hip)' 2>/dev/null; then
+  echo "error: $python has no torch that was built for ROCm" >&2
+  echo "  fix: activate the environment that has it, or set PYTHON" >&2
+  exit 1
+fi
+export PYTORCH_ROCM_ARCH="${PYTORCH_ROCM_ARCH:-gfx90a}" GPU_ARCHS="${GPU_ARCHS:-gfx90a}"
+export MAX_JOBS="${MAX_JOBS:-16}"  # a composable-kernel translation unit takes up to 4 GB
+export CC="${CC:-gcc}" CXX="${CXX:-g++}"
+
+# fetch URL TAG: a clean checkout of one tag or branch, in $sources/<name>
+sources="${FRONTIER_LLM_SOURCES:-$PWD/build/third_party}"
+fetch() {
+  local folder
+  folder="$sources/$(basename "$1" .git)"
+  mkdir -p "$sources"
+  if [[ ! -d "$folder" ]]; then
+    git clone --depth 1 --recurse-submodules --shallow-submodules --branch "$2" "$1" "$folder" >&2
+  fi
+  echo "$folder"
+}

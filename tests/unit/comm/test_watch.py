@@ -1,0 +1,100 @@
+"""What is known when something goes wrong: who is behind, how long calls blocked, and the last calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from frontier_llm.comm import Axis, Ledger, all_gather, all_reduce_, barrier, build_mesh, start_all_reduce_
+from frontier_llm.comm.ledger import Histogram
+from frontier_llm.errors import RankFailure
+from frontier_llm.topology import Grid
+from tests.harness.pool import RankPool
+
+
+def _sockets(rank: int, size: int, timeout_s: float) -> Axis:
+    return build_mesh(Grid(size, 1, 1), rank, timeout_s=timeout_s, transport="torch").tp
+
+
+def _never_come(rank: int) -> str:
+    axis = _sockets(rank, 2, timeout_s=1.0)
+    if rank == 1:
+        time.sleep(5.0)
+        return ""
+    with pytest.raises(RankFailure) as caught:
+        all_gather(torch.ones(4), axis)
+    return str(caught.value)
+
+
+def test_a_rank_that_says_nothing_is_named(ranks: RankPool) -> None:
+    message = ranks.run(2, _never_come)[0]
+    assert "all_gather number 1 on axis tp, rank 0" in message
+    assert "no word from rank 1 of axis tp (global rank 1)" in message
+
+
+def _fall_behind(rank: int) -> str:
+    """Rank 1 stops one call early and answers the question of the others as a failing rank does."""
+    axis = _sockets(rank, 2, timeout_s=1.0)
+    assert axis.group is not None
+    barrier(axis)
+    if rank == 1:
+        time.sleep(1.2)
+        return str(axis.group.explain("barrier", RuntimeError("made up")))  # type: ignore[attr-defined]
+    with pytest.raises(RankFailure) as caught:
+        all_reduce_(torch.ones(4), axis)
+    return str(caught.value)
+
+
+def test_the_rank_whose_counter_is_behind_is_named(ranks: RankPool) -> None:
+    for message in ranks.run(2, _fall_behind):
+        assert "behind: rank 1 of axis tp (global rank 1), calls by rank [(0, 2), (1, 1)]" in message
+
+
+def _dump(rank: int, folder: str) -> None:
+    axis = build_mesh(Grid(2, 1, 1), rank, timeout_s=30.0).tp
+    for _ in range(600):
+        all_reduce_(torch.ones(3), axis)
+    pending = start_all_reduce_(torch.ones(5), axis)
+    axis.ledger.dump(Path(folder) / f"rank{rank}.json", "a test")
+    pending.wait()
+
+
+def test_the_flight_record_shows_the_unfinished_call_last(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _dump, str(tmp_path))
+    for rank in range(2):
+        record = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert record["reason"] == "a test" and len(record["calls"]) == 512
+        last = record["calls"][-1]
+        assert (last["axis"], last["operation"], last["number"], last["bytes"], last["finished"]) == ("tp", "all_reduce", 601, 20, False)
+        assert all(call["finished"] for call in record["calls"][:-1])
+
+
+def test_histogram_quantiles_are_bin_edges() -> None:
+    histogram = Histogram()
+    assert histogram.quantile_us(0.5) == 0
+    for us in (0.5, 3, 3, 3, 3, 3, 3, 3, 3, 1000):
+        histogram.add(us * 1e-6)
+    assert histogram.quantile_us(0.5) == 4 and histogram.quantile_us(0.95) == 1024 and histogram.quantile_us(0.1) == 1
+
+
+def test_nested_calls_have_latencies_of_their_own_but_block_once() -> None:
+    ledger = Ledger()
+    outer = ledger.add("dp", "all_reduce", 8)
+    with ledger.blocked(outer):
+        for _ in range(2):
+            with ledger.blocked(ledger.add("dp.rail", "send", 4)):
+                time.sleep(0.01)
+    assert sum(ledger.blocked_s.values()) == pytest.approx(outer.blocked_s)
+    assert sum(ledger.latency["dp.rail", "send"].bins) == 2 and ledger.latency["dp", "all_reduce"].quantile_us(0.5) >= 16_384
+
+
+def test_a_failed_call_stays_unfinished() -> None:
+    ledger = Ledger()
+    call = ledger.add("tp", "all_gather", 8)
+    with pytest.raises(RankFailure), ledger.blocked(call):
+        raise RankFailure("gone")
+    assert not call.finished and not ledger.latency["tp", "all_gather"].quantile_us(1.0)

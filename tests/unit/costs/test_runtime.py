@@ -1,0 +1,80 @@
+"""What `costs` says equals what the runtime does: bytes in the ledger, parameters and optimizer state in memory (gloo, CPU)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from frontier_llm.config.load import build, load_model, merge
+from frontier_llm.config.schema import RunConfig
+from frontier_llm.costs.communication import buckets, step_traffic
+from frontier_llm.costs.parameters import rank_parameters
+from frontier_llm.data.loader import Microbatch
+from frontier_llm.topology import make_plan
+from tests.harness.pool import RankPool
+
+
+def config_of(model: str, parallel: dict, batch: dict, recompute: str = "none", dtype: str = "fp32") -> RunConfig:
+    content = {"model": load_model(model).model_dump(), "parallel": parallel, "batch": batch, "train": {"recompute": recompute}}
+    return build(RunConfig, merge(content, {"precision": {"dtype": dtype}}))
+
+
+class RandomSource:
+    """Random tokens; which ones does not matter to what is moved."""
+
+    reset_at_documents = False
+
+    def __init__(self, config: RunConfig, microbatches: int) -> None:
+        self.config, self.microbatches = config, microbatches
+
+    def microbatch(self, step: int, index: int) -> Microbatch:
+        shape = (self.config.batch.micro_batch, self.config.model.sequence_length + 1)
+        return Microbatch(np.random.default_rng(index).integers(0, self.config.model.vocab_size, shape), None, None)
+
+
+def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, int, int, int]:
+    """(bytes, calls, parameters, gradient bytes, optimizer bytes, pp rank) of one rank's training step."""
+    import torch
+
+    from frontier_llm.comm.groups import build_mesh
+    from frontier_llm.train.build import build_state
+    from frontier_llm.train.step import train_step
+
+    plan = make_plan(config, world)
+    mesh = build_mesh(plan.grid, rank, plan.chunks, config.model.tied_embeddings)
+    state = build_state(config, plan, mesh, torch.device("cpu"), RandomSource(config, plan.microbatches))
+    mesh.ledger.reset()
+    train_step(state)
+    parameters = sum(parameter.numel() for bucket in state.buckets for parameter in bucket.parameters)
+    gradients = sum(bucket.gradients.numel() * bucket.gradients.element_size() for bucket in state.buckets)
+    optimizer = sum(moment.numel() * moment.element_size() for one in state.optimizer.states for moment in (one.exp_avg, one.exp_avg_sq))
+    place = plan.grid.coordinates(rank)
+    return dict(mesh.ledger.bytes), dict(mesh.ledger.calls), parameters, gradients, optimizer, place["pp"]
+
+
+LAYOUTS = [
+    ("gpt-tiny", {"tensor": 2}, {"global_batch": 4, "micro_batch": 2}, "none"),
+    ("gpt-tiny", {"tensor": 2, "pipeline": 2}, {"global_batch": 4, "micro_batch": 1}, "full"),
+    ("gpt-tiny", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {"global_batch": 4, "micro_batch": 1}, "full"),
+    ("llama-tiny", {"tensor": 2, "sequence_parallel": True}, {"global_batch": 4, "micro_batch": 1}, "selective"),
+    ("llama-tiny", {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}, {"global_batch": 8, "micro_batch": 1}, "none"),
+    ("gpt-tiny", {"pipeline": 2, "schedule": "zb-h1"}, {"global_batch": 4, "micro_batch": 1}, "none"),
+    ("mpt-tiny", {"pipeline": 2, "zero": 0}, {"global_batch": 8, "micro_batch": 1}, "none"),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel", "batch", "recompute"), LAYOUTS)
+def test_ledger_and_memory(ranks: RankPool, model: str, parallel: dict, batch: dict, recompute: str) -> None:
+    config = config_of(model, parallel, batch, recompute)
+    degrees = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+    world = 4 if degrees == 2 else degrees
+    plan = make_plan(config, world)
+    for moved, calls, parameters, gradients, optimizer, pp_rank in ranks.run(world, measure, config, world):
+        expected = step_traffic(config, plan, pp_rank)
+        assert moved == dict(expected.bytes)
+        assert calls == dict(expected.calls)
+        held = [plan.stage_of(pp_rank, chunk) for chunk in range(plan.chunks)]
+        assert parameters == sum(rank_parameters(config.model, stage, plan.grid.tp) for stage in held)
+        padded = sum(numel for numel, _ in buckets(config.model, plan, pp_rank))
+        assert gradients == 4 * padded
+        assert optimizer == 8 * padded // (plan.grid.dp if plan.zero else 1)

@@ -1,0 +1,64 @@
+"""Text that comes in pieces: whole characters, nothing of a stop string, and the same text in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.inference import text as room
+from frontier_llm.inference.sampling import Sampling
+from frontier_llm.inference.text import complete
+
+BYTES = load_tokenizer("bytes")
+
+
+def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None:
+    """Let the model say these tokens."""
+
+    def stream(model: Any, prompts: Any, sampling: Sampling, use_cache: bool) -> Iterator[list[int | None]]:
+        ended = [False] * len(rows)
+        for place in range(max(map(len, rows))):
+            tokens = [None if ended[row] or place >= len(said) else said[place] for row, said in enumerate(rows)]
+            ended = [done or token in sampling.stop_tokens for done, token in zip(ended, tokens, strict=True)]
+            yield tokens
+
+    monkeypatch.setattr(room, "stream", stream)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, said: str, stops: Sequence[str] = (), eod: bool = False) -> tuple[Any, list[str]]:
+    play(monkeypatch, [[*said.encode(), *([BYTES.eod] if eod else [])]])
+    pieces: list[str] = []
+    completion = complete(None, BYTES, ["p"], Sampling(), stops, lambda row, piece: pieces.append(piece))[0]  # type: ignore[arg-type]
+    return completion, pieces
+
+
+def test_pieces_are_whole_characters_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    completion, pieces = run(monkeypatch, "aé漢\U0001f600b")
+    assert pieces == ["a", "é", "漢", "\U0001f600", "b"]
+    assert completion.text == "aé漢\U0001f600b" and completion.finish_reason == "length"
+
+
+def test_the_end_of_a_document_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    completion, pieces = run(monkeypatch, "ab", eod=True)
+    assert (completion.text, completion.finish_reason, completion.num_tokens) == ("ab", "stop", 2)
+    assert "".join(pieces) == "ab"
+
+
+def test_nothing_of_a_stop_string_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    completion, pieces = run(monkeypatch, "one\n\ntwo\n\nthree", stops=["\n\nt", "zzz"])
+    assert (completion.text, completion.finish_reason) == ("one", "stop")
+    assert "".join(pieces) == "one"
+
+
+def test_the_beginning_of_a_stop_string_is_shown_once_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    completion, pieces = run(monkeypatch, "a<en>b<e", stops=["<end>"])
+    assert completion.text == "".join(pieces) == "a<en>b<e"
+
+
+def test_rows_end_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, [[*b"abc"], [*b"xSTOPyyy"], [BYTES.eod]])
+    texts = complete(None, BYTES, ["p", "q", "r"], Sampling(), ["STOP"])  # type: ignore[arg-type]
+    assert [(entry.text, entry.finish_reason) for entry in texts] == [("abc", "length"), ("x", "stop"), ("", "stop")]

@@ -1,0 +1,33 @@
+"""`ops list` and `bench ops` say what is true."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from frontier_llm.cli.main import main
+from frontier_llm.config import load_model
+from frontier_llm.config.schema import OpsConfig
+from frontier_llm.ops import select_ops
+from frontier_llm.ops.bench import compare
+from frontier_llm.ops.face import GROUPS
+
+
+def test_list_names_every_op_and_one_choice_each(capsys):
+    assert main(["ops", "list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    for group in GROUPS:
+        rows = [row for row in listed["backends"] if row["op"] == group and row["device"] == "cpu"]
+        assert sum(row["chosen"] for row in rows) == 1
+        assert all(row["available"] or row["status"].startswith("no: ") for row in rows)
+    assert set(listed["prebuilt"]) == {"gfx90a", "gfx942", "sm_80", "sm_90"}
+    assert main(["ops", "list", "--dtype", "fp64"]) == 0
+    assert "* attention      reference" in capsys.readouterr().out
+
+
+def test_bench_times_both_sides():
+    tiny = load_model("llama-tiny", {"sequence_length": 32})
+    results = compare(select_ops(OpsConfig(), "cpu", torch.float32), tiny, 1, torch.float32, "cpu", rounds=1)
+    assert {"attention", "rms_norm", "swiglu", "cross_entropy", "adamw", "weight_gradient"} <= {result.op for result in results}
+    assert all(result.ours_s > 0 and result.eager_s > 0 for result in results)

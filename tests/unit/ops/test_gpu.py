@@ -1,0 +1,116 @@
+"""On a machine with a GPU and prebuilt kernels: every op through the launcher against float64, with the no-JIT guard on.
+
+Skipped elsewhere; the same sources run in Triton's interpreter in test_triton.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frontier_llm.ops import reference
+from frontier_llm.ops.no_jit import allow_jit, forbid_jit
+from frontier_llm.ops.providers import PROVIDERS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+STEP = {torch.float32: 4e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float64: 1e-5}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    missing = PROVIDERS["triton"].missing()
+    assert not missing, missing
+    forbid_jit()
+    yield PROVIDERS["triton"].load()
+    allow_jit()
+
+
+def normal(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype).cuda()
+
+
+def close(got, expected):
+    scale = expected.abs().max().item() or 1.0
+    error = (got.double() - expected).abs().max().item()
+    assert error <= STEP[got.dtype] * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
+
+
+def compare(gpu, name, inputs, *args, **kwargs):
+    ours = [None if x is None else x.clone().requires_grad_() for x in inputs]
+    wide = [None if x is None else x.double().requires_grad_() for x in inputs]
+    got, expected = gpu[name](*ours, *args, **kwargs), getattr(reference, name)(*wide, *args, **kwargs)
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    grads = [torch.randn_like(x) for x in got]
+    torch.autograd.backward(got, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for a, b in zip((*got, *(x.grad for x in ours if x is not None)), (*expected, *(x.grad for x in wide if x is not None)), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("extras", [False, True])
+def test_attention(gpu, dtype, dim, extras):
+    q = normal(333, 2, 4, dim, dtype=dtype)
+    k, v = (normal(333, 2, 2, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).cuda() if extras else None
+    documents = torch.tensor([[1] * 100 + [2] * 233, [3] * 333]).cuda() if extras else None
+    compare(gpu, "attention", (q, k, v), scale=dim**-0.5, alibi_slopes_a=slopes, documents_BS=documents)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_pointwise_ops(gpu, dtype):
+    x, weight, bias = normal(7, 3, 1500, dtype=dtype), normal(1500, dtype=dtype), normal(1500, dtype=dtype, seed=3)
+    compare(gpu, "rms_norm", (x, weight), 1e-5)
+    compare(gpu, "layer_norm", (x, weight, bias), 1e-5)
+    whole = ((x.float() * 4).round() / 4).to(dtype)  # sums are exact
+    compare(gpu, "add_norm", (whole, whole.flip(0), weight, None), 1e-5, "rmsnorm")
+    angle = normal(9, 32, dtype=torch.float32)
+    compare(gpu, "rope", (normal(9, 2, 3, 80, dtype=dtype),), angle.cos(), angle.sin())
+    compare(gpu, "swiglu", (normal(3, 5, 2, 1100, dtype=dtype),))
+    for approximate in (False, True):
+        compare(gpu, "gelu", (normal(70, 1500, dtype=dtype), bias), approximate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy(gpu, dtype):
+    logits, targets = normal(6, 5000, dtype=dtype), torch.tensor([100, 5099, 99, 5100, -1, 100]).cuda()
+    expected = reference.cross_entropy_stats(logits.double(), targets, 100)
+    close(gpu["cross_entropy_stats"](logits, targets, 100), expected)
+    logsumexp, grad_loss = expected[0] + expected[1].log(), torch.ones(6).cuda()
+    wide = reference.cross_entropy_backward_(logits.double(), targets, 100, logsumexp, grad_loss)
+    close(gpu["cross_entropy_backward_"](logits, targets, 100, logsumexp.float(), grad_loss), wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flat_buffers(gpu, dtype):
+    ours = [normal(100_003, dtype=torch.float32, seed=seed) for seed in range(4)]
+    ours[3].abs_()
+    wide, weights = [x.double() for x in ours], torch.empty(100_003, dtype=dtype, device="cuda")
+    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3, "grad_scale": 0.25}
+    gpu["adamw_"](*ours, weights, **options)
+    reference.adamw_(*wide, wide[0], **options)
+    for index in (0, 2, 3):
+        close(ours[index], wide[index])
+    assert torch.equal(weights, ours[0].to(dtype))
+    main, grad = ours[0].clone(), normal(100_003, dtype=dtype)
+    gpu["accumulate_"](main, grad)
+    assert torch.equal(main, ours[0] + grad.float())
+    assert gpu["sum_of_squares"](grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
+    ids, rows = torch.randint(0, 50, (4, 500)).cuda(), normal(4, 500, 1037, dtype=dtype)
+    tables = [torch.zeros(40, 1037, device="cuda") for _ in range(2)]
+    for table in tables:
+        gpu["embedding_backward_"](table, ids, rows, 5)
+    assert torch.equal(*tables)  # no atomics: two runs are bitwise equal
+    expected = torch.zeros(40, 1037, dtype=torch.float64, device="cuda")
+    reference.embedding_backward_(expected, ids, rows, 5)
+    close(tables[0], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_gradient(gpu, dtype):
+    main, grad, x = torch.ones(70, 90, device="cuda"), normal(300, 70, dtype=dtype), normal(300, 90, dtype=dtype)
+    PROVIDERS["torch"].load()["accumulate_weight_gradient_"](main, grad, x)
+    torch.testing.assert_close(main.double(), 1 + grad.double().t() @ x.double(), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,72 @@
+"""With the guard every known way to compile at run time is an error that names who asked."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from frontier_llm.config.schema import OpsConfig
+from frontier_llm.errors import BackendError
+from frontier_llm.ops import select_ops
+from frontier_llm.ops.no_jit import allow_jit, forbid_jit
+
+
+@pytest.fixture
+def guarded():
+    forbid_jit()
+    yield
+    allow_jit()
+
+
+def test_cpp_extension(guarded):
+    from torch.utils import cpp_extension
+
+    for attempt in (lambda: cpp_extension.load("x", ["x.cpp"]), lambda: cpp_extension.load_inline("x", "int f() { return 1; }")):
+        with pytest.raises(BackendError, match=r"test_no_jit\.py:\d+\) wants to compile at run time \(torch.utils.cpp_extension.load"):
+            attempt()
+
+
+def test_torch_compile_raises_when_called_not_when_decorated(guarded):
+    def double(x):
+        return 2 * x
+
+    for compiled in (torch.compile(double), torch.compile(dynamic=True)(double), torch.compile(torch.nn.Linear(2, 2))):
+        with pytest.raises(BackendError, match=r"torch.compile of .*(double|Linear)"):
+            compiled(torch.ones(2))
+
+
+def test_modules_that_are_imported_later_are_guarded_too(monkeypatch, tmp_path, guarded):
+    package = tmp_path / "deepspeed" / "ops" / "op_builder"
+    package.mkdir(parents=True)
+    for folder in (package, *list(package.parents)[:2]):
+        (folder / "__init__.py").touch()
+    (package / "builder.py").write_text("class OpBuilder:\n    def jit_load(self, verbose=True):\n        return 'compiled'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    builder = importlib.import_module("deepspeed.ops.op_builder.builder")
+    with pytest.raises(BackendError, match=r"deepspeed.ops.op_builder.builder.OpBuilder.jit_load"):
+        builder.OpBuilder().jit_load()
+    allow_jit()
+    assert builder.OpBuilder().jit_load() == "compiled"
+
+
+def test_triton(guarded):
+    triton = pytest.importorskip("triton")
+    with pytest.raises(BackendError, match=r"triton.*compile"):
+        triton.compile("kernel.ttir")
+
+
+def test_the_flag_sets_the_guard_and_it_can_be_lifted():
+    original = torch.compile
+    select_ops(OpsConfig(no_jit=True), "cpu", torch.float64)
+    try:
+        forbid_jit()  # twice is once
+        assert torch.compile is not original
+    finally:
+        allow_jit()
+    assert torch.compile is original
+    assert not any(type(finder).__name__ == "_GuardOnImport" for finder in sys.meta_path)

@@ -1,0 +1,141 @@
+"""Which back-end is chosen, what is said about it, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+
+from frontier_llm.config.schema import OpsConfig
+from frontier_llm.errors import BackendError
+from frontier_llm.ops import native, providers, reference, sdpa, select, select_ops
+from frontier_llm.ops.face import GROUPS, Ops
+
+
+@pytest.fixture
+def without_cpu_library(monkeypatch):
+    broken = providers.PROVIDERS["cpu"].__class__(
+        **{**vars(providers.PROVIDERS["cpu"]), "missing": lambda: "libfrontier_ops.so has not been built"}
+    )
+    monkeypatch.setitem(providers.PROVIDERS, "cpu", broken)
+
+
+def test_every_op_of_the_face_belongs_to_one_group_and_has_a_reference():
+    grouped = [op for ops in GROUPS.values() for op in ops]
+    assert sorted(grouped) == sorted(Ops.__dataclass_fields__)
+    assert all(callable(getattr(reference, op)) for op in grouped)
+
+
+def test_fp64_is_always_the_reference(capsys):
+    ops = select_ops(OpsConfig(), "cpu", torch.float64)
+    assert all(getattr(ops, op) is getattr(reference, op) for op in Ops.__dataclass_fields__)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(GROUPS)
+    assert all("reference (torch" in line for line in lines)
+
+
+@pytest.mark.skipif(bool(native.load_cpu_library()), reason="the C++ ops are not built")
+def test_auto_takes_the_cpp_ops_on_cpu(capsys):
+    ops = select_ops(OpsConfig(), "cpu", torch.bfloat16)
+    assert ops.attention.__module__ == "frontier_llm.ops.cpu"
+    assert f"ops.attention: cpu (C++, {torch.ops.frontier_llm.instruction_set()}): auto" in capsys.readouterr().err
+
+
+def test_without_the_library_auto_says_how_to_build_it(without_cpu_library, capsys):
+    ops = select_ops(OpsConfig(), "cpu", torch.float32)
+    assert ops.attention is sdpa.attention and ops.rms_norm is reference.rms_norm
+    said = capsys.readouterr().err
+    assert said.count("passed over cpu (libfrontier_ops.so has not been built; build: scripts/build_native.sh") == len(GROUPS)
+
+
+def test_every_missing_explicit_choice_is_named_at_once_with_its_build(without_cpu_library):
+    with pytest.raises(BackendError) as caught:
+        select_ops(OpsConfig(attention="flash_attn", norm="cpu", rope="triton"), "cpu", torch.bfloat16)
+    text = str(caught.value)
+    assert "ops.attention=flash_attn" in text and "flash_attn does not run on cpu" in text
+    assert "ops.norm=cpu" in text and "scripts/build_native.sh" in text
+    assert "ops.rope=triton" in text
+    assert len(caught.value.problems) == 3
+
+
+def test_a_type_that_the_back_end_lacks_is_refused():
+    with pytest.raises(BackendError, match="cpu has no float16 attention"):
+        select_ops(OpsConfig(attention="cpu"), "cpu", torch.float16)
+    outcome = select.choose("attention", "triton", "cuda", torch.float32)
+    assert "triton has no float32 attention" in str(outcome)
+
+
+def test_triton_without_a_gpu_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    outcome = select.choose("norm", "triton", "cuda", torch.bfloat16)
+    assert "torch sees no GPU" in str(outcome) and "build_ops --arch" in str(outcome)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_choice_on_gpu_always_ends_somewhere(group):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        outcome = select.choose(group, "auto", "cuda", dtype)
+        assert isinstance(outcome, select.Choice)
+
+
+def test_apex_of_pypi_is_recognised_and_refused(monkeypatch, tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    assert "nothing to do with NVIDIA's" in providers.apex_missing()
+    (tmp_path / "apex" / "multi_tensor_apply.py").touch()
+    assert "without its extensions amp_C, fused_layer_norm_cuda" in providers.apex_missing()
+    for name in ("amp_C", "fused_layer_norm_cuda"):
+        (tmp_path / f"{name}.py").touch()
+    assert providers.apex_missing() == ""
+
+
+def test_flash_attn_that_does_not_import_is_missing(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: hipFoo')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert "undefined symbol: hipFoo" in providers.PROVIDERS["flash_attn"].missing()
+
+
+def test_flash_attn_gets_documents_as_runs(monkeypatch):
+    from frontier_llm.ops.flash_attn_provider import attention, document_starts
+
+    documents = torch.tensor([[5, 5, 1, 1], [1, 1, 1, 2]])
+    starts, longest = document_starts(documents)
+    assert starts.tolist() == [0, 2, 4, 7, 8] and longest == 3
+
+    def varlen(
+        q, k, v, starts_q, starts_k, longest_q, longest_k, *, softmax_scale, causal
+    ):  # a stand-in that follows the package's meaning
+        parts = []
+        for begin, end in itertools.pairwise(starts_q):
+            part = (x[begin:end, None] for x in (q, k, v))
+            parts.append(reference.attention(*part, scale=softmax_scale)[:, 0])
+        return torch.cat(parts)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=varlen))
+    q, k, v = (torch.randn(4, 2, 3, 8, dtype=torch.float64) for _ in range(3))
+    got = attention(q, k, v, scale=0.3, documents_BS=documents)
+    torch.testing.assert_close(got, reference.attention(q, k, v, scale=0.3, documents_BS=documents))
+
+
+def test_weight_gradient_through_torch():
+    from frontier_llm.ops.torch_linear import accumulate_weight_gradient_
+
+    main, grad, x = torch.ones(3, 4), torch.randn(5, 3), torch.randn(5, 4)
+    accumulate_weight_gradient_(main, grad, x)
+    torch.testing.assert_close(main, 1 + grad.t() @ x)
+
+
+def test_a_library_for_another_torch_is_said_to_be_so(monkeypatch, tmp_path):
+    broken = tmp_path / "libfrontier_ops.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(native, "CPU_LIBRARY", broken)
+    assert "does not load into torch" in native.load_cpu_library.__wrapped__()
+    monkeypatch.setattr(native, "CPU_LIBRARY", tmp_path / "absent.so")
+    assert "has not been built" in native.load_cpu_library.__wrapped__()

@@ -1,0 +1,72 @@
+"""report.html: self-contained, complete, and drawn without errors by a real browser."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.config import dump, load_run
+from frontier_llm.errors import DataError
+from frontier_llm.topology import make_plan
+from frontier_llm.train.report import write_report
+from tests.harness.system import require_program
+
+SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"
+
+
+def make_run(directory: Path, *overrides: str) -> Path:
+    config = load_run("quickstart", overrides)
+    world = config.parallel.tensor * config.parallel.pipeline * (config.parallel.data or 1)
+    directory.mkdir()
+    (directory / "config.yaml").write_text(dump(config))
+    grid = vars(make_plan(config, world).grid)
+    (directory / "plan.json").write_text(json.dumps({"grid": grid}))
+    lines = [{"kind": "evaluation", "step": 0, "loss": 8.37, "bits_per_byte": 3.95}]
+    for step in range(1, 41):
+        values = {"loss": 8.0 - step / 10, "gradient_norm": 1.0, "learning_rate": 1e-3, "tokens_per_s": 9000.0 + step}
+        lines.append({"kind": "step", "step": step, "consumed_tokens": 4096 * step, "skipped_steps": 0, **values})
+    lines.append({"kind": "evaluation", "step": 40, "loss": 4.1, "bits_per_byte": 1.94})
+    torn = '{"kind": "step", "st'
+    (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n" + torn)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    runs = [
+        make_run(root / "first"),
+        make_run(root / "second", "parallel.tensor=1", "parallel.data=2", "parallel.sequence_parallel=false"),
+    ]
+    return write_report(runs, root / "report.html", SAMPLE, "frontier-llm train quickstart train.steps=1000")
+
+
+def test_the_page_needs_nothing_from_elsewhere(page):
+    text = page.read_text()
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]+"', text.replace('xlink:href="#', 'href="#'))
+    assert "<script" not in text, "the sample is text, not markup"
+
+
+def test_the_page_says_what_the_runs_did(page):
+    text = page.read_text()
+    for expected in ("4.100", "8.370", "1.940", "TP2 x PP2 x DP1", "TP1 x PP2 x DP2", "layers 0-1", "train.steps=1000", "return x &lt; 3"):
+        assert expected in text, expected
+
+
+def test_a_browser_draws_it_without_errors(page, tmp_path):
+    chromium = require_program("chromium", "chromium")
+    picture = tmp_path / "report.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1100,2600"]
+    command = [chromium, *flags, "--enable-logging=stderr", "--dump-dom", f"--screenshot={picture}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert picture.stat().st_size > 30_000, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert done.stdout.count("<svg") >= 6
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"not a run directory: no config\.yaml, plan\.json, metrics\.jsonl"):
+        write_report([tmp_path], tmp_path / "report.html")
