@@ -34,10 +34,18 @@ Transport = Literal["auto", "shm", "torch"]  # auto: shared memory where gloo wo
 def connect(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:
     """Join the job's rendezvous: a TCP store at rank 0, then the default group.
 
-    Raises RankFailure naming rank and address when the others are not there within `timeout_s`.
+    Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
+    within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
     """
     timeout = timedelta(seconds=timeout_s)
+    if not dist.is_backend_available(backend):
+        raise BackendError(
+            f"this torch was built without {backend}", "choose comm.backend=auto, or install a torch that has it", "comm.backend"
+        )
     try:
+        if backend == "mpi":
+            dist.init_process_group("mpi", timeout=timeout)
+            return
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:

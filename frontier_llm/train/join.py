@@ -62,7 +62,8 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     if place is None or place.world_size == 1:
         return serial_mesh()
     assert place.master_port is not None
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    default = "nccl" if device.type == "cuda" else "gloo"
+    backend = default if config.comm.backend == "auto" else config.comm.backend
     connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s)
     tied, timeout_s = config.model.tied_embeddings, config.train.timeout_s
     algorithms = load_algorithms(config.comm.algorithms)

@@ -23,6 +23,7 @@ from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import CheckpointError, FrontierError
 from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
+from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, peak_tflops
@@ -95,8 +96,10 @@ class _Session:
         self._resume()
         if self.is_first:
             self._write_run_files()
+            clock = PhaseClock(self.mesh.ledger)
+            clock.attach(self.state)
             flops = model_flops_per_token(self.config.model)
-            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, peak_tflops(self.config))
+            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, peak_tflops(self.config), clock)
         with SignalWatcher() as signals:
             interrupted = self._train_until_end(signals)
         if not interrupted and self.validation is not None:
