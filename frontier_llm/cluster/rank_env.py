@@ -84,16 +84,6 @@ def job_port(*identity: str | int) -> int:
     return FIRST_PORT + crc32("/".join(map(str, identity)).encode()) % PORT_COUNT
 
 
-def rendezvous_failure(place: RankEnv, cause: BaseException, waited_s: float) -> FrontierError:
-    """What to raise when the process group does not form: names host, rank, address and the usual reasons."""
-    return FrontierError(
-        f"no rendezvous after {waited_s:.0f} s: {cause}",
-        f"on {place.hostname} check that rank 0's node is alive and that {place.master_addr} can be reached from here; "
-        "set MASTER_ADDR to its address on the high-speed network (hostname -i there) or MASTER_PORT to another free port",
-        place.describe(),
-    )
-
-
 def is_shell_of_job(variables: Mapping[str, str] | None = None) -> bool:
     """True in the batch shell of a Slurm job, where ranks have yet to be started with srun."""
     env = os.environ if variables is None else variables

@@ -147,11 +147,6 @@ def test_tasks_per_node() -> None:
     assert rank_env.tasks_per_node("8(x2),4") == (8, 8, 4)
 
 
-def test_rendezvous_failure_names_host_and_rank() -> None:
-    text = str(rank_env.rendezvous_failure(found(SLURM), TimeoutError("no answer"), 30.0))
-    assert "rank 13 of 32" in text and "frontier00008" in text and "frontier00007" in text and "fix:" in text
-
-
 def test_the_shell_of_a_job_is_told_apart() -> None:
     assert rank_env.is_shell_of_job({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"})
     assert not rank_env.is_shell_of_job(SLURM)
