@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -29,7 +29,7 @@ class Limit(Section):
 class Site(Section):
     """One cluster, as its users meet it."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     machine: str  # name of a file in configs/machines
     gpus_per_node: PositiveInt
     tasks_per_node: PositiveInt
