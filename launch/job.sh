@@ -2,6 +2,7 @@
 # Runs in the batch shell of every job: site environment, Python, then the supervisor that starts the ranks with srun.
 #     job.sh SITE MODULE [WORD ...]
 # FRONTIER_LLM_PYTHON       the interpreter (python3 after the site's modules)
+# FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs no torch)
 # FRONTIER_LLM_ENV_ARCHIVE  a conda-pack or venv-pack .tar.gz: copied to every node's local disk and used from there
 set -euo pipefail
 
@@ -24,6 +25,9 @@ fi
 if ! command -v "$python" >/dev/null; then
     echo "job.sh: no $python on $(hostname); export FRONTIER_LLM_PYTHON=/path/to/python" >&2
     exit 2
+fi
+if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then
+    export FRONTIER_LLM_RANK_PYTHON="$root/launch/container_python.sh"
 fi
 export FRONTIER_LLM_PYTHON="$python" FRONTIER_LLM_SITE="$site" FRONTIER_LLM_ROOT="$root"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

@@ -21,7 +21,7 @@ say "training 2 of 2: the same run with data 2 x pipeline 2"
 frontier-llm train quickstart "train.run_dir=$other_run_dir" parallel.tensor=1 parallel.data=2 parallel.sequence_parallel=false
 
 say "a sample"
-frontier-llm generate "$run_dir" --prompt 'def read_lines(path):' --max-tokens 80 --temperature 0.7 --seed 1 | tee "$run_dir/sample.txt"
+frontier-llm generate "$run_dir" --prompt 'def read_lines(path):' --max-new-tokens 80 --temperature 0.7 --seed 1 | tee "$run_dir/sample.txt"
 
 next="frontier-llm train quickstart train.run_dir=$run_dir train.steps=1000      # goes on from the checkpoint"
 frontier-llm report "$run_dir" "$other_run_dir" --output "$run_dir/report.html" --sample "$run_dir/sample.txt" --next "$next" >/dev/null

@@ -29,14 +29,20 @@ def add_model_options(parser: argparse.ArgumentParser, replicas: bool) -> None:
 
 
 def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
-    """Run `work` on this rank when a launcher started it or one rank suffices, else on local ranks that are started here."""
+    """Run `work` on this rank when a launcher started it or one rank suffices, else on local ranks that are started here.
+
+    Model and layout are refused here, in one process, before any rank starts.
+    """
     from frontier_llm.cluster.rank_env import discover, environment
 
     world_size = args.tensor * args.pipeline * getattr(args, "data_parallel", 1)
     if discover() is not None or world_size == 1:
         return work(args)
     from frontier_llm.cluster.local import run_local_ranks
+    from frontier_llm.inference.model import inference_plan
+    from frontier_llm.inference.open import open_model
 
+    inference_plan(open_model(args.model).source.model, args.tensor, args.pipeline, world_size)
     with TemporaryDirectory(prefix="frontier-llm-") as logs:
         return run_local_ranks(world_size, as_arguments(args), environment(), Path(logs))
 

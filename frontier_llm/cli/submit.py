@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from frontier_llm.cluster.submit import Request
+    from frontier_llm.errors import Problem
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -38,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster import submit as submission
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
+    from frontier_llm.errors import ConfigError
 
     request = submission.Request(
         config=load_run(args.run, args.overrides),
@@ -52,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         dependency=args.dependency,
         exclude=submission.parse_hosts(args.exclude),
     )
+    if found := [*submission.problems(request), *_memory_problems(request)]:
+        raise ConfigError(found)
     made = submission.prepare(request) if args.dry_run else submission.submit(request)
     log.info(submission.describe(request, made))
     if args.json:
@@ -59,3 +67,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(made.script if args.dry_run else made.job_id)
     return 0
+
+
+def _memory_problems(request: Request) -> list[Problem]:
+    """The planner's verdict on a layout that is legal at all."""
+    from frontier_llm.scaling.predict import memory_problems
+    from frontier_llm.topology import plan_problems
+
+    devices = request.nodes * request.site.tasks_per_node
+    return (
+        []
+        if request.nodes < 1 or plan_problems(request.config, devices)
+        else memory_problems(request.config, devices, request.site.machine)
+    )

@@ -7,7 +7,8 @@ allocation when enough healthy nodes and time are left (a spare replaces a dead 
 one successor job. Three attempts without progress end the chain.
 
 Environment: FRONTIER_LLM_SPARE_NODES (nodes of the allocation to keep in hand), FRONTIER_LLM_CONTINUE (requeue | successor |
-never), FRONTIER_LLM_SIGNAL_LEAD_S (as --signal), FRONTIER_LLM_SITE, FRONTIER_LLM_PYTHON (set by launch/job.sh).
+never), FRONTIER_LLM_SIGNAL_LEAD_S (as --signal), FRONTIER_LLM_PREFLIGHT (1 = doctor first), FRONTIER_LLM_SITE, FRONTIER_LLM_PYTHON and
+FRONTIER_LLM_RANK_PYTHON (set by launch/job.sh).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome, Step, run_step
+from frontier_llm.cluster.doctor import examine, settings_for
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.sites import Site, load_site, root_dir
 from frontier_llm.config import RunConfig, load_run
@@ -58,11 +60,11 @@ class Job:
         return self.nodes_needed * self.allocation.tasks_per_node
 
 
-def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN) -> Job:
+def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> Job:
     """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
     allocation = slurm.Allocation.from_environment()
     config = load_run(words[0], words[1:])
-    continue_with = environ("FRONTIER_LLM_CONTINUE", "requeue") or "requeue"
+    continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
     if continue_with not in ("requeue", "successor", "never"):
         raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")
     job = Job(
@@ -85,6 +87,8 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN) -> Job:
 def supervise(job: Job) -> int:
     """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script."""
     refuse_second_holder(job)
+    if environ("FRONTIER_LLM_PREFLIGHT") == "1" and not nothing_to_do(job):
+        preflight(job)
     while True:
         if reason := nothing_to_do(job):
             log.info(reason)
@@ -111,6 +115,17 @@ def supervise(job: Job) -> int:
             return outcome.exit_code or 1
         if outcome.cause in ("interrupted", "walltime") or warned(job):
             return continue_later(job)
+
+
+def preflight(job: Job) -> None:
+    """`doctor` on every node; bad ones are left out. Raises FrontierError when too few are left or all share a fatal fault."""
+    report = examine(job.site, settings_for(job.site, job.directory), job.allocation.nodes)
+    log.info(report.render())
+    left = len(job.allocation.nodes) - len(report.bad_hosts)
+    if left < job.nodes_needed or not (report.healthy or report.bad_hosts):
+        fix = f"resubmit with --exclude={hostlist.compress(report.bad_hosts)}" if report.bad_hosts else "see the findings above"
+        raise FrontierError(f"{left} of {len(job.allocation.nodes)} nodes passed, {job.nodes_needed} are needed", fix, "preflight")
+    run_dir.add_bad_hosts(job.directory, list(report.bad_hosts))
 
 
 def refuse_second_holder(job: Job) -> None:
@@ -152,7 +167,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         options=tuple(job.site.srun.items()),
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
-        command=(environ("FRONTIER_LLM_PYTHON") or sys.executable, *job.program, *job.words),
+        command=(environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable, *job.program, *job.words),
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
@@ -251,13 +266,13 @@ def successor(directory: Path) -> str | None:
     return job_id if job_id != environ("SLURM_JOB_ID") and slurm.is_active(job_id) else None
 
 
-def main(words: Sequence[str], program: tuple[str, ...] = TRAIN) -> int:
+def main(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> int:
     """Command line of the batch shell."""
     if not words:
         print("usage: python -m frontier_llm.cluster.job CONFIG [key=value ...]", file=sys.stderr)
         return 2
     try:
-        return supervise(make_job(words, program))
+        return supervise(make_job(words, program, continue_with))
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

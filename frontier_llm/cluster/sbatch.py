@@ -143,6 +143,10 @@ def render_site(site: Site) -> str:
         f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}",
         *_exports(site.environment),
     ]
+    if site.container:
+        if not _PLAIN.fullmatch(site.container):
+            raise ConfigError(f"{site.container!r} is not a plain path", where=f"container of {site.name}")
+        lines.append(f'export FRONTIER_LLM_CONTAINER="${{FRONTIER_LLM_CONTAINER:-{site.container}}}"')
     if site.multi_node_environment:
         lines += [
             'if [[ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]]; then',

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -29,7 +29,7 @@ class Limit(Section):
 class Site(Section):
     """One cluster, as its users meet it."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     machine: str  # name of a file in configs/machines
     gpus_per_node: PositiveInt
     tasks_per_node: PositiveInt
@@ -45,7 +45,7 @@ class Site(Section):
     interface: str | None = None  # network interface of the rendezvous; None = the host's own address
     scratch: str | None = None
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
-    container: str | None = None
+    container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another
     bind: Literal["gcd", "none"] = "none"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.rank_env import environ, environment
-from frontier_llm.cluster.sbatch import JobScript, render
+from frontier_llm.cluster.sbatch import JobScript, render, render_site
 from frontier_llm.cluster.sites import Site, format_walltime, request_problems, root_dir
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem
@@ -123,7 +123,7 @@ def prepare(request: Request) -> Submission:
     }
     arguments = [f"--{name}={value}" for name, value in options.items() if value]
     variables = {
-        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest()[:12]}"),
+        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site)[:12]}"),
         "FRONTIER_LLM_SITE": request.site.name,
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
         "FRONTIER_LLM_CONTINUE": request.continue_with,
@@ -138,7 +138,7 @@ def submit(request: Request) -> Submission:
     _refuse_busy(request)
     directory = made.directory
     directory.mkdir(parents=True, exist_ok=True)
-    snapshot(Path(made.variables["FRONTIER_LLM_ROOT"]))
+    snapshot(Path(made.variables["FRONTIER_LLM_ROOT"]), request.site)
     config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
     run_dir.write_atomically(directory / "run.yaml", dump(config))
     run_dir.write_atomically(directory / "job.sbatch", made.script)
@@ -180,16 +180,23 @@ def _snapshot_files() -> list[Path]:
     return sorted(path for path in files if "__pycache__" not in path.parts)
 
 
-def code_digest() -> str:
-    """sha256 over names and contents of what a snapshot holds; equal code gives equal digests."""
+def _site_files(site: Site) -> dict[Path, str]:
+    """The site as the job will read it; `--site` may have named a file outside of the checkout."""
+    folder = Path("slurm") / "sites"
+    return {folder / f"{site.name}.yaml": dump(site), folder / f"{site.name}.sh": render_site(site)}
+
+
+def code_digest(site: Site) -> str:
+    """sha256 over names and contents of what a snapshot holds; equal code and site give equal digests."""
     digest = hashlib.sha256()
     for relative in _snapshot_files():
         content = (root_dir() / relative).read_bytes()
         digest.update(f"{relative}\0{len(content)}\0".encode() + content)
+    digest.update(json.dumps([(str(path), text) for path, text in _site_files(site).items()]).encode())
     return digest.hexdigest()
 
 
-def snapshot(target: Path) -> None:
+def snapshot(target: Path, site: Site) -> None:
     """Copy the code to `target`, unless this very code is there already; appears whole or not at all."""
     if target.is_dir():
         return
@@ -197,17 +204,20 @@ def snapshot(target: Path) -> None:
     for relative in _snapshot_files():
         (partial / relative).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root_dir() / relative, partial / relative)
+    for relative, text in _site_files(site).items():
+        (partial / relative).write_text(text, encoding="utf-8")
     partial.rename(target)
 
 
 def save_seconds(directory: Path) -> list[float]:
-    """How long each recorded save took: from the last step's line to the save's, at the same step."""
-    seconds, last = [], None
+    """How long each recorded save took until it was durable: from the line of its step to the line of the save."""
+    seconds: list[float] = []
+    finished: dict[int, float] = {}
     for row in run_dir.read_jsonl(directory / "metrics.jsonl"):
-        if row.get("kind") == "save" and last is not None and last.get("step") == row.get("step"):
-            seconds.append(float(row["time"]) - float(last["time"]))
-        if row.get("kind") == "step":
-            last = row
+        if row.get("kind") == "step" and "time" in row:
+            finished[row["step"]] = float(row["time"])
+        elif row.get("kind") == "save" and row.get("step") in finished:
+            seconds.append(float(row["time"]) - finished[row["step"]])
     return seconds
 
 

@@ -15,6 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from frontier_llm import log
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import OpsConfig
 from frontier_llm.inference.model import build_inference_model, inference_plan
@@ -43,7 +44,7 @@ class FrontierLM(TemplateLM):
         opened = open_model(path)
         self.tokens = open_tokenizer(opened, tokenizer)
         self.batch_size_per_gpu = int(batch_size) if str(batch_size).isdigit() else 8
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = _device(device)
         plan = inference_plan(opened.source.model, 1, 1, 1)
         self.model = build_inference_model(opened.source, plan, serial_mesh(), place, dtype or opened.dtype, OpsConfig())
 
@@ -96,6 +97,15 @@ class FrontierLM(TemplateLM):
             prompt = context if len(ids) <= room else self.tokens.decode(ids[-room:])
             texts.append(complete(self.model, self.tokens, [prompt], sampling, stops)[0].text)
         return texts
+
+
+def _device(wanted: str | None) -> torch.device:
+    """lm_eval's command line asks for cuda:0 when its user names no device, so that cannot be an error without a GPU."""
+    if torch.cuda.is_available():
+        return torch.device(wanted or "cuda")
+    if wanted not in (None, "cpu"):
+        log.info(f"torch sees no GPU: the model runs on the CPU, not on {wanted}")
+    return torch.device("cpu")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+FORWARD_ONLY = "forward-only"  # name of a schedule that evaluates
+
 
 class Kind(Enum):
     """What an action does; the value is its letter in the textual form ('F3', 'I0.1')."""
@@ -46,7 +48,7 @@ class Action:
 class Schedule:
     """`actions[stage]` is what that pipeline rank plays, communication included, for one training step."""
 
-    name: str  # gpipe | 1f1b | interleaved | zb-h1
+    name: str  # gpipe | 1f1b | interleaved | zb-h1 | forward-only
     stages: int  # pp
     microbatches: int  # m, per data-parallel replica and step
     chunks: int  # v

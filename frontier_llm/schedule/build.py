@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 
 from frontier_llm.errors import LayoutError, Problem, suggest
-from frontier_llm.schedule.actions import Action, Kind, Schedule
+from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule
 from frontier_llm.schedule.channels import channel_of, chunk_at_peer, peer_of, received_by, sent_by
 
 Order = list[Action]
@@ -42,10 +42,14 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedul
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same pipeline without gradients, for evaluation: every microbatch forward, in GPipe's order (per chunk)."""
-    stages, microbatches, chunks = schedule.stages, schedule.microbatches, schedule.chunks
-    order = [Action(Kind.FORWARD, microbatch, chunk) for chunk in range(chunks) for microbatch in range(microbatches)]
-    return Schedule("forward-only", stages, microbatches, chunks, with_communication([order] * stages, chunks))
+    """The same pipeline without gradients, for evaluation: each stage's forwards in the order in which it trains.
+
+    (All microbatches through chunk 0, then all through chunk 1, would leave the last stage with every message of the wrap-around
+    undelivered, and with bounded sends in a deadlock.)
+    """
+    orders = [[action for action in schedule.compute_actions(stage) if action.kind is Kind.FORWARD] for stage in range(schedule.stages)]
+    actions = with_communication(orders, schedule.chunks)
+    return Schedule(FORWARD_ONLY, schedule.stages, schedule.microbatches, schedule.chunks, actions)
 
 
 # ------------------------------------------------------------------------------------------------- order of compute

@@ -1,7 +1,7 @@
 """Who failed first? A thread in each rank that posts its progress, sees when nothing moves any more, and names the culprit.
 
 A peer that died or froze shows on the others only as a collective that fails or never ends. So each rank posts (step, section,
-collectives done) to the rendezvous' store every second; after a failure the rank that posts no longer is the dead or stopped one, and when
+collectives done) to the rendezvous' store at every step and at least every second; after a failure the rank that posts no longer is the dead or stopped one, and when
 all still post, the one whose count is furthest behind is the one that the others wait for.
 """
 
@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from frontier_llm.errors import FrontierError, RankFailure
 PERIOD_S = 1.0
 EXIT_STUCK = 70  # the watchdog ended this process; sysexits' EX_SOFTWARE
 ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
+DUMP_AT = 0.75  # share of the timeout after which stacks are written: before any collective gives up and unwinds them
+SHORTEST_S = 0.05  # between two posts, however short the steps are
 _FIRST, _ALARM = "first failure", "alarm"
 
 
@@ -57,7 +59,8 @@ class Watchdog:
         self._step, self._section, self._posts = 0, "start", 0
         self._step_began_at = self._per_step = 0  # collectives
         self._moved_s = time.monotonic()
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._period_s = min(PERIOD_S, timeout_s / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._stacks_path = run_dir / "logs" / f"stacks_rank_{rank:05}.txt"
         self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,13 +68,18 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._post(self._notice())
         self._thread.start()
 
     def stop(self) -> None:
         """The run has ended in order."""
         self._stop.set()
+        self._wake.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
+        self._close_stacks()
+
+    def _close_stacks(self) -> None:
         self._stacks.close()
         if self._stacks_path.stat().st_size == 0:
             self._stacks_path.unlink()
@@ -81,6 +89,7 @@ class Watchdog:
         if step != self._step:
             done = self._collectives()
             self._step_began_at, self._per_step = done, done - self._step_began_at
+            self._wake.set()
         self._step, self._section = step, section
         self._moved_s = time.monotonic()
 
@@ -109,16 +118,22 @@ class Watchdog:
 
     def _watch(self) -> None:
         seen: tuple[Any, ...] = ()
-        while not self._stop.wait(PERIOD_S):
+        while not self._stop.wait(SHORTEST_S):
+            self._wake.wait(self._period_s)  # a new step is posted at once, so that a rank's last notice says how far it got
+            self._wake.clear()
             notice = self._notice()
             place = (self._moved_s, notice["collectives"])
             if place != seen:
-                seen, changed_s = place, time.monotonic()
+                seen, changed_s, dumped = place, time.monotonic(), False
                 # fires in C, so also when this rank's main thread holds the interpreter lock for ever
                 faulthandler.dump_traceback_later(self._timeout_s + 2 * PERIOD_S, file=self._stacks)
             self._post(notice)
             self._answer_alarm()
-            if time.monotonic() - changed_s > self._timeout_s:
+            idle_s = time.monotonic() - changed_s
+            if idle_s > DUMP_AT * self._timeout_s and not dumped:
+                dumped = True
+                faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            if idle_s > self._timeout_s:
                 self._give_up()
 
     def _post(self, notice: dict[str, Any]) -> None:
@@ -139,8 +154,7 @@ class Watchdog:
                 self._board = None
 
     def _give_up(self) -> None:
-        """Nothing has moved for `timeout_s`: stacks to disk, the suspect named, this process ended."""
-        faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+        """Nothing has moved for `timeout_s`: the suspect named, this process ended; the stacks are on disk already."""
         self._stacks.flush()
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
         cause = self.find_cause(waited)
@@ -177,7 +191,16 @@ class Watchdog:
                 return self._own_cause(symptom)
             return self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
         except RuntimeError:
-            return Cause(0, "the host of rank 0", self._step, self._section, "its process, which holds the rendezvous, is gone or stopped")
+            what = "its process, which holds the rendezvous, is gone or stopped"
+            return self._recorded() or Cause(0, "the host of rank 0", self._step, self._section, what)
+
+    def _recorded(self) -> Cause | None:
+        """What rank 0 has found out before it left."""
+        try:
+            content = json.loads((self._run_dir / "failure.json").read_text(encoding="utf-8"))
+            return Cause(**{field.name: content[field.name] for field in fields(Cause)})
+        except (OSError, ValueError, KeyError):
+            return None
 
     def _ask(self, board: Board, symptom: str) -> Cause:
         board.claim(_ALARM, f"rank {self._rank}: {symptom}")
@@ -196,15 +219,15 @@ class Watchdog:
         if claimed is not None:
             return Cause(**json.loads(claimed))
         after = self._read_all(board)
-        silent = [rank for rank, notice in after.items() if rank != 0 and before.get(rank, {}).get("posts") == notice["posts"]]
+        silent = [
+            rank for rank in range(1, self._world_size) if rank not in after or before.get(rank, {}).get("posts") == after[rank]["posts"]
+        ]
         if silent:
             rank, how = silent[0], "it died or was stopped: it gives no sign of life"
-        elif after:
+        else:
             rank = min(after, key=lambda number: (after[number]["progress"], number))
             how = f"all live, and it is furthest behind ({after[rank]['collectives']} collectives)"
-        else:
-            return self._own_cause(symptom)
-        notice = after[rank]
+        notice = after.get(rank, {"host": "an unknown host", "step": 0, "section": "start"})
         return self._claim(Cause(rank, notice["host"], notice["step"], notice["section"], f"{how}; seen as: {symptom}"))
 
     def _read_all(self, board: Board) -> dict[int, dict[str, Any]]:
@@ -237,6 +260,9 @@ class Watchdog:
             traceback.print_exc()
             log.warn(cause.describe() if cause.rank == self._rank else f"secondary failure. {cause.describe()}")
             sys.stderr.flush()
+            self._close_stacks()
+            if self._rank == 0:
+                time.sleep(PERIOD_S)  # the others read the answer from the store, which goes with this process
             os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
         self.stop()
 

@@ -14,3 +14,4 @@ export FI_MR_CACHE_MONITOR=userfaultfd
 export GLOO_SOCKET_IFNAME=hsn0
 export NCCL_NET_GDR_LEVEL=PHB
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
+export FRONTIER_LLM_CONTAINER="${FRONTIER_LLM_CONTAINER:-/appl/local/laifs/containers/lumi-multitorch-full-u24r70f21m50t210-20260415_130625.sif}"

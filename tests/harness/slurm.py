@@ -140,7 +140,7 @@ class LocalSlurm:
         gres += [f"NodeName=frontier[00001-{FRONTIER_NODES:05}],nid[000001-{LUMI_NODES:06}] Name=gpu Count={GPUS}"]
         (self.root / "gres.conf").write_text("\n".join(gres) + "\n", encoding="utf-8")
 
-    def start(self, timeout_s: float = 60.0) -> None:
+    def start(self, timeout_s: float = 240.0) -> None:
         """Start the daemons and wait until every node is idle."""
         self._spawn("slurmctld", ["slurmctld", "-D", "-f", str(self.conf)])
         for node in self.nodes:
@@ -240,7 +240,7 @@ def local_slurm(nodes: int = 4) -> Iterator[LocalSlurm]:
         yield cluster
     except AssertionError as error:
         logs = "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in sorted((cluster.root / "logs").glob("*"))
+            f"--- {path.name}\n{path.read_text(errors='replace')[-600:]}" for path in sorted((cluster.root / "logs").glob("*"))
         )
         raise AssertionError(f"{error}\n{logs}") from error
     finally:

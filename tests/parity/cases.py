@@ -17,7 +17,7 @@ STEPS = 3
 # Eight layers, so that four stages of two chunks have one each; 50 real of 64 padded vocabulary rows, so that with tp 4 the last
 # rank has two real rows; initial weights ten times the usual, so that no gradient is small.
 SHAPE: dict[str, Any] = {
-    "layers": 8, "hidden": 32, "heads": 8, "ffn_hidden": 48, "vocab_size": 50, "vocab_multiple": 16, "sequence_length": 12, "init_std": 0.2,
+    "layers": 8, "hidden": 32, "heads": 8, "ffn_hidden": 48, "vocab_size": 50, "vocab_multiple": 64, "sequence_length": 12, "init_std": 0.2,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "norm_bias": True, "tied_embeddings": True},
@@ -46,6 +46,7 @@ class Case:
     order: str = "tp-dp-pp"
     documents: bool = False
     transport: str = "auto"
+    vocab_size: int = SHAPE["vocab_size"]  # of 64 padded rows
 
     @property
     def world_size(self) -> int:
@@ -66,12 +67,12 @@ class Case:
 
     def serial(self) -> Case:
         """The degree-1 run that must give the same numbers."""
-        return Case(self.family, documents=self.documents)
+        return Case(self.family, documents=self.documents, vocab_size=self.vocab_size)
 
     def config(self, dtype: str = "fp64") -> RunConfig:
         """The run, with clipping that bites and a warm-up that ends inside the three steps."""
         return RunConfig(
-            model=ModelConfig(**SHAPE, **FAMILIES[self.family]),
+            model=ModelConfig(**{**SHAPE, "vocab_size": self.vocab_size}, **FAMILIES[self.family]),
             parallel=ParallelConfig(
                 tensor=self.tp, pipeline=self.pp, data=self.dp, chunks=self.chunks, schedule=self.schedule,
                 sequence_parallel=self.sequence_parallel, axis_order=self.order, zero=self.zero,

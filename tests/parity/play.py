@@ -42,11 +42,11 @@ class Played(NamedTuple):
     final: list[Piece]
 
 
-def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(step: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, document ids), each (B, S + 1), of a step's global batch, a function of the step alone."""
     generator = np.random.default_rng(1000 + step)
     shape = (GLOBAL_BATCH, SHAPE["sequence_length"] + 1)
-    return generator.integers(0, SHAPE["vocab_size"], shape), (generator.random(shape) < 0.2).cumsum(1)
+    return generator.integers(0, vocab_size, shape), (generator.random(shape) < 0.2).cumsum(1)
 
 
 class Source:
@@ -59,7 +59,7 @@ class Source:
 
     def microbatch(self, step: int, index: int) -> Microbatch:
         """With document resets, a target in another document than its input does not count."""
-        tokens, documents = batch(step)
+        tokens, documents = batch(step, self._case.vocab_size)
         first = (index * self._case.dp + self._dp_rank) * self._case.micro_batch
         rows = slice(first, first + self._case.micro_batch)
         if not self.reset_at_documents:

@@ -52,6 +52,15 @@ def test_microbatch_size_and_count_do_not_change_gradients(run_case: RunCase, mi
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+def test_a_rank_may_hold_little_but_padding(run_case: RunCase, family: str) -> None:
+    """Of 64 rows for 49 tokens, the last of four tensor ranks has one real row."""
+    case = Case(family, tp=4, sequence_parallel=True, vocab_size=49)
+    serial = run_case(case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run_case(case), serial) == []
+
+
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [

@@ -15,7 +15,7 @@ def witness(case: Case, initial: Tensors) -> Run:
     config = case.config()
     model, optimizer = config.model.model_dump(), config.optimizer
     params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
-    batches = [tuple(map(torch.from_numpy, batch(step))) for step in range(STEPS)]
+    batches = [tuple(map(torch.from_numpy, batch(step, case.vocab_size))) for step in range(STEPS)]
     documents = [ids if case.documents else None for _, ids in batches]
     _, gradients = gpt.gradients(model, params, batches[0][0], documents[0])
     losses, norms, final = gpt.adamw_steps(

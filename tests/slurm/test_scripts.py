@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from frontier_llm.cluster.sbatch import JOBS, render
@@ -35,3 +40,61 @@ def test_wrong_directory_is_explained(cluster: LocalSlurm, tmp_path) -> None:
     job_id = cluster.submit("-p", "local", "-C", "nvme", f"--output={tmp_path}/out", script, cwd=tmp_path, env={"FRONTIER_LLM_ROOT": ""})
     assert cluster.wait_job(job_id)["ExitCode"] == "2:0"
     assert "run sbatch from the checkout" in (tmp_path / "out").read_text()
+
+
+def job_sh(cluster: LocalSlurm, tmp_path: Path, env: dict[str, str]) -> tuple[dict[str, str], str]:
+    """launch/job.sh with a module that says which Python runs it."""
+    (tmp_path / "say.py").write_text("import sys, os; print('python', sys.argv[1:], os.environ['FRONTIER_LLM_PYTHON'], flush=True)")
+    script = tmp_path / "job.sh"
+    script.write_text(f'#!/bin/bash\nexec {ROOT}/launch/job.sh "${{SITE:-local}}" say "a b"\n')
+    job_id = cluster.submit(
+        "-N1", "--ntasks-per-node=1", f"--output={tmp_path}/out", str(script), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), **env}
+    )
+    return cluster.wait_job(job_id), (tmp_path / "out").read_text()
+
+
+def make_archive(tmp_path: Path) -> Path:
+    """What conda-pack would make: an environment whose bin/python works from anywhere."""
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    for name, text in (
+        ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n'),
+        ("conda-unpack", '#!/bin/bash\ntouch "$(dirname "$0")/unpacked"\n'),
+    ):
+        (tmp_path / "env" / "bin" / name).write_text(text)
+        (tmp_path / "env" / "bin" / name).chmod(0o755)
+    archive = tmp_path / "env.tar.gz"
+    subprocess.run(["tar", "-czf", str(archive), "-C", str(tmp_path / "env"), "."], check=True)
+    return archive
+
+
+def test_the_environment_is_broadcast_and_used(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = job_sh(cluster, tmp_path, {"FRONTIER_LLM_ENV_ARCHIVE": str(make_archive(tmp_path))})
+    target = Path(f"/tmp/frontier_llm_env_{job['JobId']}")
+    try:
+        assert job["JobState"] == "COMPLETED", text
+        assert f"python ['a b'] {target}/bin/python" in text
+        assert (target / "bin" / "unpacked").exists() and not Path(f"{target}.tar.gz").exists()
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def test_a_failed_broadcast_ends_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = job_sh(cluster, tmp_path, {"FRONTIER_LLM_ENV_ARCHIVE": "/nonexistent/env.tar.gz"})
+    assert job["ExitCode"] == "2:0" and "conda-pack" in text
+    # the node's disk refuses the file: a directory stands where sbcast has to write
+    archive = make_archive(tmp_path)
+    blocked = Path(f"/tmp/frontier_llm_env_{int(job['JobId']) + 1}.tar.gz")
+    blocked.mkdir()
+    try:
+        job, text = job_sh(cluster, tmp_path, {"FRONTIER_LLM_ENV_ARCHIVE": str(archive)})
+        assert job["JobState"] == "FAILED" and "sbcast ended with" in text and "python [" not in text
+    finally:
+        blocked.rmdir()
+
+
+def test_unknown_site_and_missing_python_are_explained(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = job_sh(cluster, tmp_path, {"SITE": "../evil"})
+    assert job["ExitCode"] == "2:0" and "no slurm/sites/../evil.sh" in text
+    (tmp_path / "out").unlink()
+    job, text = job_sh(cluster, tmp_path, {"FRONTIER_LLM_PYTHON": "/nonexistent/python"})
+    assert job["ExitCode"] == "2:0" and "FRONTIER_LLM_PYTHON=/path" in text

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
-from tests.harness.slurm import ROOT, LocalSlurm
+from tests.harness.slurm import ENDED, ROOT, LocalSlurm
 
 # widths and depth of a toy; the degrees and the node count are what the test is about
 TOY = (
@@ -39,11 +40,11 @@ def losses(directory: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in run_dir.steps(directory / "run")]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(700)
 def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_path: Path) -> None:
     words = ("parallel.pipeline=4", "batch.global_batch=4", "train.steps=3")
     job_id = sbatch(cluster, "train_1t.sbatch", tmp_path, "--nodes=4", "--time=20", words=words, env={"FRONTIER_LLM_SIGNAL_LEAD_S": "10"})
-    job = cluster.wait_job(job_id, 400)
+    job = cluster.wait_job(job_id, 540)
     text = (tmp_path / "job.out").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), text
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3]
@@ -52,3 +53,101 @@ def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_p
     assert (plan["grid"]["tp"], plan["grid"]["pp"], plan["grid"]["dp"]) == (8, 4, 1)
     assert len(list((tmp_path / "run" / "logs" / "attempt_0001").glob("rank_*.log"))) == 32
     assert cluster.queued() == []
+
+
+SLICED = ("parallel.tensor=2", "parallel.pipeline=1", "batch.global_batch=4", "train.steps=60", "train.save_interval=10")
+# every step takes at least this long, so that 60 of them outlast a slice on a fast machine too
+SLOW = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:0.8"}
+
+
+def loss_column(directory: Path) -> list[tuple[int, str]]:
+    """(step, loss) as the file spells them, one per step; what was redone after a crash replaces the lost try."""
+    found = {}
+    for line in (directory / "run" / "metrics.jsonl").read_text().splitlines():
+        if '"kind": "step"' in line:
+            words = dict(part.split(": ", 1) for part in line.strip("{}").split(", ") if ": " in part)
+            found[int(words['"step"'])] = words['"loss"']
+    return sorted(found.items())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: LocalSlurm, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """The loss column of one run that nothing has interrupted."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job_id = sbatch(cluster, "train_small.sbatch", directory, "--nodes=2", "--ntasks-per-node=1", words=SLICED)
+    job = cluster.wait_job(job_id, 300)
+    assert job["JobState"] == "COMPLETED", (directory / "job.out").read_text()
+    assert [attempt.cause for attempt in run_dir.attempts(directory / "run")] == ["finished"]
+    column = loss_column(directory)
+    assert [step for step, _ in column] == list(range(1, 61))
+    return column
+
+
+@pytest.mark.timeout(900)
+def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tmp_path: Path, undisturbed: list[tuple[int, str]]) -> None:
+    env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "60"}
+    options = ("--nodes=2", "--ntasks-per-node=1", "--time=2", "--signal=USR1@60")
+    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=SLICED, env=env)
+    seen: set[str] = set()
+
+    def ended() -> bool:
+        seen.update(cluster.queued())
+        return cluster.job(job_id).get("JobState") in ENDED
+
+    cluster.wait_for(ended, 600, f"end of the chain: {(tmp_path / 'job.out')}")
+    text = (tmp_path / "job.out").read_text()
+    job = cluster.job(job_id)
+    assert job["JobState"] == "COMPLETED", text
+    causes = [attempt.cause for attempt in run_dir.attempts(tmp_path / "run")]
+    assert int(job["Restarts"]) == len(causes) - 1 >= 1
+    assert causes == ["interrupted"] * (len(causes) - 1) + ["finished"]
+    assert loss_column(tmp_path) == undisturbed
+    assert seen == {job_id} and cluster.queued() == []  # never a second job, and none after the end
+
+
+@pytest.mark.timeout(600)
+def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(
+    cluster: LocalSlurm, tmp_path: Path, undisturbed: list[tuple[int, str]]
+) -> None:
+    env = {**SLOW, "FRONTIER_LLM_SPARE_NODES": "1", "FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
+    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, "--nodes=3", "--ntasks-per-node=1", words=SLICED, env=env)
+    try:
+        cluster.wait_for(lambda: run_dir.latest_step(tmp_path / "run") > 0, 200, "first checkpoint")
+        cluster.kill_node("n1")
+        job = cluster.wait_job(job_id, 300)
+        text = (tmp_path / "job.out").read_text()
+        assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), text
+        made = run_dir.attempts(tmp_path / "run")
+        assert [attempt.cause for attempt in made] == ["node failure", "finished"], text
+        assert [attempt.nodes for attempt in made] == [("n0", "n1"), ("n0", "n2")]
+        assert loss_column(tmp_path) == undisturbed
+        assert len(list((tmp_path / "run" / "checkpoints" / "incarnations").glob("*.json"))) == 2
+    finally:
+        cluster.start_node("n1")
+        cluster.wait_for(lambda: set(cluster.node_states().values()) == {"IDLE"}, 60, "revived node")
+
+
+@pytest.mark.timeout(600)
+def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
+    """One rank has no peer whose death would end it: after its node is declared dead it trains on, beside the requeued job."""
+    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=4", "train.steps=120", "train.save_interval=10")
+    env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
+    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, "--nodes=1", "--ntasks-per-node=1", words=words, env=env)
+    run, stale_log = tmp_path / "run", tmp_path / "run" / "logs" / "attempt_0001" / "rank_0.log"
+    try:
+        cluster.wait_for(lambda: run_dir.latest_step(run) > 0, 200, "first checkpoint")
+        host = str(run_dir.holder(run)["host"])
+        cluster.kill_node(host)
+        cluster.wait_for(lambda: "has been replaced by" in stale_log.read_text(), 300, "refusal of the stale rank")
+        job = cluster.wait_job(job_id, 300)
+        text = (tmp_path / "job.out").read_text()
+        assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1, text
+        assert run_dir.holder(run)["host"] != host
+        assert run_dir.latest_step(run) == 120
+        assert main(["checkpoint", "verify", str(run)]) == 0
+    finally:
+        for process in cluster.processes():
+            if "slurmstepd" in process.name():
+                process.kill()
+        cluster.start_node(host)
+        cluster.wait_for(lambda: set(cluster.node_states().values()) == {"IDLE"}, 60, "revived node")

@@ -66,7 +66,7 @@ def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path:
     assert "--account=ABC123" in made["command"] and "--exclude=n[3-5]" in made["command"]
     assert "sbatch --parsable" in fake_slurm.read_text()
     code = Path(made["variables"]["FRONTIER_LLM_ROOT"])
-    assert code.name == f"code-{code_digest()[:12]}" and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
+    assert code.name == f"code-{code_digest(load_site('frontier'))[:12]}" and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
     assert (code / "frontier_llm" / "cluster" / "submit.py").is_file()
     script = (directory / "job.sbatch").read_text()
     assert "#SBATCH --nodes=2" in script and f"'{directory}/run.yaml'" in script
@@ -75,10 +75,19 @@ def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path:
 
 def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:
     target = tmp_path / "code"
-    snapshot(target)
+    site = load_site("local")
+    snapshot(target, site)
     (target / "mark").touch()
-    snapshot(target)
+    snapshot(target, site)
     assert (target / "mark").exists() and not list(tmp_path.glob("*.tmp*"))
+
+
+def test_a_site_from_elsewhere_travels_with_the_code(tmp_path: Path) -> None:
+    site = load_site("local").model_copy(update={"name": "mine", "environment": {"A": "b"}})
+    snapshot(tmp_path / "code", site)
+    assert "export A=b" in (tmp_path / "code" / "slurm" / "sites" / "mine.sh").read_text()
+    assert load_site(str(tmp_path / "code" / "slurm" / "sites" / "mine.yaml")) == site
+    assert code_digest(site) != code_digest(load_site("local"))
 
 
 def test_lead_time_follows_the_measured_save(tmp_path: Path) -> None:

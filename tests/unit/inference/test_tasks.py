@@ -132,6 +132,24 @@ def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
         assert len(set(values["theirs"])) > len(LINES[name])
 
 
+def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(exported: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import get_model
+    from lm_eval.models.huggingface import HFLM
+
+    from frontier_llm.inference.lm_eval_model import FrontierLM
+
+    assert get_model("frontier-llm") is FrontierLM
+    ours, theirs = FrontierLM(str(exported), device="cpu"), HFLM(pretrained=str(exported), dtype="float32", device="cpu", batch_size=1)
+    texts = ["a text of some length. " * 30, "short"]  # 690 tokens roll over a context of 256
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+    assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling, disable_tqdm=True), rel=1e-5)
+    options = {"until": ["zq"], "max_gen_toks": 20, "do_sample": False}
+    asked = [Instance("generate_until", {}, (text, dict(options)), 0) for text in texts]
+    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+
+
 def test_answers_are_judged_by_sum_by_length_and_by_token(exported: Path, tmp_path: Path) -> None:
     model, tokenizer = model_of(exported), load_tokenizer(exported)
     lines = [{"query": f"Say {n}", "choices": ["a", "a much longer answer than that", "mid size"], "gold": 0} for n in range(9)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from frontier_llm.checkpoint.huggingface import (
 )
 from frontier_llm.checkpoint.huggingface_families import FAMILIES
 from frontier_llm.checkpoint.huggingface_files import INDEX, SINGLE
+from frontier_llm.checkpoint.weights import write_checkpoint
 from frontier_llm.comm import single
-from frontier_llm.config import ModelConfig, OpsConfig, available, load_model
+from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, RunConfig, TrainConfig, available, load_model
 from frontier_llm.errors import CheckpointError
 from frontier_llm.model import Stage
 from frontier_llm.ops import select_ops
@@ -128,6 +130,30 @@ def test_export_is_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "out" / "precious").write_text("")
     with pytest.raises(CheckpointError, match="is not empty"):
         export_huggingface(source, tmp_path / "out", torch.float32)
+
+
+def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
+    model = load_model("llama-tiny")
+    shapes = [(rule.ours, rule.shape) for rule in family_for(model).rules(model)]
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    class Counted:
+        def __init__(self) -> None:
+            self.model = model
+
+        def rectangle(self, name: str, offset: Any, shape: Any) -> torch.Tensor:
+            nonlocal most
+            tensor = torch.ones(tuple(shape))
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(held() is not None for held in alive))
+            return tensor
+
+    export_huggingface(Counted(), tmp_path / "out", torch.float32)
+    run = RunConfig(model=model, batch=BatchConfig(global_batch=1), train=TrainConfig(run_dir=str(tmp_path / "run")))
+    write_checkpoint(Counted(), shapes, run, 1 << 30)
+    assert len(alive) == 2 * len(shapes)
+    assert most <= 2  # the one being written, and the next as it is made
 
 
 def test_tokenizer_and_facts_go_along(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from frontier_llm.errors import LayoutError
 from frontier_llm.schedule import (
+    FORWARD_ONLY,
     ORDERS,
     Action,
     Channel,
@@ -21,6 +22,7 @@ from frontier_llm.schedule import (
     build,
     channel_of,
     check,
+    forward_only,
     in_flight,
     peer_of,
     pending_receives,
@@ -62,6 +64,32 @@ def drop(schedule: Schedule, stage: int, gone: Action) -> Schedule:
 @settings(deadline=None, max_examples=150)
 def test_every_schedule_is_legal_and_deadlock_free(schedule: Schedule) -> None:
     check(schedule)
+
+
+@given(schedules())
+@settings(deadline=None, max_examples=100)
+def test_one_outstanding_send_per_channel_is_enough(schedule: Schedule) -> None:
+    """Whatever bound the engine puts on sends under way, it cannot deadlock: training and evaluation live with the smallest."""
+    check(schedule, outstanding_sends=1)
+    check(forward_only(schedule), outstanding_sends=1)
+
+
+def test_evaluation_has_the_forwards_alone() -> None:
+    schedule = build("interleaved", 2, 3, 2)
+    kinds = {action.kind for actions in forward_only(schedule).actions for action in actions}
+    assert kinds == {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD}
+    with pytest.raises(ScheduleError, match="B0 does not belong here"):
+        check(dataclasses.replace(schedule, name=forward_only(schedule).name))
+
+
+def test_check_finds_a_deadlock_of_bounded_sends() -> None:
+    """All of chunk 0 before all of chunk 1: the last stage's messages for chunk 1 pile up while stage 0 still sends chunk 0."""
+    order = [Action(Kind.FORWARD, microbatch, chunk) for chunk in range(2) for microbatch in range(32)]
+    piled = Schedule(FORWARD_ONLY, 2, 32, 2, with_communication([order] * 2, 2))
+    check(piled)
+    check(piled, outstanding_sends=15)
+    with pytest.raises(ScheduleError, match=r"deadlock: .* waits for earlier sends to be taken"):
+        check(piled, outstanding_sends=14)
 
 
 @given(schedules())

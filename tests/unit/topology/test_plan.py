@@ -121,6 +121,12 @@ def test_sequence_parallel_needs_a_divisible_sequence() -> None:
     assert plan_problems(config({"sequence_length": 66}, tensor=4), 4) == []
 
 
+def test_every_tensor_rank_needs_a_real_vocabulary_row() -> None:
+    problem = only(config({"vocab_size": 768, "vocab_multiple": 1024}, tensor=4), 4, "model.vocab_multiple")
+    assert "leaves the last of 4 tensor ranks no real row" in problem.what
+    assert plan_problems(config({"vocab_size": 769, "vocab_multiple": 1024}, tensor=4), 4) == []
+
+
 def test_suggested_tensor_degrees_are_legal() -> None:
     """Every value that the fix proposes must itself pass."""
     problem = plan_problems(config(tensor=8), 8)[0]

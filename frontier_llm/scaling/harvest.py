@@ -1,0 +1,184 @@
+"""Run directories → one tidy table: a row per (series, node count), with repeats, a confidence interval, and failures kept."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.cluster import run_dir
+from frontier_llm.config import RunConfig, build
+from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.scaling.predict import predict
+from frontier_llm.scaling.series import POINT_FILE
+
+WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
+# two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom; 1.96 beyond the table
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One node count of one series."""
+
+    mode: str
+    model: str
+    site: str
+    kind: str  # measured | simulated
+    status: str  # ok | incomplete: … | failed: …
+    nodes: int
+    devices: int
+    tensor: int
+    pipeline: int
+    data: int
+    global_batch: int
+    repeats: int  # that gave a measurement
+    steps: int  # measured, over all repeats
+    step_time_s: float | None
+    tokens_per_s: float | None
+    tokens_per_s_per_device: float | None
+    ci95_percent: float | None  # half width over repeats, relative to tokens_per_s; None with a single repeat
+    efficiency: float | None  # tokens/s per device, relative to the series' smallest measured point
+    predicted_tokens_per_s: float | None
+    predicted_efficiency: float | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repeat of one point."""
+
+    point: dict[str, Any]
+    status: str
+    times_s: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median over the steps after warm-up: one slow step, a save say, does not count."""
+        if not self.times_s:
+            return None
+        return float(self.point["global_batch"] * self.point["sequence_length"] / statistics.median(self.times_s))
+
+
+def read_sample(directory: Path) -> Sample:
+    """A point's own record, whatever became of it. Raises DataError for a damaged point.json."""
+    try:
+        point = json.loads((directory / POINT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read: {error}", "run the point again", str(directory / POINT_FILE)) from error
+    rows = run_dir.steps(directory)
+    times = [float(row["step_time_s"]) for row in rows if "step_time_s" in row]
+    measured = tuple(times[min(WARMUP_STEPS, max(0, len(times) - 1)) :])
+    if len(rows) >= point["steps"]:
+        return Sample(point, "ok", measured)
+    made = run_dir.attempts(directory)
+    if made and made[-1].cause not in ("finished", "interrupted"):
+        return Sample(point, f"failed: {made[-1].detail or made[-1].cause}", ())
+    return Sample(point, f"incomplete: {len(rows)} of {point['steps']} steps", ())
+
+
+def harvest(root: Path) -> list[Row]:
+    """Every point below `root`. Raises DataError when there is none."""
+    samples = [read_sample(path.parent) for path in sorted(root.glob(f"**/{POINT_FILE}"))]
+    if not samples:
+        raise DataError("holds no point of a series", "frontier-llm scaling weak|strong … --out DIR makes them", str(root))
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    for sample in samples:
+        point = sample.point
+        groups.setdefault((point["mode"], point["model"], point["site"], point["nodes"], point["global_batch"]), []).append(sample)
+    return with_efficiency([summarise(group) for _, group in sorted(groups.items(), key=lambda item: item[0])])
+
+
+def summarise(samples: Sequence[Sample]) -> Row:
+    """Repeats of one point as one row; a failed repeat shows in the status even when others succeeded."""
+    point = samples[0].point
+    rates = [rate for sample in samples if (rate := sample.tokens_per_s) is not None]
+    mean = statistics.fmean(rates) if rates else None
+    failures = [sample.status for sample in samples if sample.status != "ok"]
+    status = "ok" if not failures else failures[0] + (f" ({len(failures)} of {len(samples)} repeats)" if len(samples) > 1 else "")
+    config = build(RunConfig, point["config"])
+    try:
+        predicted: float | None = predict(config, point["devices"]).tokens_per_s
+    except FrontierError:  # no machine file for this site: the measurement stands alone
+        predicted = None
+    return Row(
+        mode=point["mode"],
+        model=point["model"],
+        site=point["site"],
+        kind="measured",
+        status=status,
+        **{name: point[name] for name in ("nodes", "devices", "tensor", "pipeline", "data", "global_batch")},
+        repeats=len(rates),
+        steps=sum(len(sample.times_s) for sample in samples),
+        step_time_s=point["global_batch"] * point["sequence_length"] / mean if mean else None,
+        tokens_per_s=mean,
+        tokens_per_s_per_device=mean / point["devices"] if mean else None,
+        ci95_percent=100 * half_width(rates) / mean if mean and len(rates) > 1 else None,
+        efficiency=None,
+        predicted_tokens_per_s=predicted,
+        predicted_efficiency=None,
+    )
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half width of the 95 % confidence interval of the mean of two or more values (Student's t)."""
+    quantile = _T95[len(values) - 2] if len(values) - 2 < len(_T95) else 1.96
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def with_efficiency(rows: Sequence[Row]) -> list[Row]:
+    """Fill in efficiencies: per device, relative to the smallest point of the same series that has a value."""
+    done = []
+    for row in rows:
+        peers = sorted((other for other in rows if _series(other) == _series(row)), key=lambda other: other.devices)
+        base = next((other.tokens_per_s_per_device for other in peers if other.tokens_per_s_per_device), None)
+        expected = next((other.predicted_tokens_per_s / other.devices for other in peers if other.predicted_tokens_per_s), None)
+        own, predicted = row.tokens_per_s_per_device, row.predicted_tokens_per_s
+        done.append(
+            replace(
+                row,
+                efficiency=own / base if own and base else None,
+                predicted_efficiency=predicted / row.devices / expected if predicted and expected else None,
+            )
+        )
+    return done
+
+
+def _series(row: Row) -> tuple[str, ...]:
+    return (row.mode, row.model, row.site, row.kind)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """The table, one header line."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return text.getvalue()
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    """The table as a JSON array."""
+    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """For a terminal."""
+    lines = [
+        f"{'series':<26} {'nodes':>6} {'devices':>8} {'batch':>7} {'tokens/s':>12} {'±95%':>6} {'efficiency':>10} {'predicted':>10}  status"
+    ]
+    for row in rows:
+        rate = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
+        spread = f"{row.ci95_percent:.1f}" if row.ci95_percent is not None else "-"
+        own = f"{row.efficiency:.1%}" if row.efficiency is not None else "-"
+        predicted = f"{row.predicted_efficiency:.1%}" if row.predicted_efficiency is not None else "-"
+        name = f"{row.mode} {row.model}" + (" SIMULATED" if row.kind == "simulated" else "")
+        lines.append(
+            f"{name:<26} {row.nodes:>6} {row.devices:>8} {row.global_batch:>7} {rate:>12} {spread:>6} {own:>10} {predicted:>10}  {row.status}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""What the planner says about a point: the simulated step, its throughput and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frontier_llm.config import RunConfig
+from frontier_llm.costs.workload import from_config
+from frontier_llm.errors import Problem
+from frontier_llm.machine import load_machine, rates
+from frontier_llm.planner.search import simulate_layout
+from frontier_llm.units import GIB
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One point, simulated on a machine file; never a measurement."""
+
+    step_time_s: float
+    tokens_per_s: float
+    peak_bytes: float
+    limit_bytes: float
+
+
+def predict(config: RunConfig, devices: int, machine: str | None = None) -> Prediction:
+    """The planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
+    numbers = rates(load_machine(machine or config.machine))
+    plan = simulate_layout(config.model, from_config(config, devices), numbers, config.parallel.stage_layers)
+    return Prediction(plan.step_s, plan.tokens_per_s_per_device * devices, plan.peak_bytes, plan.limit_bytes)
+
+
+def memory_problems(config: RunConfig, devices: int, machine: str | None = None) -> list[Problem]:
+    """A problem when the predicted memory exceeds the device's."""
+    found = predict(config, devices, machine)
+    if found.peak_bytes <= found.limit_bytes:
+        return []
+    return [
+        Problem(
+            "memory",
+            f"about {found.peak_bytes / GIB:.1f} GiB per device, of {found.limit_bytes / GIB:.1f} that a run can have",
+            "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set train.recompute=full",
+        )
+    ]

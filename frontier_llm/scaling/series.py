@@ -1,0 +1,156 @@
+"""A series is a list of points that differ only in nodes: weak keeps the batch of each replica, strong the global batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from frontier_llm.cluster.run_dir import write_atomically
+from frontier_llm.cluster.sites import Site, request_problems
+from frontier_llm.config import RunConfig, available, load_run
+from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
+from frontier_llm.topology import plan_problems
+
+Mode = Literal["weak", "strong"]
+MODES: tuple[Mode, ...] = ("weak", "strong")
+POINT_FILE = "point.json"
+
+# Batches of ORNL's measurements (arXiv 2312.12705): per replica in the weak series, global in the strong one
+PUBLISHED_BATCHES: dict[str, dict[Mode, int]] = {
+    "gpt-175b": {"weak": 640, "strong": 8000},
+    "gpt-1t": {"weak": 1600, "strong": 8016},
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a series."""
+
+    mode: Mode
+    nodes: int
+    tasks_per_node: int
+    repeat: int
+    config: RunConfig  # with its own global batch and run directory
+    site: str
+
+    @property
+    def devices(self) -> int:
+        """Ranks."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def directory(self) -> Path:
+        """Its run directory."""
+        return Path(self.config.train.run_dir)
+
+    def describe(self) -> dict[str, Any]:
+        """What point.json holds, so that a harvest needs no queue and finds failed points too."""
+        parallel = self.config.parallel
+        return {
+            "mode": self.mode,
+            "model": self.config.model.name,
+            "site": self.site,
+            "machine": self.config.machine,
+            "nodes": self.nodes,
+            "devices": self.devices,
+            "repeat": self.repeat,
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "data": self.devices // (parallel.tensor * parallel.pipeline),
+            "micro_batch": self.config.batch.micro_batch,
+            "global_batch": self.config.batch.global_batch,
+            "sequence_length": self.config.model.sequence_length,
+            "steps": self.config.train.steps,
+        }
+
+
+def find_run(model: str) -> str:
+    """The shipped training run of a model. Raises ConfigError when there is none."""
+    for name in available("runs"):
+        if name.startswith("train_") and load_run(name).model.name == model:
+            return name
+    raise ConfigError(f"no run file in configs/runs trains {model!r}", "give one with --run", "--model")
+
+
+def default_batch(mode: Mode, config: RunConfig) -> int:
+    """The published batch of this model and mode. Raises ConfigError for a model without one."""
+    published = PUBLISHED_BATCHES.get(config.model.name)
+    if published is None:
+        flag = "--batch-per-replica" if mode == "weak" else "--global-batch"
+        raise ConfigError(f"no published {mode} batch for {config.model.name!r}", f"give {flag} SAMPLES", flag)
+    return published[mode]
+
+
+def global_batch(mode: Mode, batch: int, config: RunConfig, devices: int) -> int:
+    """Global batch of a point: `batch` times its replicas in a weak series, `batch` itself in a strong one."""
+    return batch * max(1, devices // (config.parallel.tensor * config.parallel.pipeline)) if mode == "weak" else batch
+
+
+def make_point(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int, directory: Path, repeat: int = 1) -> Point:
+    """One point; its layout is not checked here."""
+    devices = nodes * site.tasks_per_node
+    own = config.model_copy(
+        update={
+            "batch": config.batch.model_copy(update={"global_batch": global_batch(mode, batch, config, devices)}),
+            "train": config.train.model_copy(update={"run_dir": str(directory)}),
+        }
+    )
+    return Point(mode, nodes, site.tasks_per_node, repeat, own, site.name)
+
+
+def make_series(mode: Mode, config: RunConfig, site: Site, nodes: Sequence[int], batch: int, root: Path, repeats: int = 1) -> list[Point]:
+    """Every point of a series under `root`, smallest first. Raises LayoutError naming each illegal point and its nearest legal node counts."""
+    if not nodes or repeats < 1:
+        raise ConfigError("a series needs at least one node count and one repeat", "--nodes 16,32,64", "--nodes")
+    points = [
+        make_point(mode, config, site, count, batch, root / f"{mode}_{config.model.name}_nodes{count:05}_r{repeat}", repeat)
+        for count in sorted(set(nodes))
+        for repeat in range(1, repeats + 1)
+    ]
+    problems = [
+        Problem(f"{count} nodes: {problem.where}", problem.what, problem.fix or _node_fix(config, site, count))
+        for count in sorted(set(nodes))
+        for problem in _problems_at(mode, config, site, count, batch)
+    ]
+    if problems:
+        raise LayoutError(problems)
+    return points
+
+
+def _problems_at(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int) -> list[Problem]:
+    point = make_point(mode, config, site, nodes, batch, Path("unused"))
+    found = plan_problems(point.config, point.devices)
+    return [replace(problem, fix=_node_fix(config, site, nodes)) if problem.where == "world size" else problem for problem in found]
+
+
+def _node_fix(config: RunConfig, site: Site, nodes: int) -> str:
+    replica = config.parallel.tensor * config.parallel.pipeline
+    legal = [count for count in range(1, 4 * max(nodes, replica) + 1) if count * site.tasks_per_node % replica == 0]
+    return f"use {' or '.join(map(str, nearest(nodes, legal)))} nodes: a replica takes {replica} devices"
+
+
+def submission_problems(
+    points: Sequence[Point], site: Site, account: str | None, partition: str | None, minutes: int | None
+) -> list[Problem]:
+    """What the site would refuse about the series as a whole, before its first job is queued."""
+    found: list[Problem] = []
+    for nodes in sorted({point.nodes for point in points}):
+        found += [problem for problem in request_problems(site, nodes, minutes, account, partition) if problem not in found]
+    if site.max_queued_jobs is not None and len(points) > site.max_queued_jobs:
+        found.append(
+            Problem("points", f"{len(points)} jobs; {site.name} queues {site.max_queued_jobs} per user", "fewer --nodes or --repeats")
+        )
+    return found
+
+
+def announce(point: Point) -> None:
+    """Write point.json into the point's run directory, before anything runs there."""
+    write_atomically(point.directory / POINT_FILE, json.dumps({**point.describe(), "config": point.config.model_dump(mode="json")}) + "\n")
+
+
+def as_dict(point: Point) -> dict[str, Any]:
+    """For --json."""
+    return {**point.describe(), "run_dir": str(point.directory)}

@@ -1,0 +1,141 @@
+"""Kills, freezes, errors and signals in whole runs; scripts/kill_anywhere.py and scripts/soak.sh do this by the hundred."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run
+
+TWO = ("parallel.data=2",)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("undisturbed"), overrides=TWO)
+    code, output, _ = run.finish()
+    assert code == 0, output
+    return run
+
+
+def same_course(run: Run, undisturbed: Run) -> None:
+    assert run.losses() == undisturbed.losses()
+    assert run.shards() == undisturbed.shards()
+
+
+@pytest.mark.parametrize("failpoint", ["train.step@1#8=kill", "checkpoint.shard_written@1#2=kill", "checkpoint.before_rename@0#2=kill"])
+def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run, tmp_path: Path) -> None:
+    run, victim = Run(tmp_path, overrides=TWO), int(failpoint.partition("@")[2][0])
+    code, output, _ = run.finish(failpoint)
+    assert code == 137 and f"rank {victim} on" in output.splitlines()[-1] and "it failed first" in output
+    done = max(run.losses(), default=0)
+    code, output, _ = run.finish()
+    assert code == 0, output
+    resumed = next(line for line in output.splitlines() if "resuming after step" in line)
+    assert done - int(resumed.split("step ")[1].split()[0]) <= 2 * run.save_interval
+    same_course(run, undisturbed)
+
+
+def test_dead_peer_is_named_and_all_others_leave(tmp_path: Path) -> None:
+    run = Run(tmp_path, steps=10_000, save_interval=0, overrides=TWO)
+    process = run.start()
+    pids = wait_for_ranks(process.pid, run)
+    os.kill(pids[1], signal.SIGKILL)
+    killed_s = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - killed_s < 10
+    assert process.returncode == 137
+    failure = run.failure()
+    assert failure["rank"] == 1 and int(str(failure["step"])) > 0 and failure["host"] == os.uname().nodename
+    assert "it died or was stopped" in output and not any(map(alive, pids))
+
+
+def test_frozen_peer_is_named_with_stacks(tmp_path: Path) -> None:
+    run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=6.0, overrides=TWO)
+    process = run.start()
+    pids = wait_for_ranks(process.pid, run)
+    os.kill(pids[1], signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    while not (run.run_dir / "failure.json").exists():
+        assert time.monotonic() - stopped_s < 6.0 + 6.0
+        time.sleep(0.1)
+    process.communicate(timeout=30)
+    assert run.failure()["rank"] == 1
+    stacks = (run.run_dir / "logs" / "stacks_rank_00000.txt").read_text()
+    assert "in train_step" in stacks and not any(map(alive, pids))
+
+
+def test_first_cause_wins(tmp_path: Path) -> None:
+    code, output, _ = Run(tmp_path, overrides=TWO).finish("train.step@1#4=error:boom")
+    assert code == 1
+    failure = Run(tmp_path).failure()
+    assert failure["rank"] == 1 and failure["step"] == 3 and "boom" in str(failure["what"])
+    assert "RuntimeError: boom" in output.split("rank 0 on")[-1] and "rank 1 on" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("which", ["one rank", "all ranks"])
+def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path, save_interval=0, overrides=TWO)
+    process = run.start("train.step%=sleep:0.3")
+    pids = wait_for_ranks(process.pid, run)
+    for pid in pids[1:] if which == "one rank" else pids:
+        os.kill(pid, signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    done = max(run.losses())
+    assert (run.run_dir / "checkpoints" / "LATEST").read_text() == f"step_{done:08}\n" and done < run.steps
+    assert run.finish()[0] == 0
+    same_course(run, undisturbed)
+
+
+def test_stop_and_save_files(tmp_path: Path) -> None:
+    run = Run(tmp_path, steps=10_000, save_interval=0)
+    process = run.start("train.step%=sleep:0.1")
+    wait_for_step(run, 2)
+    (run.run_dir / "SAVE").touch()
+    latest = run.run_dir / "checkpoints" / "LATEST"
+    deadline_s = time.monotonic() + 20
+    while not latest.exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert not (run.run_dir / "SAVE").exists()
+    (run.run_dir / "STOP").touch()
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert latest.read_text() == f"step_{max(run.losses()):08}\n"
+
+
+def test_second_job_on_a_run_directory_leaves_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, steps=10_000, save_interval=0)
+    process = run.start()
+    wait_for_step(run, 1)
+    try:
+        code, output, _ = run.finish()
+        assert code == 2 and f"(pid {process.pid}, since" in output
+    finally:
+        process.kill()
+        process.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for_step(run: Run, step: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while not (run.run_dir / "metrics.jsonl").exists() or max(run.losses(), default=0) < step:
+        assert time.monotonic() < deadline_s, "the run does not start"
+        time.sleep(0.05)
+
+
+def wait_for_ranks(launcher: int, run: Run) -> list[int]:
+    """Process ids by rank, once training is under way."""
+    wait_for_step(run, 3)
+    return sorted(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))

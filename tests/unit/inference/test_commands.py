@@ -1,0 +1,140 @@
+"""The commands as a user types them: import, generate, evaluate, export; on one rank and on local ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface
+from frontier_llm.checkpoint.huggingface_tokenizer import tokenizer_files
+from frontier_llm.cli.main import main
+from frontier_llm.config import load_model
+from frontier_llm.data.indexed import IndexedWriter
+from frontier_llm.data.meta import DatasetMeta, write_meta
+from frontier_llm.data.tokenizer import load_tokenizer
+from tests.unit.inference.models import RandomWeights
+
+BYTES = load_tokenizer("bytes")
+MODEL = load_model("llama-tiny", {"vocab_size": 257, "sequence_length": 64})
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """hf/ (a model and its tokenizer), data.bin/.idx, run.yaml."""
+    directory = tmp_path_factory.mktemp("commands")
+    export_huggingface(RandomWeights(MODEL), directory / "hf", torch.float32, Companions(tokenizer_files(BYTES, 64), BYTES.eod))
+    text = "the quick brown fox jumps over the lazy dog; " * 20
+    with IndexedWriter(directory / "data", np.dtype("<u2")) as writer:
+        writer.add_document([*BYTES.encode(text), BYTES.eod])
+    write_meta(directory / "data", DatasetMeta("bytes", BYTES.digest, 257, 256, 1, len(text) + 1, len(text)))
+    run = {
+        "model": {"base": "llama-tiny", "vocab_size": 257, "sequence_length": 64},
+        "batch": {"global_batch": 4}, "precision": {"dtype": "fp32"},
+        "data": {"train": [{"path": str(directory / "data")}], "validation": [{"path": str(directory / "data")}], "tokenizer": "bytes"},
+        "train": {"run_dir": str(directory / "run"), "device": "cpu"},
+    }  # fmt: skip
+    (directory / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
+    assert main(["checkpoint", "import-hf", str(directory / "hf"), str(directory / "run.yaml")]) == 0
+    return directory
+
+
+def answer(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(list(words)) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_the_model_section_of_a_hugging_face_directory_is_printed(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "import-hf", str(room / "hf")]) == 0
+    assert "rope_theta: 10000.0" in capfd.readouterr().out
+
+
+def test_text_streams_to_stdout_and_is_the_same_from_run_and_export(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for model in ("hf", "run"):
+        assert main(["generate", str(room / model), "--prompt=the quick", "--max-new-tokens=20", "--temperature=0"]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("the quick") and len(texts[0]) > 15
+
+
+def test_options_reach_the_sampler(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def text(*options: str) -> str:
+        return str(answer(capfd, "generate", str(room / "run"), "--prompt=ab", "--max-new-tokens=12", "--json", *options)[0]["text"])
+
+    greedy = text("--temperature=0")
+    assert text("--top-k=1") == greedy == text("--top-p=0.0001") == text("--temperature=0", "--no-cache")
+    assert text("--seed=1") == text("--seed=1") != text("--seed=2")
+    assert text("--temperature=0", "--repetition-penalty=5") != greedy
+    assert text("--temperature=0", f"--stop={greedy[4:6]}") == greedy[: greedy.index(greedy[4:6])]
+
+
+def test_local_ranks_give_the_same_text_and_the_same_loss(
+    room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    prompts = ["--prompt=the quick", "--prompt=-x", "--temperature=0", "--max-new-tokens=8", "--json"]
+    assert answer(capfd, "generate", str(room / "run"), *prompts, "--tensor=2") == answer(capfd, "generate", str(room / "run"), *prompts)
+    serial = answer(capfd, "evaluate", str(room / "run"), "--json")["held_out"][0]
+    parallel = answer(capfd, "evaluate", str(room / "run"), "--json", "--pipeline=2", "--data-parallel=2")["held_out"][0]
+    assert serial["tokens"] == parallel["tokens"] == 896
+    assert serial["loss"] == pytest.approx(parallel["loss"], abs=1e-5)
+    assert serial["bits_per_byte"] == pytest.approx(serial["loss"] / np.log(2) * 901 / 900)
+
+
+def test_tasks_are_scored_and_written(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = [{"query": f"q{n}", "choices": ["x", "yy"], "gold": n % 2} for n in range(6)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [
+        "evaluate",
+        str(room / "hf"),
+        f"--task=mine={tmp_path / 't.jsonl'}",
+        "--shots=2",
+        "--limit=4",
+        f"--output={tmp_path / 'o.json'}",
+    ]
+    assert main(words) == 0
+    assert "mine" in capfd.readouterr().out
+    content = json.loads((tmp_path / "o.json").read_text())
+    assert content["tasks"][0]["items"] == 4 and content["tasks"][0]["shots"] == 2 and content["held_out"] == []
+
+
+def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["checkpoint", "export-hf", str(room / "run"), str(tmp_path / "out")]) == 0
+    assert "LlamaForCausalLM" in capfd.readouterr().out
+    weights = [(room / "hf" / "model.safetensors"), (tmp_path / "out" / "model.safetensors")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert HuggingFaceModel(tmp_path / "out").config["eos_token_id"] == 256
+    assert "| Steps | 0 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "{room}/none"], "does not exist"),
+        (["generate", "{room}"], "is no model"),
+        (["generate", "{room}/run", "--temperature=-1"], "temperature"),
+        (["generate", "{room}/run", "--tokenizer={room}/none.json"], "no such tokenizer"),
+        (["generate", "{room}/run", "--prompt-file={room}/none"], "cannot be read"),
+        (["generate", "{room}/run", "--tensor=3"], "set parallel.tensor to one of [1, 2]"),
+        (["evaluate", "{room}/hf"], "there is nothing to evaluate"),
+        (["evaluate", "{room}/run", "--task=piqa"], "NAME=FILE"),
+        (["evaluate", "{room}/run", "--data={room}/none"], "no such file"),
+        (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml", "model.heads=8"], "set model.heads=4"),
+        (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml"], "step_00000000 already"),
+        (["checkpoint", "export-hf", "{room}/run", "{room}/hf"], "is not empty"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_way_out(room: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([word.replace("{room}", str(room)) for word in words]) == 2
+    message = capfd.readouterr().err
+    assert said in message and "Traceback" not in message
+
+
+def test_a_tokenizer_of_another_size_is_refused(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    export_huggingface(RandomWeights(load_model("llama-tiny")), tmp_path / "small", torch.float32)
+    assert main(["generate", str(tmp_path / "small"), "--tokenizer=bytes"]) == 2
+    assert "has 257 ids, the model's vocabulary 250" in capfd.readouterr().err
