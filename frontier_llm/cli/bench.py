@@ -9,6 +9,7 @@ import json
 # bench → (module, one line of help); each module has add_arguments(parser) and run(args) -> int
 BENCHES = {
     "step": ("frontier_llm.cli.bench_step", "the training step against this device's own matrix-product rate"),
+    "comm": ("frontier_llm.cli.bench_comm", "collectives and messages of a layout: time, bandwidth, slow links"),
     "ops": ("frontier_llm.cli.bench_ops", "each fused op against eager torch, in one interleaved run"),
 }
 

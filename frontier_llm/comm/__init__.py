@@ -15,9 +15,10 @@ from frontier_llm.comm.collectives import (
     start_reduce_scatter_into,
 )
 from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
-from frontier_llm.comm.groups import build_mesh, connect, disconnect
+from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import Receive, Sends, post_receive
+from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
 
 __all__ = [
     "DONE",
@@ -29,6 +30,9 @@ __all__ = [
     "Pending",
     "Receive",
     "Sends",
+    "Straggler",
+    "StragglerDetector",
+    "StragglerWatch",
     "TorchGroup",
     "all_gather",
     "all_reduce_",
@@ -37,6 +41,7 @@ __all__ = [
     "build_mesh",
     "connect",
     "disconnect",
+    "dump_flight_record",
     "load_algorithms",
     "post_receive",
     "reduce_scatter",

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,10 +35,18 @@ Transport = Literal["auto", "shm", "torch"]  # auto: shared memory where gloo wo
 def connect(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:
     """Join the job's rendezvous: a TCP store at rank 0, then the default group.
 
-    Raises RankFailure naming rank and address when the others are not there within `timeout_s`.
+    Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
+    within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
     """
     timeout = timedelta(seconds=timeout_s)
+    if not dist.is_backend_available(backend):
+        raise BackendError(
+            f"this torch was built without {backend}", "choose comm.backend=auto, or install a torch that has it", "comm.backend"
+        )
     try:
+        if backend == "mpi":
+            dist.init_process_group("mpi", timeout=timeout)
+            return
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
@@ -193,3 +202,14 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
         ledger=groups.ledger,
     )
+
+
+def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> Path:
+    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures."""
+    path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
+    mesh.ledger.dump(path, reason)
+    if dist.is_initialized() and hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        recorded = torch._C._distributed_c10d._dump_fr_trace_json()
+        if recorded:
+            path.with_name(path.stem + "_torch.json").write_bytes(recorded)
+    return path

@@ -178,11 +178,11 @@ class ChosenGroup:
     """
 
     def __init__(self, flat: Group, hierarchical: Collectives, choose: Callable[[str, int], str]) -> None:
-        self._flat, self._hierarchical, self._choose = flat, hierarchical, choose
+        self.flat, self.hierarchical, self._choose = flat, hierarchical, choose
 
     def _group(self, operation: str, whole: Tensor) -> Collectives:
         chosen = self._choose(operation, whole.numel() * whole.element_size())
-        return self._hierarchical if chosen == "hierarchical" else self._flat
+        return self.hierarchical if chosen == "hierarchical" else self.flat
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """See Group."""
@@ -202,16 +202,16 @@ class ChosenGroup:
 
     def barrier(self) -> None:
         """See Group."""
-        self._flat.barrier()
+        self.flat.barrier()
 
     def send(self, x: Tensor, to: int) -> Pending:
         """See Group."""
-        return self._flat.send(x, to)
+        return self.flat.send(x, to)
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """See Group."""
-        return self._flat.receive(buffer, source)
+        return self.flat.receive(buffer, source)
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
         """See Group."""
-        return self._flat.exchange(outgoing, to, incoming, source)
+        return self.flat.exchange(outgoing, to, incoming, source)

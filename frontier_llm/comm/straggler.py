@@ -7,7 +7,10 @@ design) and, because a layout may have no such peers, with their own past.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -20,6 +23,7 @@ from frontier_llm.topology import Grid
 WINDOW_STEPS = 12  # a rank is named when it lagged in LATE_STEPS of the last so many
 LATE_STEPS = 9
 BASELINE_STEPS = 64  # own past
+MIN_PEERS = 4  # ranks of a stage that are enough to compare them with each other
 MIN_SHARE = 0.10  # of the usual busy time: less is not worth an operator's attention
 SPREADS = 6.0  # times the usual spread of busy times (median absolute deviation)
 
@@ -45,21 +49,23 @@ class StragglerDetector:
 
     def __init__(self, stages: list[int]) -> None:
         """`stages[global_rank]` is its pipeline rank."""
-        self._peers: list[list[int]] = [[rank for rank, other in enumerate(stages) if other == stage] for stage in stages]
-        self._past: list[deque[float]] = [deque(maxlen=BASELINE_STEPS) for _ in stages]
+        by_stage: dict[int, list[int]] = {}
+        for rank, stage in enumerate(stages):
+            by_stage.setdefault(stage, []).append(rank)
+        self._crowds = [members for members in by_stage.values() if len(members) >= MIN_PEERS]
+        few = [rank for members in by_stage.values() if len(members) < MIN_PEERS for rank in members]
+        self._past: dict[int, deque[float]] = {rank: deque(maxlen=BASELINE_STEPS) for rank in few}
         self._late: list[deque[float]] = [deque(maxlen=WINDOW_STEPS) for _ in stages]  # excess of late steps, else 0
         self._named: set[int] = set()
 
     def step(self, busy_s: list[float]) -> list[Straggler]:
         """Ranks that have become stragglers with this step; one that recovers may be named again later."""
         found = []
-        for rank, mine in enumerate(busy_s):
-            usual, spread = self._usual(rank, busy_s)
-            late = mine - usual > max(SPREADS * spread, MIN_SHARE * usual)
-            self._late[rank].append(mine - usual if late else 0.0)
-            if not late:
-                self._past[rank].append(mine)  # a straggler must not become the measure of itself
-            lags = [excess for excess in self._late[rank] if excess]
+        for rank, (usual, spread) in self._usual(busy_s).items():
+            excess = busy_s[rank] - usual
+            late = excess > max(SPREADS * spread, MIN_SHARE * usual)
+            self._late[rank].append(excess if late else 0.0)
+            lags = [lag for lag in self._late[rank] if lag]
             if len(lags) < LATE_STEPS // 2:
                 self._named.discard(rank)
             elif len(lags) >= LATE_STEPS and rank not in self._named:
@@ -67,25 +73,52 @@ class StragglerDetector:
                 found.append(Straggler(rank, median(lags), usual))
         return found
 
-    def _usual(self, rank: int, busy_s: list[float]) -> tuple[float, float]:
-        """(expected busy seconds, spread): from its peers where there are three or more of them, else from its own past."""
-        peers = [busy_s[other] for other in self._peers[rank] if other != rank]
-        if len(peers) >= 3:
-            return (center := median(peers)), max(_spread(peers, center), 0.01 * center)
-        past = list(self._past[rank])
-        if len(past) < WINDOW_STEPS:
-            return busy_s[rank], 0.0  # nothing to compare with yet
-        return (center := median(past)), max(_spread(past, center), 0.01 * center)
+    def _usual(self, busy_s: list[float]) -> dict[int, tuple[float, float]]:
+        """(expected busy seconds, spread) by rank: of its stage where that has ranks enough, else from its own past."""
+        usual = {}
+        for members in self._crowds:
+            values = [busy_s[rank] for rank in members]
+            center = median(values)
+            usual.update(dict.fromkeys(members, (center, max(_spread(values, center), 0.01 * center))))
+        pace = self._pace(busy_s)
+        for rank, past in self._past.items():
+            if len(past) < WINDOW_STEPS:
+                usual[rank] = busy_s[rank], 0.0  # nothing to compare with yet
+            else:
+                center = median(past)
+                usual[rank] = center * pace, max(_spread(list(past), center), 0.01 * center) * pace
+            if busy_s[rank] <= usual[rank][0] * (1 + MIN_SHARE):
+                past.append(busy_s[rank] / pace)  # a straggler must not become the measure of itself
+        return usual
+
+    def _pace(self, busy_s: list[float]) -> float:
+        """How this step compares with past ones on most ranks: a long batch or a busy machine makes no rank a straggler."""
+        if any(len(past) < WINDOW_STEPS for past in self._past.values()) or not self._past:
+            return 1.0
+        ratios = sorted(busy_s[rank] / median(past) for rank, past in self._past.items())
+        return ratios[(len(ratios) - 1) // 2]
 
 
 class StragglerWatch:
-    """The detector of a mesh: one all-gather of 8 bytes per rank and step."""
+    """The detector of a mesh: one all-gather of 8 bytes per rank and step. On a single rank there is no one to compare with.
 
-    def __init__(self, mesh: Mesh, grid: Grid) -> None:
-        self._world = mesh.world
+    On a GPU the host's blocked time is that of queueing, not of waiting: there it sees slow hosts, not slow devices.
+    """
+
+    def __init__(self, mesh: Mesh, grid: Grid, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
         self._detector = StragglerDetector([grid.coordinates(rank)["pp"] for rank in range(grid.world_size)])
 
-    def step(self, step_s: float, blocked_s: float, device: torch.device) -> list[Straggler]:
-        """After a step that took `step_s`, of which this rank stood still for `blocked_s`. Collective over the world."""
-        mine = torch.tensor([max(step_s - blocked_s, 0.0)], dtype=torch.float64, device=device)
-        return self._detector.step(all_gather(mine, self._world).tolist())
+    @contextmanager
+    def step(self) -> Iterator[list[Straggler]]:
+        """Around a training step; the list is filled at its end. Collective over the world."""
+        found: list[Straggler] = []
+        blocked_s, begin_s = self._blocked_s(), time.perf_counter()
+        yield found
+        busy_s = time.perf_counter() - begin_s - (self._blocked_s() - blocked_s)
+        if self._mesh.world.size > 1:
+            mine = torch.tensor([busy_s], dtype=torch.float64, device=self._device)
+            found += self._detector.step(all_gather(mine, self._mesh.world).tolist())
+
+    def _blocked_s(self) -> float:
+        return sum(self._mesh.ledger.blocked_s.values())

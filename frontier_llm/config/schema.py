@@ -149,6 +149,7 @@ class OpsConfig(Section):
 class CommConfig(Section):
     """How bytes move between ranks."""
 
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"  # torch.distributed's: gloo on CPUs, nccl (= RCCL on ROCm) on GPUs
     transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 

@@ -61,6 +61,8 @@ CLUSTERS = (
     (r"^poro|lumi", "lumi", "megatron-deepspeed"),
     (r"frontier|mi250x", "frontier", "megatron-deepspeed"),
     (r"mi250", "mi250", "fsdp"),
+    (r"h100", "eos", "megatron-core"),
+    (r"a100", "selene", "megatron-lm"),
 )
 
 

@@ -63,9 +63,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     layers = sum(stage.num_layers for stage in held)
     parts: dict[str, float] = {}
     for name, (forward, backward) in layer_terms(w, rates).items():
-        skip = name == "recompute" and pp * v > 1 and not rates.last_stage_recomputes
-        count = sum(stage.num_layers for stage in held if not stage.head) if skip else layers
-        parts[name] = m * count * float(forward + backward)
+        parts[name] = m * layers * float(forward + backward)
     for present, terms in (
         (any(stage.embedding for stage in held), embedding_terms(w, rates)),
         (any(stage.head for stage in held), head_terms(w, rates)),

@@ -185,6 +185,3 @@ def _dry_run(schedule: Schedule, outstanding_sends: int | None) -> None:
         raise ScheduleError(
             [Problem(f"stage {stage}", f"deadlock: {action} waits for {run.obstacle(stage, action)}") for stage, action in actions.items()]
         )
-    left = [(stage, list(stream)) for stage, streams in enumerate(run.streams) for stream in streams.values() if stream]
-    if left:
-        raise ScheduleError([Problem(f"stage {stage}", f"never delivered: {', '.join(map(str, stream))}") for stage, stream in left])

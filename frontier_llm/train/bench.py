@@ -6,63 +6,21 @@ Both are measured in the same run, interleaved, because a busy or throttled mach
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from frontier_llm.comm import Ledger, barrier
+from frontier_llm.comm import barrier
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.model import working_dtype
-from frontier_llm.schedule import Action, Kind
 from frontier_llm.train.build import TrainState
+from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.step import train_step
 from frontier_llm.units import TERA
-
-T = TypeVar("T")
-
-
-class PhaseClock:
-    """Seconds by phase on this rank, what it was blocked in communication left out (the ledger has that, by axis).
-
-    On a GPU the device is synchronised at each boundary, so only benches use it.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._ledger, self._phase = ledger, ""
-        self._since, self._blocked_since = time.perf_counter(), 0.0
-
-    def enter(self, phase: str) -> None:
-        """The previous phase ends here."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now, blocked = time.perf_counter(), sum(self._ledger.blocked_s.values())
-        self.seconds[self._phase] += now - self._since - (blocked - self._blocked_since)
-        self._phase, self._since, self._blocked_since = phase, now, blocked
-
-    def on_action(self, action: Action | None) -> None:
-        """For `Engine`: forward and backward by the kind of action; what follows the last one is the optimizer's."""
-        if action is None:
-            self.enter("optimizer")
-        elif action.kind.computes:
-            self.enter("forward" if action.kind is Kind.FORWARD else "backward")
-
-    def timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
-        """`function`, its time booked to `phase` instead of the phase that calls it."""
-
-        def run(*arguments: Any) -> T:
-            caller = self._phase
-            self.enter(phase)
-            result = function(*arguments)
-            self.enter(caller)
-            return result
-
-        return run
 
 
 @dataclass(frozen=True)
@@ -128,12 +86,10 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
     """Time `steps` training steps after `warmup`. Collective over the world."""
     for _ in range(warmup):
         train_step(state)
-    ledger = state.mesh.ledger
-    ledger.reset()
-    clock = PhaseClock(ledger)
-    state.engine.on_action = clock.on_action
-    state.feed.microbatch = clock.timed("data", state.feed.microbatch)  # type: ignore[method-assign]
+    clock = PhaseClock(state.mesh.ledger, synchronize=True)
+    clock.attach(state)
     times, gemm_rounds = [], []
+    clock.take()
     for _ in range(steps):
         clock.enter("bench")
         gemm_rounds.append(measure_gemms(state, repeats=2))
@@ -143,10 +99,7 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
         train_step(state)
         clock.enter("bench")
         times.append(time.perf_counter() - begin)
-    phases = {name: clock.seconds[name] / steps for name in ("forward", "backward", "optimizer", "data")}
-    for (axis, _), seconds in ledger.blocked_s.items():
-        phase = f"{axis.split('.')[0]} (blocked)"
-        phases[phase] = phases.get(phase, 0.0) + seconds / steps
+    phases = {name: seconds / steps for name, seconds in clock.take().items() if name != "bench"}
     return _summarise(state, times, gemm_rounds, phases)
 
 

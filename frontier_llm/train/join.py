@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from frontier_llm import log
 from frontier_llm.cluster.rank_env import RankEnv
-from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, load_algorithms, serial_mesh
+from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, dump_flight_record, load_algorithms, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
@@ -27,6 +28,11 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
     mesh = _join(config, plan, place, device)
     try:
         yield plan, mesh, device
+    except (FrontierError, RuntimeError) as error:
+        if mesh.world.size > 1:
+            path = dump_flight_record(mesh, Path(config.train.run_dir) / "logs", str(error))
+            log.warn(f"this rank's last collectives and messages are in {path}")
+        raise
     finally:
         disconnect()
 
@@ -56,7 +62,8 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     if place is None or place.world_size == 1:
         return serial_mesh()
     assert place.master_port is not None
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    default = "nccl" if device.type == "cuda" else "gloo"
+    backend = default if config.comm.backend == "auto" else config.comm.backend
     connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s)
     tied, timeout_s = config.model.tied_embeddings, config.train.timeout_s
     algorithms = load_algorithms(config.comm.algorithms)

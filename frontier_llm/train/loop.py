@@ -14,7 +14,7 @@ from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.cluster.rank_env import RankEnv, environ
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import SignalWatcher
-from frontier_llm.comm import all_reduce_
+from frontier_llm.comm import StragglerWatch, all_reduce_
 from frontier_llm.comm.board import Board
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.costs.flops import model_flops_per_token
@@ -23,6 +23,7 @@ from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import CheckpointError, FrontierError
 from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
+from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, peak_tflops
@@ -84,6 +85,7 @@ class _Session:
         )
         self.watchdog, self.replicas = watchdog, ReplicaCheck(state.buckets, state.optimizer, state.mesh)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
+        self.stragglers = StragglerWatch(self.mesh, state.plan.grid, state.device)
         self.strict = resume.strict
         self.saved_step = -1  # of the newest checkpoint, under way or on disk
         self.failed_saves = self.skips_in_row = 0
@@ -94,8 +96,10 @@ class _Session:
         self._resume()
         if self.is_first:
             self._write_run_files()
+            clock = PhaseClock(self.mesh.ledger)
+            clock.attach(self.state)
             flops = model_flops_per_token(self.config.model)
-            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, peak_tflops(self.config))
+            self.metrics = Metrics(self.run_dir, self.config, self.mesh.world.size, flops, peak_tflops(self.config), clock)
         with SignalWatcher() as signals:
             interrupted = self._train_until_end(signals)
         if not interrupted and self.validation is not None:
@@ -114,7 +118,10 @@ class _Session:
         while state.current_step < train.steps:
             step = state.current_step
             hit("train.step")
-            result = train_step(state)
+            with self.stragglers.step() as found:
+                result = train_step(state)
+            for straggler in found:
+                log.info(f"straggler at step {step}: {straggler}")
             self.watchdog.at(state.current_step, "train")
             if self.metrics is not None:
                 self.metrics.step(step, result, state.skipped_steps)

@@ -14,6 +14,7 @@ import torch
 from frontier_llm import log
 from frontier_llm.config import RunConfig
 from frontier_llm.machine import load_machine
+from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.step import StepResult
 from frontier_llm.units import GIB, TERA, format_seconds
 
@@ -31,8 +32,11 @@ class Throughput:
 class Metrics:
     """Written by global rank 0; lines of a resumed run follow those of the earlier one, steps in ascending order of time."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, world_size: int, flops_per_token: float, peak_tflops: float | None) -> None:
+    def __init__(
+        self, run_dir: Path, config: RunConfig, world_size: int, flops_per_token: float, peak_tflops: float | None, clock: PhaseClock
+    ) -> None:
         self._config, self._world_size, self._flops_per_token, self._peak_tflops = config, world_size, flops_per_token, peak_tflops
+        self._clock = clock
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self._board = _summary_writer(run_dir / "events") if config.train.tensorboard else None
@@ -56,6 +60,7 @@ class Metrics:
             return
         now = time.perf_counter()
         speed = self.throughput(self._steps_since, now - self._since)
+        phases_s = {name: seconds / self._steps_since for name, seconds in self._clock.take().items()}
         self._since, self._steps_since = now, 0
         samples = (step + 1) * self._config.batch.global_batch
         self._write(
@@ -68,6 +73,7 @@ class Metrics:
                 "consumed_tokens": samples * self._config.model.sequence_length,
                 "skipped_steps": skipped_steps,
                 "memory_gib": memory_gib(),
+                "phases_s": phases_s,  # per step, of this rank
             },
         )
         per_step_s = (now - self._started) / (step + 1 - self._first_step)
@@ -76,8 +82,9 @@ class Metrics:
     def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Anything that is not a training step: an evaluation, a save, a resume."""
         self._write(kind, step, values)
-        # what an event costs is not the next step's time
-        self._since = time.perf_counter() if self._steps_since == 0 else self._since
+        if self._steps_since == 0:  # what an event costs is not the next step's time
+            self._since = time.perf_counter()
+            self._clock.take()
 
     def close(self) -> None:
         """Flush and close."""
@@ -89,8 +96,10 @@ class Metrics:
         self._lines.write(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+                scalars = value if isinstance(value, dict) else {"": value}
+                for part, scalar in scalars.items():
+                    if isinstance(scalar, int | float):
+                        self._board.add_scalar("/".join(filter(None, (kind, name, part))), scalar, step)
 
     def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
         share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""

@@ -48,7 +48,7 @@ def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int) -> dict[str, o
     """Every collective once; the results' errors against sums made here, and the ledger."""
     axis = _axis(rank, nodes, per_node)
     assert axis.group is not None and type(axis.group).__name__ == "ChosenGroup"
-    axis.group._hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
+    axis.group.hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
     size, part = axis.size, 1001
     whole = [_contribution(peer, part * size) for peer in range(size)]
     total = torch.stack(whole).sum(0)

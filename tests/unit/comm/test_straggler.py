@@ -53,18 +53,24 @@ def test_a_rank_that_recovers_can_be_named_again() -> None:
     assert len(named) == 2 and 30 <= named[0] < 50 and 90 <= named[1] < 110
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (8, 8)])
+def test_a_machine_that_slows_down_is_no_straggler(ranks: int, stages: int) -> None:
+    generator = np.random.default_rng(3)
+    detector = StragglerDetector([rank * stages // ranks for rank in range(ranks)])
+    steps = [_noisy(generator, ranks, 1.0) * (1.7 if 100 <= step < 150 else 1.0) for step in range(200)]
+    assert [named for busy in steps for named in detector.step(list(busy))] == []
+
+
 def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> list[tuple[int, int]]:
     """Real ranks whose compute is a sleep of 20 ms; from `begin` on rank 2 sleeps 200 ms more, and everyone waits for it."""
     grid = Grid(1, 1, 4)
     mesh = build_mesh(grid, rank, timeout_s=30.0)
-    watch, named = StragglerWatch(mesh, grid), []
+    watch, named = StragglerWatch(mesh, grid, torch.device("cpu")), []
     for step in range(steps):
-        mesh.ledger.reset()
-        start_s = time.perf_counter()
-        time.sleep(0.02 + (0.2 if rank == 2 and step >= begin else 0.0))
-        all_reduce_(torch.ones(1000), mesh.dp)
-        elapsed_s = time.perf_counter() - start_s
-        named += [(step, found.global_rank) for found in watch.step(elapsed_s, sum(mesh.ledger.blocked_s.values()), torch.device("cpu"))]
+        with watch.step() as found:
+            time.sleep(0.02 + (0.2 if rank == 2 and step >= begin else 0.0))
+            all_reduce_(torch.ones(1000), mesh.dp)
+        named += [(step, straggler.global_rank) for straggler in found]
     return named
 
 

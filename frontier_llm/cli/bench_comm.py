@@ -1,0 +1,150 @@
+"""frontier-llm bench comm RUN [key=value …]: what the links of a layout deliver."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def size_of(text: str) -> int:
+    """'64KiB' → 65536; argparse shows the rule when it is something else."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]ib)?", text.strip().lower())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1KiB, 64MiB or 4GiB")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the bench."""
+    parser.add_argument("run", help="a run file, or the name of one in configs/runs: its layout is measured")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="comm.algorithms=hierarchical measures both algorithms")
+    parser.add_argument("--min", type=size_of, default=size_of("1KiB"), help="smallest message (default 1KiB)")
+    parser.add_argument("--max", type=size_of, default=None, help="largest message (default 16MiB on CPU, 4GiB on GPUs)")
+    parser.add_argument("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks")
+    parser.add_argument("--emit", type=Path, metavar="FILE", help="write a measured algorithm table for comm.algorithms")
+    parser.add_argument("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs (PNG, SVG or PDF)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
+    from frontier_llm.cli.train import check, local_world_size
+    from frontier_llm.cluster.local import run_local_ranks
+    from frontier_llm.cluster.rank_env import discover, environment
+    from frontier_llm.config import load_run
+    from frontier_llm.errors import LayoutError
+
+    config = load_run(args.run, args.overrides)
+    place = discover()
+    if place is None:
+        world_size = local_world_size(config)
+        check(config, world_size)
+        if world_size == 1:
+            raise LayoutError("a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm")
+        return run_local_ranks(world_size, ["bench", "comm", args.run, *args.overrides, *_flags(args)], environment(), _logs(config))
+    from frontier_llm.comm import bench
+    from frontier_llm.train.join import joined
+
+    with joined(config, place) as (_, mesh, device):
+        largest = args.max or size_of("4GiB" if device.type == "cuda" else "16MiB")
+        measurements = bench.bench_comm(mesh, device, bench.sizes_between(min(args.min, largest), largest))
+        pairs = [] if args.no_pairs else bench.bench_pairs(mesh, device)
+        if mesh.world.rank == 0:
+            _report(
+                args,
+                measurements,
+                pairs,
+                {axis.name: _nodes(axis.ranks, place.local_world_size) for axis in (mesh.tp, mesh.dp, mesh.world)},
+            )
+    return 0
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    flags = ["--min", str(args.min), *(["--max", str(args.max)] if args.max else [])]
+    flags += [flag for flag, given in (("--json", args.json), ("--no-pairs", args.no_pairs)) if given]
+    for flag, path in (("--emit", args.emit), ("--heatmap", args.heatmap)):
+        flags += [flag, str(path.resolve())] if path else []
+    return flags
+
+
+def _logs(config: Any) -> Path:
+    return Path(config.train.run_dir) / "logs"
+
+
+def _nodes(ranks: tuple[int, ...], ranks_per_node: int) -> int:
+    return len({rank // ranks_per_node for rank in ranks})
+
+
+def _report(args: argparse.Namespace, measurements: list[Any], pairs: list[Any], nodes: dict[str, int]) -> None:
+    import platform
+    from dataclasses import asdict
+
+    from frontier_llm.cli.bench import print_json
+    from frontier_llm.comm import bench
+
+    slow = bench.slow_links(pairs)
+    if args.emit:
+        _emit(args.emit, bench.algorithm_rules(measurements, nodes, f"frontier-llm bench comm on {platform.node()}"))
+    if args.heatmap and pairs:
+        _draw(args.heatmap, pairs)
+    if args.json:
+        crowded = [{"axis": a, "operation": o, "bytes": b, "slowdown": s} for a, o, b, s in bench.contention(measurements)]
+        rows = [measurement.as_json() for measurement in measurements]
+        print_json(
+            {"rows": rows, "contention": crowded, "pairs": [asdict(pair) for pair in pairs], "slow_links": [asdict(p) for p in slow]}
+        )
+        return
+    _print(measurements, pairs, slow)
+
+
+def _print(measurements: list[Any], pairs: list[Any], slow: list[Any]) -> None:
+    from statistics import median
+
+    from frontier_llm.units import format_bytes, format_seconds
+
+    print(
+        f"{'axis':<7}{'ranks':>6}  {'operation':<15}{'algorithm':<13}{'groups':<9}{'bytes':>10}{'time':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}"
+    )
+    for m in measurements:
+        print(
+            f"{m.axis:<7}{m.ranks:>6}  {m.operation:<15}{m.algorithm:<13}{m.mode:<9}{format_bytes(m.bytes):>10}{format_seconds(m.seconds):>10}"
+            f"{m.algorithm_gbps:>12.3f}{m.bus_gbps:>12.3f}"
+        )
+    if pairs:
+        rates = [pair.gbps for pair in pairs]
+        print(f"{len(pairs)} pairs of ranks: {min(rates):.3f} to {max(rates):.3f} GB/s one way, median {median(rates):.3f}")
+    for pair in slow:
+        print(f"slow link: global ranks {pair.a} and {pair.b}: {pair.gbps:.3f} GB/s")
+
+
+def _emit(path: Path, rules: list[dict[str, Any]]) -> None:
+    import yaml
+
+    from frontier_llm import log
+
+    path.write_text(yaml.safe_dump({"title": "measured", "rules": rules}, sort_keys=False, width=200), encoding="utf-8")
+    log.info(f"wrote {len(rules)} rules to {path}: use them with comm.algorithms={path}")
+
+
+def _draw(path: Path, pairs: list[Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
+    place = {rank: index for index, rank in enumerate(ranks)}
+    matrix = [[float("nan")] * len(ranks) for _ in ranks]
+    for pair in pairs:
+        matrix[place[pair.a]][place[pair.b]] = matrix[place[pair.b]][place[pair.a]] = pair.gbps
+    figure, axes = pyplot.subplots(figsize=(6, 5), layout="constrained")
+    image = axes.imshow(matrix, cmap="viridis", vmin=0)
+    figure.colorbar(image, label="GB/s, one way")
+    axes.set(title="messages between pairs of ranks", xlabel="global rank", ylabel="global rank")
+    axes.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
+    axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
+    figure.savefig(path)
+    pyplot.close(figure)

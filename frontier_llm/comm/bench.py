@@ -1,0 +1,230 @@
+"""Measure every collective and message of a mesh: time, algorithm and bus bandwidth as rccl-tests defines them, and slow links.
+
+Algorithm bandwidth is bytes / time, with the bytes of the whole tensor (the gathered result, the full input of a reduce-scatter).
+Bus bandwidth multiplies it by the share that every rank must send at least: 2(n-1)/n for an all-reduce, (n-1)/n for a
+reduce-scatter or all-gather, 1 for a broadcast or a message; so it can be held against a link's speed whatever n is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from frontier_llm.comm.axis import Axis, Mesh
+from frontier_llm.comm.collectives import all_reduce_, barrier, broadcast_, start_all_gather_into, start_reduce_scatter_into
+from frontier_llm.comm.hierarchical import ChosenGroup
+from frontier_llm.comm.p2p import Sends, post_receive
+
+ELEMENT_BYTES = 4  # fp32
+SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named
+PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
+MAX_PAIR_RANKS = 64  # 2,016 pairs; beyond, only neighbours in rank order
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "message": lambda n: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One operation at one size on one kind of group."""
+
+    axis: str
+    operation: str
+    ranks: int  # of the group
+    algorithm: str  # flat | hierarchical
+    mode: str  # alone: only the first such group is busy; together: all of them at once, as in training
+    bytes: int
+    seconds: float  # the slowest rank's median
+
+    @property
+    def algorithm_gbps(self) -> float:
+        """GB/s (10^9)."""
+        return self.bytes / self.seconds / 1e9
+
+    @property
+    def bus_gbps(self) -> float:
+        """GB/s (10^9)."""
+        return self.algorithm_gbps * BUS_FACTORS[self.operation](self.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the planner."""
+        return {**asdict(self), "algbw_gbps": self.algorithm_gbps, "busbw_gbps": self.bus_gbps}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A message from one rank to another and back; one way."""
+
+    a: int  # global ranks
+    b: int
+    seconds: float
+    gbps: float
+
+
+def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
+    """smallest, smallest × factor, … up to largest, which is always there."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor
+    return [*sizes, largest]
+
+
+def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[Measurement]:
+    """Every operation on every axis that has more than one rank, alone and together. Collective over the world."""
+    found = []
+    for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world):
+        if axis.size == 1:
+            continue
+        modes = ("together",) if axis.size == mesh.world.size else ("alone", "together")
+        for algorithm, variant in variants(axis):
+            for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+                for size in sizes:
+                    for mode in modes:
+                        takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
+                        run, whole = _operation(operation, variant, size, device)
+                        seconds = _slowest(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
+                        found.append(Measurement(axis.name, operation, axis.size, algorithm, mode, whole, seconds))
+    return found
+
+
+def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
+    """('flat', axis), and ('hierarchical', axis) where the axis has both."""
+    if isinstance(axis.group, ChosenGroup):
+        yield "flat", replace(axis, group=axis.group.flat)
+        yield "hierarchical", replace(axis, group=ChosenGroup(axis.group.flat, axis.group.hierarchical, lambda *_: "hierarchical"))
+    else:
+        yield "flat", axis
+
+
+def _operation(operation: str, axis: Axis, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
+    """A call of the operation on buffers of its own, and the bytes of the whole tensor after rounding up to equal parts."""
+    part = max(1, -(-size_bytes // (ELEMENT_BYTES * axis.size)))
+    whole = torch.zeros(part * axis.size, device=device)
+    mine = torch.zeros(part, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: all_reduce_(whole, axis),
+        "all_gather": lambda: start_all_gather_into(whole, mine, axis).wait(),
+        "reduce_scatter": lambda: start_reduce_scatter_into(mine, whole, axis).wait(),
+        "broadcast": lambda: broadcast_(whole, axis, 0),
+    }
+    return calls[operation], whole.numel() * ELEMENT_BYTES
+
+
+def _nothing() -> None:
+    """What a rank does while another group is measured alone."""
+
+
+def _slowest(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
+    """Median over repetitions, maximum over ranks. All ranks repeat equally often: what the slowest trial allows in `budget_s`."""
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    def agreed(value: float) -> float:
+        return float(all_reduce_(torch.tensor([value], dtype=torch.float64, device=device), world, "max"))
+
+    once()  # connections and memory are made at first use
+    barrier(world)
+    repetitions = int(min(50, max(3, budget_s / max(agreed(once()), 1e-6))))
+    times = []
+    for _ in range(repetitions):
+        barrier(world)
+        times.append(once())
+    return agreed(median(times))
+
+
+def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[Pair]:
+    """Messages between pairs of ranks, one pair at a time: latency-free bandwidth of each link. Collective over the world.
+
+    All pairs up to MAX_PAIR_RANKS ranks; beyond, each rank with the next.
+    """
+    world, pairs = mesh.world, []
+    size = world.size
+    wanted = [(a, b) for a in range(size) for b in range(a + 1, size)] if size <= MAX_PAIR_RANKS else [(a, a + 1) for a in range(size - 1)]
+    x = torch.zeros(PAIR_BYTES // ELEMENT_BYTES, device=device)
+    for a, b in wanted:
+        if world.rank not in (a, b):
+            run: Callable[[], object] = _nothing
+        else:
+            peer = b if world.rank == a else a
+            run = _ping_pong(x, world, peer, first=world.rank == a)
+        seconds = _slowest(run, world, device, repetitions * 1e-3) / 2
+        pairs.append(Pair(world.ranks[a], world.ranks[b], seconds, PAIR_BYTES / seconds / 1e9))
+    return pairs
+
+
+def _ping_pong(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], object]:
+    def run() -> None:
+        sends = Sends(limit=2)
+        receive = post_receive(tuple(x.shape), x.dtype, x.device, world, peer)
+        if first:
+            sends.start(x, world, peer)
+            receive.wait()
+        else:
+            sends.start(receive.wait(), world, peer)
+        sends.wait_all()
+
+    return run
+
+
+def slow_links(pairs: list[Pair], kind: Callable[[int, int], str] = lambda a, b: "any") -> list[Pair]:
+    """Pairs below SLOW_LINK of the median of their kind (the caller knows which pairs have the same links)."""
+    by_kind: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_kind.setdefault(kind(pair.a, pair.b), []).append(pair)
+    return [pair for alike in by_kind.values() for pair in alike if pair.gbps < SLOW_LINK * median(other.gbps for other in alike)]
+
+
+def contention(measurements: list[Measurement]) -> list[tuple[str, str, int, float]]:
+    """(axis, operation, bytes, time together / time alone) wherever both were measured."""
+    alone = {(m.axis, m.operation, m.algorithm, m.bytes): m.seconds for m in measurements if m.mode == "alone"}
+    return [
+        (m.axis, m.operation, m.bytes, m.seconds / alone[key])
+        for m in measurements
+        if m.mode == "together" and (key := (m.axis, m.operation, m.algorithm, m.bytes)) in alone
+    ]
+
+
+def algorithm_rules(measurements: list[Measurement], nodes: dict[str, int], where: str) -> list[dict[str, Any]]:
+    """Rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times; one row where the better one changes.
+
+    `nodes[axis]` is how many nodes the axis spans; `where` names the machine and date for the source.
+    """
+    times = {(m.axis, m.operation, m.bytes, m.algorithm): m.seconds for m in measurements if m.mode == "together"}
+    rows: list[dict[str, Any]] = []
+    for axis, operation in sorted({(m.axis, m.operation) for m in measurements if m.algorithm == "hierarchical"}):
+        chosen = "flat"
+        for size in sorted({size for a, o, size, _ in times if (a, o) == (axis, operation)}):
+            flat, staged = times[axis, operation, size, "flat"], times[axis, operation, size, "hierarchical"]
+            better = "hierarchical" if staged < flat else "flat"
+            if better != chosen:
+                gain = max(flat, staged) / min(flat, staged)
+                source = f"{where}: axis {axis}, {gain:.1f} times faster at {size} bytes"
+                rows.append(
+                    {
+                        "operation": operation,
+                        "nodes_from": nodes[axis],
+                        "bytes_from": size,
+                        "algorithm": better,
+                        "tag": "measured",
+                        "source": source,
+                    }
+                )
+                chosen = better
+    return sorted(rows, key=lambda row: (row["operation"], row["nodes_from"], row["bytes_from"]))

@@ -1,0 +1,110 @@
+"""The communication bench: definitions, a slow link, contention, and a measured table that the mesh accepts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from frontier_llm.cli.bench_comm import size_of
+from frontier_llm.cli.main import main
+from frontier_llm.comm import bench as comm_bench
+from frontier_llm.comm import build_mesh, load_algorithms
+from frontier_llm.comm.algorithms import HIERARCHICAL
+from frontier_llm.comm.bench import Measurement, Pair, algorithm_rules, bench_comm, bench_pairs, contention, sizes_between, slow_links
+from frontier_llm.topology import Grid
+from tests.harness.pool import RankPool
+
+
+def test_bandwidths_are_those_of_rccl_tests() -> None:
+    def bus(operation: str) -> float:
+        return Measurement("dp", operation, 8, "flat", "together", 2_000_000_000, 0.5).bus_gbps
+
+    assert [bus(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")] == [7.0, 3.5, 3.5, 4.0, 4.0]
+
+
+def test_sizes() -> None:
+    assert sizes_between(1024, 70_000) == [1024, 4096, 16_384, 65_536, 70_000]
+    assert sizes_between(5, 5) == [5]
+    assert (size_of("64KiB"), size_of("4gib"), size_of("17")) == (65_536, 4 << 30, 17)
+    for wrong in ("4GB", "0", "-1", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+            size_of(wrong)
+
+
+def test_a_slow_link_is_one_among_its_like() -> None:
+    pairs = [
+        Pair(0, 1, 1.0, 100.0),
+        Pair(2, 3, 1.0, 99.0),
+        Pair(4, 5, 1.0, 60.0),
+        Pair(0, 2, 1.0, 40.0),
+        Pair(1, 3, 1.0, 41.0),
+        Pair(1, 2, 1.0, 39.0),
+    ]
+    kinds = {(0, 1): "package", (2, 3): "package", (4, 5): "package"}
+    assert slow_links(pairs, lambda a, b: kinds.get((a, b), "far")) == [pairs[2]]
+
+
+def test_a_measured_table_says_what_was_measured(tmp_path: Path) -> None:
+    def row(size: int, algorithm: str, seconds: float) -> Measurement:
+        return Measurement("dp", "reduce_scatter", 8, algorithm, "together", size, seconds)
+
+    measured = [row(1000, "flat", 1.0), row(1000, "hierarchical", 2.0), row(2000, "flat", 4.0), row(2000, "hierarchical", 2.0)]
+    measured += [row(3000, "flat", 5.0), row(3000, "hierarchical", 2.0), row(4000, "flat", 5.0), row(4000, "hierarchical", 6.0)]
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"rules": algorithm_rules(measured, {"dp": 4}, "here")}))
+    table = load_algorithms(str(path))
+    choices = [table.choose("reduce_scatter", 4, size) for size in (1000, 2000, 3000, 4000)]
+    assert choices == ["flat", "hierarchical", "hierarchical", "flat"]
+    assert table.choose("reduce_scatter", 2, 2000) == "flat" and table.choose("all_gather", 4, 2000) == "flat"
+    assert {rule.tag for rule in table.rules} == {"measured"}
+
+
+def test_contention_compares_together_with_alone() -> None:
+    rows = [Measurement("tp", "all_reduce", 2, "flat", mode, 100, seconds) for mode, seconds in (("alone", 2.0), ("together", 5.0))]
+    assert contention(rows) == [("tp", "all_reduce", 100, 2.5)]
+
+
+def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
+    """Two pretended nodes of two ranks; the link between ranks 1 and 2 is made slow by a sleep before each of its messages."""
+    grid = Grid(1, 1, 4)
+    mesh = build_mesh(grid, rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL)
+    measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
+    ping_pong = comm_bench._ping_pong
+
+    def delayed(x: torch.Tensor, world: object, peer: int, first: bool) -> object:
+        run = ping_pong(x, world, peer, first)  # type: ignore[arg-type]
+        return (lambda: (time.sleep(0.03), run())) if {rank, peer} == {1, 2} else run
+
+    comm_bench._ping_pong = delayed  # type: ignore[assignment]
+    try:
+        return measurements, bench_pairs(mesh, torch.device("cpu"))
+    finally:
+        comm_bench._ping_pong = ping_pong
+
+
+def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
+    measurements, pairs = ranks.run(4, _measure)[0]
+    seen = {(m.axis, m.operation, m.algorithm) for m in measurements}
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    assert seen == {
+        (axis, operation, algorithm) for axis in ("dp", "world") for operation in operations for algorithm in ("flat", "hierarchical")
+    }
+    assert all(m.seconds > 0 and m.bytes in (4096, 100_000) for m in measurements)
+    assert [(pair.a, pair.b) for pair in pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert (1, 2) in [(pair.a, pair.b) for pair in slow_links(pairs)]
+
+
+def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "pairs.png"
+    arguments = ["bench", "comm", "bench", "parallel.tensor=2", f"train.run_dir={tmp_path}/run", "--min", "64KiB", "--max", "64KiB"]
+    assert main([*arguments, "--json", "--heatmap", str(figure)]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert {row["operation"] for row in result["rows"]} == {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
+    assert all(row["busbw_gbps"] > 0 and row["bytes"] == 65_536 for row in result["rows"]) and len(result["pairs"]) == 1
+    assert figure.stat().st_size > 1000
