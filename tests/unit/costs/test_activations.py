@@ -37,7 +37,13 @@ def config_of(layers: int, recompute: str, micro_batch: int) -> RunConfig:
             "batch": {"global_batch": micro_batch, "micro_batch": micro_batch},
             "train": {"recompute": recompute, "device": "cpu"},
             "precision": {"dtype": "fp32"},
-            "ops": {"attention": "sdpa", "norm": "reference", "activation": "reference", "cross_entropy": "reference", "adamw": "reference"},
+            "ops": {
+                "attention": "sdpa",
+                "norm": "reference",
+                "activation": "reference",
+                "cross_entropy": "reference",
+                "adamw": "reference",
+            },
         },
     )
 
