@@ -60,6 +60,19 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def adopt(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Set the variables that are not set yet; returns {name: value} of those that the user has set otherwise, which stay.
+
+    `${NAME:-default}` in a value is expanded, as the shell of a batch script would.
+    """
+    others = {}
+    for name, value in wanted.items():
+        expanded = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: os.environ.get(match[1], match[2]), value)
+        if os.environ.setdefault(name, expanded) != expanded:
+            others[name] = os.environ[name]
+    return others
+
+
 def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
     """This process's place, or None when it was started alone (a login shell, a laptop, the shell of an sbatch script).
 
@@ -82,16 +95,6 @@ def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
 def job_port(*identity: str | int) -> int:
     """A rendezvous port that every rank of a job derives alike and that differs between jobs, steps and restarts."""
     return FIRST_PORT + crc32("/".join(map(str, identity)).encode()) % PORT_COUNT
-
-
-def rendezvous_failure(place: RankEnv, cause: BaseException, waited_s: float) -> FrontierError:
-    """What to raise when the process group does not form: names host, rank, address and the usual reasons."""
-    return FrontierError(
-        f"no rendezvous after {waited_s:.0f} s: {cause}",
-        f"on {place.hostname} check that rank 0's node is alive and that {place.master_addr} can be reached from here; "
-        "set MASTER_ADDR to its address on the high-speed network (hostname -i there) or MASTER_PORT to another free port",
-        place.describe(),
-    )
 
 
 def is_shell_of_job(variables: Mapping[str, str] | None = None) -> bool:

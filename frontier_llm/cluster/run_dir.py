@@ -19,15 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.errors import FrontierError
-
 STOP_FILE = "STOP"
-
-
-class Fenced(FrontierError):
-    """This process belongs to an incarnation that has been replaced; it must not write into the run."""
-
-    exit_code = 3
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ def record(run_dir: Path, attempt: Attempt) -> None:
 
 
 def take(run_dir: Path, job_id: str, host: str) -> int:
-    """Become the only writer: the number of a new incarnation, which fences off all earlier ones."""
+    """Record a new start and return its number. What keeps an old rank from writing is the checkpoints' own lock."""
     number = holder(run_dir).get("incarnation", 0) + 1
     text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
     write_atomically(run_dir / "incarnation.json", json.dumps(text) + "\n")
@@ -128,17 +120,6 @@ def holder(run_dir: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return dict(content)
-
-
-def check_fence(run_dir: Path, incarnation: int) -> None:
-    """Raise Fenced unless `incarnation` is still the run's; ask before every rename that publishes something."""
-    current = holder(run_dir)
-    if current.get("incarnation") != incarnation:
-        raise Fenced(
-            f"incarnation {incarnation} has been replaced by {current.get('incarnation')} (job {current.get('job_id')} on {current.get('host')})",
-            "nothing: this is a left-over process of an earlier start, and it ends here",
-            str(run_dir),
-        )
 
 
 def bad_hosts(run_dir: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -50,7 +51,7 @@ def connect(rank: int, world_size: int, address: str, port: int, backend: str, t
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankFailure(
-            f"rank {rank} of {world_size} could not join the rendezvous at {address}:{port} within {timeout_s:.0f} s: {error}",
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the rendezvous at {address}:{port} within {timeout_s:.0f} s: {error}",
             fix="check that every rank started, that the address is reachable from this node, and that the port is free",
         ) from error
 

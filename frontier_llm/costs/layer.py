@@ -59,7 +59,8 @@ def attention_core(w: Workload, rates: Rates) -> tuple[Number, Number]:
     scores = gemm_s(S, S, w.D, rates, batch, aligned)
     values = gemm_s(S, w.D, S, rates, batch, aligned)
     square = batch * S * S * 2  # bytes of the score matrix
-    passes = (2.0 if rates.fused else 5.0) + (2.5 if rates.dropout else 0.0)
+    # passes over the scores in 16 bit; softmax by separate kernels goes through fp32: convert 3, scale 4, mask 4.5, softmax 4, convert 3
+    passes = (2.0 if rates.fused_softmax else 18.5) + (2.5 if rates.dropout else 0.0)
     forward = scores + values + memory_s(passes * square, 2, rates)
     backward = 2 * (scores + values) + memory_s((passes + 1.0) * square, 2, rates)
     use_flash = np.where(np.asarray(w.flash) < 0, rates.attention == "flash", np.asarray(w.flash) == 1)

@@ -2,10 +2,10 @@
 
 The closed form of a pipeline: with stage i taking t_i = f_i + b_i per microbatch and d for a message,
 
-    step = sum_i t_i / v + (m - 1/v) · max_i(t_i + 2 d) + …      (1F1B: v = 1; interleaved: the ramp shrinks by v)
+    step = m · T + (sum_i (t_i + 2 d) - T) / v + …,   T = max_i t_i + 2 d       (1F1B: v = 1; interleaved: the ramp shrinks by v)
 
 which is exact for equal stages (bubble (p-1)/(v·m)) and within a few percent for unequal ones (tests compare it with the
-simulation).
+simulation). Where messages flow beside the compute, T is the slowest stage, or the next slower one plus its messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from frontier_llm.costs.collectives import message_s, spread_s
 from frontier_llm.costs.kernels import memory_s
 from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms, totals, weight_gradient_s
 from frontier_llm.costs.parameters import stage_parameters
-from frontier_llm.costs.workload import ZERO_BUBBLE, Number, Workload
+from frontier_llm.costs.workload import GPIPE, ZERO_BUBBLE, Number, Workload
 from frontier_llm.machine.rates import Rates
 
 
@@ -120,9 +120,7 @@ def fsdp_layer_s(w: Workload, rates: Rates, parameters: Number) -> tuple[Number,
 
 def step_s(w: Workload, rates: Rates) -> Number:
     """Seconds of one training step in closed form."""
-    terms = layer_terms(w, rates)
-    per_layer = totals(terms)
-    kept_s = 0.0 if rates.last_stage_recomputes else terms["recompute"][1]
+    per_layer = totals(layer_terms(w, rates))
     embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
     layer_parameters = stage_parameters(w, 1, False, False)
     sharded = np.asarray(w.zero) >= 2
@@ -142,10 +140,18 @@ def step_s(w: Workload, rates: Rates) -> Number:
     message = 2 * p2p_s(w, rates)
     host = rates.microbatch_s
     first = most * layer_s + ends[0] + np.where(pp == 1, ends[1], 0.0)
-    last = last_layers * (layer_s - kept_s) + ends[1]
+    last = last_layers * layer_s + ends[1]
     middle = np.where(pp > 2, most * layer_s, 0.0)
-    busiest = np.maximum(np.maximum(first, np.where(pp > 1, last, 0.0)), middle) + host + message * v
-    ramp = (layers * layer_s - last_layers * kept_s + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
+    slowest = np.maximum(np.maximum(first, np.where(pp > 1, last, 0.0)), middle) + host
+    if rates.blocking_messages:
+        busiest = slowest + message * v
+    else:
+        # two neighbours of 1F1B wait for each other's messages unless one of them has that much less to do; with chunks a
+        # message has a whole chunk's compute to hide under, and GPipe's messages of one phase follow each other
+        hidden = (v > 1) | (np.asarray(w.schedule) == GPIPE)
+        lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
+        busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
+    ramp = (layers * layer_s + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
     # ZB-H1 (Qi et al. 2023): a stage's bubble shrinks by two weight gradients; a single microbatch can defer only its own
     split = np.asarray(w.schedule) == ZERO_BUBBLE
     deferred = (pp - 1) * most * weight_gradient_s(w, rates) * (1 + np.minimum((m - 1) / pp, 1.0))

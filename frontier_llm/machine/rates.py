@@ -47,6 +47,7 @@ class Rates:
     # what the software does
     attention: str  # flash | unfused
     dropout: bool
+    fused_softmax: bool  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
     fused: bool  # norm, bias+activation, residual in one kernel each
     gradient_bytes: int  # in which the gradients are summed over dp
     accumulate_bytes: float  # moved per parameter to add one microbatch's gradient
@@ -56,7 +57,6 @@ class Rates:
     gather_overlap: float  # share of the weight all-gather that may hide under the first forward
     tp_overlap: float  # share of tp communication hidden under its matrix product
     blocking_messages: bool  # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
-    last_stage_recomputes: bool  # False: the last stage keeps its activations, whose backward follows at once
     fabric_share: float  # of the fabric's bandwidth that this stack's collectives reach
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations

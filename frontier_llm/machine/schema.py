@@ -77,13 +77,13 @@ class Stack(Section):
     source: str  # of the yes/no properties below
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
+    fused_softmax: bool = True
     fused: bool = True
     gradient_bytes: Literal[2, 4] = 4
     accumulate_bytes: NonNegativeFloat = 8.0
     optimizer_bytes: NonNegativeFloat = 30.0
     p2p_split: bool = False
     blocking_messages: bool = False
-    last_stage_recomputes: bool = True
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number

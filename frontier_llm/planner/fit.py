@@ -91,7 +91,7 @@ def apply(start: Rates, keys: Sequence[str], x: np.ndarray) -> Rates:
 
     A tuple is scaled as a whole, or, with the key's suffix "/N", in its entry for groups of N devices.
     """
-    changes: dict[str, float | tuple[float, ...]] = {}
+    changes: dict[str, Any] = {}
     for key, shift in zip(keys, x, strict=True):
         name, _, ranks = key.partition("/")
         value = changes.get(name, getattr(start, name))
@@ -103,7 +103,7 @@ def apply(start: Rates, keys: Sequence[str], x: np.ndarray) -> Rates:
         else:
             grown = float(value * np.exp(shift))
             changes[key] = min(grown, CEILING) if key.endswith(("efficiency", "crowding")) else grown
-    return replace(start, **changes)  # type: ignore[arg-type]
+    return replace(start, **changes)
 
 
 def minimise(residual: Callable[[np.ndarray], np.ndarray], size: int, iterations: int) -> np.ndarray:

@@ -57,21 +57,19 @@ class Played:
 
 
 def stage_times(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
-    """Times of every virtual stage; the last one skips recomputation where the stack does."""
-    terms = layer_terms(w, rates)
-    forward, backward = (float(value) for value in totals(terms))
+    """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
+    forward, backward = (float(value) for value in totals(layer_terms(w, rates)))
     weight = float(weight_gradient_s(w, rates))
     embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
     host = rates.microbatch_s / 2 / float(w.chunks) + (float(p2p_s(w, rates)) if rates.blocking_messages else 0.0)
     times = []
     for stage in stages:
-        skip = float(terms["recompute"][1]) if stage.head and len(stages) > 1 and not rates.last_stage_recomputes else 0.0
         extra = [0.0, 0.0]
         for present, part in ((stage.embedding, embedding), (stage.head, head)):
             if present:
                 extra = [extra[0] + float(part[0]), extra[1] + float(part[1])]
         n = stage.num_layers
-        times.append(StageTimes(n * forward + extra[0] + host, n * (backward - skip) + extra[1] + host, n * weight))
+        times.append(StageTimes(n * forward + extra[0] + host, n * backward + extra[1] + host, n * weight))
     return tuple(times)
 
 
@@ -82,7 +80,7 @@ def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec,
     message = 0.0 if rates.blocking_messages else float(p2p_s(w, rates))
     round_size = pp if v > 1 else 1
     length = m
-    if m > pp + 2 * STEADY_MICROBATCHES + round_size:
+    if schedule_name != "gpipe" and m > pp + 2 * STEADY_MICROBATCHES + round_size:  # GPipe's phases do not alternate: played whole
         # 1F1B is in its stride after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
@@ -127,9 +125,14 @@ def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_siz
     ]
     busiest = int(np.argmax(work))
     own = work[busiest] * round_size
-    if _is_steady(pace := _pace(timeline, busiest, v, round_size)) and abs(float(pace[-1]) - own) <= 1e-9 * own:
+    pace = _pace(timeline, busiest, v, round_size)
+    if _is_steady(pace) and abs(float(pace[-1]) - own) <= 1e-9 * own:
         return own
-    paces = [_pace(timeline, rank, v, round_size) for rank in (0, pp // 2, pp - 1)]
+    return _common([_pace(timeline, rank, v, round_size) for rank in (0, pp // 2, pp - 1)])
+
+
+def _common(paces: list[np.ndarray]) -> float | None:
+    """The pace that all ranks keep, or None."""
     if all(_is_steady(pace) for pace in paces) and np.ptp([pace[-1] for pace in paces]) <= 1e-9 * paces[0][-1]:
         return float(paces[0][-1])
     return None

@@ -57,15 +57,13 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     Compute terms are those of the rank with most work; what is left of the pipeline's time is bubble and messages.
     """
     w, played = plan.workload, plan.played
-    pp, v, m = int(w.pp), int(w.chunks), float(w.m)
+    pp, m = int(w.pp), float(w.m)
     busiest = max(range(pp), key=lambda rank: played.busy_s[rank])
     held = plan.stages[busiest::pp]
     layers = sum(stage.num_layers for stage in held)
     parts: dict[str, float] = {}
     for name, (forward, backward) in layer_terms(w, rates).items():
-        skip = name == "recompute" and pp * v > 1 and not rates.last_stage_recomputes
-        count = sum(stage.num_layers for stage in held if not stage.head) if skip else layers
-        parts[name] = m * count * float(forward + backward)
+        parts[name] = m * layers * float(forward + backward)
     for present, terms in (
         (any(stage.embedding for stage in held), embedding_terms(w, rates)),
         (any(stage.head for stage in held), head_terms(w, rates)),

@@ -170,7 +170,7 @@ def revived(cluster: LocalSlurm):
 
 
 @pytest.mark.usefixtures("revived")
-def test_dead_node_is_replaced_by_the_spare_and_its_rank_is_fenced(cluster: LocalSlurm, tmp_path: Path) -> None:
+def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: LocalSlurm, tmp_path: Path) -> None:
     env = {"FRONTIER_LLM_SPARE_NODES": "1", "STAND_IN_STEP_S": "0.2"}
     run = Run(cluster, tmp_path, 4, 2, ("train.steps=400", "batch.global_batch=6"), env)
     run.wait_step(3)
@@ -181,14 +181,11 @@ def test_dead_node_is_replaced_by_the_spare_and_its_rank_is_fenced(cluster: Loca
     cluster.wait_for(lambda: (run.directory / "alive" / "2-5").exists(), 60, f"second attempt: {run.text()}")
     hosts = {(run.directory / "alive" / f"2-{rank}").read_text().split()[0] for rank in range(6)}
     assert hosts == {"n0", "n2", "n3"}
-    # the ranks on the dead node live on, and belong to the old incarnation
+    # the ranks on the dead node live on (tests/slurm/test_train.py shows that they cannot save)
     stale = run.directory / "alive" / "1-2"
     before = stale.read_text()
     time.sleep(1.0)
     assert stale.read_text() != before
-    with pytest.raises(run_dir.Fenced):
-        run_dir.check_fence(run.directory, 1)
-    run_dir.check_fence(run.directory, 2)
     assert run_dir.bad_hosts(run.directory) == ["n1"]
     assert cluster.job(run.job_id)["Restarts"] == "0"
     cluster.run("scancel", run.job_id)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
 from tests.harness.slurm import ENDED, ROOT, LocalSlurm
 
@@ -123,4 +124,30 @@ def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(
         assert len(list((tmp_path / "run" / "checkpoints" / "incarnations").glob("*.json"))) == 2
     finally:
         cluster.start_node("n1")
+        cluster.wait_for(lambda: set(cluster.node_states().values()) == {"IDLE"}, 60, "revived node")
+
+
+@pytest.mark.timeout(600)
+def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
+    """One rank has no peer whose death would end it: after its node is declared dead it trains on, beside the requeued job."""
+    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=4", "train.steps=120", "train.save_interval=10")
+    env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
+    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, "--nodes=1", "--ntasks-per-node=1", words=words, env=env)
+    run, stale_log = tmp_path / "run", tmp_path / "run" / "logs" / "attempt_0001" / "rank_0.log"
+    try:
+        cluster.wait_for(lambda: run_dir.latest_step(run) > 0, 200, "first checkpoint")
+        host = str(run_dir.holder(run)["host"])
+        cluster.kill_node(host)
+        cluster.wait_for(lambda: "has been replaced by" in stale_log.read_text(), 300, "refusal of the stale rank")
+        job = cluster.wait_job(job_id, 300)
+        text = (tmp_path / "job.out").read_text()
+        assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1, text
+        assert run_dir.holder(run)["host"] != host
+        assert run_dir.latest_step(run) == 120
+        assert main(["checkpoint", "verify", str(run)]) == 0
+    finally:
+        for process in cluster.processes():
+            if "slurmstepd" in process.name():
+                process.kill()
+        cluster.start_node(host)
         cluster.wait_for(lambda: set(cluster.node_states().values()) == {"IDLE"}, 60, "revived node")

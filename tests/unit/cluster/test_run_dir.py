@@ -8,14 +8,11 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.run_dir import Attempt
 
 
-def test_a_new_incarnation_fences_off_the_old(tmp_path: Path) -> None:
-    first = run_dir.take(tmp_path, "11", "n0")
-    run_dir.check_fence(tmp_path, first)
-    second = run_dir.take(tmp_path, "12", "n1")
-    assert second == first + 1
-    run_dir.check_fence(tmp_path, second)
-    with pytest.raises(run_dir.Fenced, match="job 12 on n1"):
-        run_dir.check_fence(tmp_path, first)
+def test_starts_are_numbered(tmp_path: Path) -> None:
+    assert run_dir.holder(tmp_path) == {}
+    assert run_dir.take(tmp_path, "11", "n0") == 1
+    assert run_dir.take(tmp_path, "12", "n1") == 2
+    assert (run_dir.holder(tmp_path)["job_id"], run_dir.holder(tmp_path)["host"]) == ("12", "n1")
 
 
 def test_latest_step(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import torch
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import load_model
 from frontier_llm.errors import ConfigError
+from frontier_llm.inference.generate import generate
 from frontier_llm.inference.model import InferenceModel
+from frontier_llm.inference.sampling import Sampling
 from frontier_llm.inference.score import Score, score
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
@@ -64,15 +66,26 @@ def test_impossible_requests_are_named(request_: tuple[list[int], list[int]], wo
         score(tiny("llama-tiny"), [([1], [2]), request_])
 
 
-def _score_on_layout(rank: int, name: str, tensor: int, pipeline: int, data: int) -> list[Score]:
+def greedy_requests(model: InferenceModel) -> list[tuple[list[int], list[int]]]:
+    """Contexts with the model's own choice."""
+    contexts = prompts((3, 5, 7, 9, 11, 13))
+    return [(context, list(row.tokens)) for context, row in zip(contexts, generate(model, contexts, Sampling(2, 0.0)), strict=True)]
+
+
+def _score_on_layout(rank: int, name: str, layout: tuple[int, int, int], asked: list[tuple[list[int], list[int]]]) -> list[Score]:
+    tensor, pipeline, data = layout
     mesh = build_mesh(Grid(tensor, pipeline, data), rank, tied_embeddings=load_model(name).tied_embeddings)
-    return score(tiny(name, "fp64", mesh, tensor, pipeline), requests(), 2)
+    return score(tiny(name, "fp64", mesh, tensor, pipeline), asked, 2)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("llama-tiny", (2, 2, 2)), ("gpt-tiny", (4, 1, 1)), ("mpt-tiny", (1, 2, 2))])
 def test_every_layout_scores_the_same(ranks: RankPool, name: str, layout: tuple[int, int, int]) -> None:
-    serial = score(tiny(name), requests(), 2)
-    for scores in ranks.run(math.prod(layout), _score_on_layout, name, *layout):
+    model = tiny(name)
+    chosen = greedy_requests(model)
+    assert any(token >= 125 for _, tokens in chosen for token in tokens)  # in another rank's part of the vocabulary, too
+    serial = score(model, requests() + chosen, 2)
+    assert [found.greedy for found in serial] == [False] * len(requests()) + [True] * len(chosen)
+    for scores in ranks.run(math.prod(layout), _score_on_layout, name, layout, requests() + chosen):
         assert [(found.greedy, found.tokens) for found in scores] == [(found.greedy, found.tokens) for found in serial]
         for found, reference in zip(scores, serial, strict=True):
             assert math.isclose(found.log_probability, reference.log_probability, rel_tol=1e-12)

@@ -1,0 +1,102 @@
+"""Which GCD hangs on which cores, NUMA node and NIC of a Frontier or LUMI-G node, and what the links between GCDs carry.
+
+Both machines have the same node: four MI250X of two GCDs each, one 64-core Trento, four Slingshot NICs. Source of all data: OLCF user
+docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI user guide, which agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+
+LINK_GBPS = 50.0  # one Infinity Fabric link, each direction
+
+# links between pairs of GCDs: 4 inside a package, 2 or 1 between packages; pairs that are missing are routed through others
+LINKS: dict[tuple[int, int], int] = {
+    (0, 1): 4, (2, 3): 4, (4, 5): 4, (6, 7): 4,
+    (0, 6): 2, (2, 4): 2,
+    (0, 2): 1, (1, 3): 1, (1, 5): 1, (3, 7): 1, (4, 6): 1, (5, 7): 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a GCD sits in the node."""
+
+    gcd: int
+    numa: int
+    cores: tuple[int, ...]  # of its L3 region; the first is left to the system (low-noise mode)
+    nic: str  # the NIC on its own package
+
+    @property
+    def usable_cores(self) -> tuple[int, ...]:
+        """Cores that a job may use: all but the first of the region."""
+        return self.cores[1:]
+
+
+_FIRST_CORE = {4: 0, 5: 8, 2: 16, 3: 24, 6: 32, 7: 40, 0: 48, 1: 56}
+_NIC = {0: "hsn0", 1: "hsn0", 2: "hsn1", 3: "hsn1", 4: "hsn2", 5: "hsn2", 6: "hsn3", 7: "hsn3"}
+
+NODE: tuple[Place, ...] = tuple(
+    Place(gcd, _FIRST_CORE[gcd] // 16, tuple(range(_FIRST_CORE[gcd], _FIRST_CORE[gcd] + 8)), _NIC[gcd]) for gcd in range(8)
+)
+
+
+def link_gbps(one: int, other: int) -> float:
+    """Direct bandwidth between two GCDs, GB/s per direction; 0 where there is no direct link."""
+    return LINK_GBPS * LINKS.get((min(one, other), max(one, other)), 0)
+
+
+def link_matrix() -> list[list[float]]:
+    """8 x 8, GB/s per direction."""
+    return [[link_gbps(one, other) if one != other else 0.0 for other in range(8)] for one in range(8)]
+
+
+def best_ring(gcds: Sequence[int]) -> tuple[tuple[int, ...], float]:
+    """(order, GB/s of its slowest link) of the single ring through these GCDs with the fastest bottleneck.
+
+    A pair is a ring of one link. Where no ring has direct links throughout, the bottleneck is 0: traffic is routed.
+    """
+    members = tuple(sorted(gcds))
+    if len(members) < 2:
+        return members, float("inf")
+    first, rest = members[0], members[1:]
+
+    def bottleneck(order: tuple[int, ...]) -> float:
+        return min(link_gbps(one, other) for one, other in zip(order, (*order[1:], order[0]), strict=True))
+
+    best = max(((first, *order) for order in permutations(rest)), key=bottleneck)
+    return best, bottleneck(best)
+
+
+def bus_limit_gbps(gcds: Sequence[int]) -> float:
+    """The bus bandwidth that no all-reduce over these GCDs can exceed, GB/s: the narrowest cut of the links among them.
+
+    Every ring crosses each cut in both directions, so all rings together carry at most the cut's one-way bandwidth. For
+    {0,1} 200, for two packages 100, for all eight 250; measured are 0.74 of it on two (147 GB/s) and 0.55 on eight (137 GB/s).
+    """
+    members = tuple(sorted(gcds))
+    if len(members) < 2:
+        return float("inf")
+    cuts = (
+        (side, tuple(other for other in members if other not in side))
+        for size in range(1, len(members) // 2 + 1)
+        for side in combinations(members, size)
+    )
+    return min(sum(link_gbps(one, other) for one in side for other in rest) for side, rest in cuts)
+
+
+def tp_groups(tp: int) -> list[tuple[int, ...]]:
+    """The tensor-parallel groups of a node when local rank = GCD and tp is innermost."""
+    return [tuple(range(start, start + tp)) for start in range(0, 8, tp)]
+
+
+def cpu_map(gcds: Sequence[int] = range(8)) -> str:
+    """For `srun --cpu-bind=map_cpu:`: one core per local rank, the second of its GCD's region (the first belongs to the system)."""
+    return ",".join(str(NODE[gcd].usable_cores[0]) for gcd in gcds)
+
+
+def cpu_masks(gcds: Sequence[int] = range(8)) -> str:
+    """For `srun --cpu-bind=mask_cpu:`: the seven usable cores of each local rank's GCD."""
+    return ",".join(hex(sum(1 << core for core in NODE[gcd].usable_cores)) for gcd in gcds)

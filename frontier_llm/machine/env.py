@@ -1,0 +1,123 @@
+"""The one file that knows RCCL, libfabric, MIOpen, HSA and framework variables: what to set on a machine, why, and who says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frontier_llm.errors import ConfigError, suggest
+
+OLCF = "OLCF Frontier user guide (pytorch_frontier.rst, 2026)"
+HPE = "HPE shs-ccl-docs, RCCL tuning guide"
+LUMI = "LUMI AI guide"
+NCCL = "NCCL/RCCL documentation"
+TORCH = "PyTorch documentation"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of the ranks' environment."""
+
+    name: str
+    value: str
+    reason: str
+    source: str
+
+
+_PYTORCH = (
+    Variable("OMP_NUM_THREADS", "7", "the usable cores of a GCD's L3 region; the default would start 56 threads per rank", OLCF),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "1",
+        "kernels start in the order in which they are issued, so tp collectives overlap with the weight gradient",
+        "Megatron-LM",
+    ),
+    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "a failed collective ends the rank instead of hanging the job", TORCH),
+    Variable(
+        "TORCH_FR_BUFFER_SIZE", "2000", "flight recorder: the last collectives of each rank, dumped when a collective times out", TORCH
+    ),
+    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write the flight record before giving up", TORCH),
+)
+
+_NODE_LOCAL = "/tmp/miopen-${SLURM_JOB_ID:-0}-${SLURM_LOCALID:-0}"  # noqa: S108 node-local by intent, one per rank
+
+_ROCM = (
+    Variable(
+        "HSA_FORCE_FINE_GRAIN_PCIE", "1", "peer-to-peer through the large BAR; without it RCCL falls back to staging in host memory", HPE
+    ),
+    Variable(
+        "MIOPEN_USER_DB_PATH",
+        _NODE_LOCAL,
+        "MIOpen's SQLite files break on a parallel file system ('disk I/O error')",
+        OLCF,
+    ),
+    Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "same", OLCF),
+    Variable(
+        "PYTORCH_HIP_ALLOC_CONF", "max_split_size_mb:512", "bounds the allocator's fragmentation near 64 GiB", "LumiOpen/Megatron-LM-lumi"
+    ),
+)
+
+_SLINGSHOT = (
+    Variable("GLOO_SOCKET_IFNAME", "hsn0", "needed above about 300 nodes, harmless below", "eminorhan/frontier-torchtitan"),
+    Variable("NCCL_SOCKET_IFNAME", "hsn0,hsn1,hsn2,hsn3", "bootstrap over the high-speed network, not the management one", HPE),
+    Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPU RDMA through the NIC of the same package", HPE),
+    Variable("NCCL_CROSS_NIC", "1", "rings may change NIC from node to node: faster on large systems", HPE),
+    Variable("FI_MR_CACHE_MONITOR", "kdreg2", "memory-registration cache; the default, memhooks, can deadlock", OLCF),
+    Variable("FI_CXI_DISABLE_HOST_REGISTER", "1", "avoids ROCm calls that deadlock RCCL", HPE),
+    Variable("FI_CXI_DEFAULT_CQ_SIZE", "131072", "completion queues of large jobs overflow with the default", HPE),
+    Variable("FI_CXI_DEFAULT_TX_SIZE", "2048", "room for many unexpected rendezvous messages", HPE),
+    Variable("FI_CXI_RDZV_PROTO", "alt_read", "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job", OLCF),
+    Variable("FI_CXI_RDZV_EAGER_SIZE", "0", "all messages by rendezvous", HPE),
+    Variable("FI_CXI_RDZV_THRESHOLD", "0", "all messages by rendezvous", HPE),
+    Variable("FI_CXI_RDZV_GET_MIN", "0", "all messages by rendezvous", HPE),
+    Variable("FI_CXI_RX_MATCH_MODE", "hybrid", "software matching when the NIC's match list overflows", HPE),
+)
+
+# LumiOpen's 1,024-node runs saw "Cassini Event Queue overflow" below this
+_LARGE_CQ = Variable(
+    "FI_CXI_DEFAULT_CQ_SIZE", "262144", "'Cassini Event Queue overflow' on 1,024 nodes with less", "LumiOpen/Megatron-LM-lumi"
+)
+_ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
+_LARGE_NODES = 512
+
+_SLINGSHOT_MACHINES = ("frontier", "lumi")
+_ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
+_NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-a100-node", "llm-foundry-a100", "llm-foundry-a100-40", "llm-foundry-h100", "torchtitan-a100")  # fmt: skip
+MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
+
+
+def environment(machine: str, nodes: int) -> list[Variable]:
+    """The variables that every rank of a job of `nodes` nodes needs on a machine; a name appears once.
+
+    Raises ConfigError for a machine that this file does not know.
+    """
+    if machine not in MACHINES:
+        raise ConfigError(f"no environment is known for machine {machine!r}", suggest(machine, MACHINES), "machine")
+    if machine == "local":
+        return [Variable("OMP_NUM_THREADS", "1", "ranks share the cores of one computer", TORCH)]
+    chosen = {variable.name: variable for variable in _PYTORCH}
+    if machine in _ROCM_MACHINES:
+        chosen.update({variable.name: variable for variable in _ROCM})
+    if machine in _SLINGSHOT_MACHINES:
+        chosen.update({variable.name: variable for variable in _slingshot(machine, nodes)})
+    return list(chosen.values())
+
+
+def _slingshot(machine: str, nodes: int) -> list[Variable]:
+    """Slingshot's part; one node uses no network, and RCCL must not look for a plugin there."""
+    if nodes == 1:
+        return [Variable("NCCL_NET", "Socket", "one node: nothing crosses the network, and a missing plugin must not end the job", NCCL)]
+    chosen = {variable.name: variable for variable in _SLINGSHOT}
+    plugin = Variable(
+        "NCCL_NET", "AWS Libfabric", "fail at start when the OFI plugin is missing, instead of falling back to TCP (16 x slower)", OLCF
+    )
+    chosen[plugin.name] = plugin
+    if machine == "lumi":
+        chosen["FI_MR_CACHE_MONITOR"] = Variable(
+            "FI_MR_CACHE_MONITOR", "userfaultfd", "memory-registration cache; the default, memhooks, can deadlock", HPE
+        )
+    if nodes >= _ONE_INTERFACE_NODES:
+        reason = f"above {_ONE_INTERFACE_NODES} nodes bootstrap over several interfaces hangs now and then"
+        chosen["NCCL_SOCKET_IFNAME"] = Variable("NCCL_SOCKET_IFNAME", "hsn0", reason, "eminorhan/frontier-torchtitan")
+    if machine == "lumi" or nodes >= _LARGE_NODES:
+        chosen[_LARGE_CQ.name] = _LARGE_CQ
+    return list(chosen.values())

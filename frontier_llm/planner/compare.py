@@ -1,0 +1,42 @@
+"""`--what-if`: the choice beside the best plan that differs from it in what the user names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontier_llm.machine import Rates
+from frontier_llm.planner.candidates import parse_fixed
+from frontier_llm.planner.report import layout_words, table
+from frontier_llm.planner.search import Search, search
+from frontier_llm.units import GIB, format_seconds
+
+FIELDS = ("tp", "pp", "chunks", "B", "sp", "recompute", "zero", "dp_outer", "schedule")
+
+
+def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str]) -> str:
+    """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all else free."""
+    changes = parse_fixed(list(words))
+    best = found.best
+    kept = {name: int(getattr(best.workload, name)) for name in FIELDS}
+    if {"tp", "pp"} & changes.keys():
+        kept.pop("chunks")
+    exact = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **kept, **changes}, top=1)
+    free = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **changes}, top=1)
+    lines = [f"what if {' '.join(words)}"]
+    for title, other in (("all else as chosen", exact), ("all else re-planned", free)):
+        if not other.plans:
+            reason = (
+                "no legal layout"
+                if not other.legal
+                else f"does not fit: {other.smallest_bytes / GIB:.1f} of {numbers.memory_bytes / GIB:.0f} GiB"
+            )
+            lines.append(f"  {title}: {reason}")
+            continue
+        plan = other.best
+        lines.append(
+            f"  {title}: {format_seconds(plan.step_s)} per step ({100 * (plan.step_s / best.step_s - 1):+.1f} %), "
+            f"{plan.peak_bytes / GIB:.1f} GiB ({(plan.peak_bytes - best.peak_bytes) / GIB:+.1f}), bubble {100 * plan.played.bubble:.1f} %: {layout_words(plan)}"
+        )
+    shown = [best, *(other.best for other in (exact, free) if other.plans)]
+    return "\n".join([*lines, table(shown)])

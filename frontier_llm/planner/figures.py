@@ -1,0 +1,154 @@
+"""Figures of a search: PNG files and one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from frontier_llm.costs.memory import peak_memory
+from frontier_llm.costs.time import step_s
+from frontier_llm.costs.workload import Number, Workload
+from frontier_llm.machine import Machine, Rates, rates
+from frontier_llm.planner import report
+from frontier_llm.planner.candidates import enumerate_layouts
+from frontier_llm.planner.search import Plan, Search
+from frontier_llm.schedule import Kind
+
+COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#f58518", Kind.BACKWARD_INPUT: "#e45756", Kind.BACKWARD_WEIGHT: "#eeca3b"}
+SHOWN_ACTIONS = 6000  # a timeline beyond this is a solid block
+
+# ORNL's published points (arXiv:2312.12705, abstract): GCDs at the largest run, weak and strong efficiency there
+ORNL = {"gpt-175b": (1024, 1.0, 0.89), "gpt-1t": (3072, 1.0, 0.87)}
+
+
+def write_figures(directory: Path, found: Search, machine: Machine, stack: str, numbers: Rates) -> list[Path]:
+    """pipeline.png, memory.png, throughput.png, scaling.png and index.html."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    directory.mkdir(parents=True, exist_ok=True)
+    drawings: dict[str, Callable[[Any], None]] = {
+        "pipeline": lambda figure: draw_pipeline(figure, found.best),
+        "memory": lambda figure: draw_memory(figure, found.best),
+        "throughput": lambda figure: draw_throughput(figure, found, numbers),
+        "scaling": lambda figure: draw_scaling(figure, found, machine, numbers),
+    }
+    paths = []
+    for name, draw in drawings.items():
+        figure = plt.figure(figsize=(12, 4.5), layout="constrained")
+        draw(figure)
+        path = directory / f"{name}.png"
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+        paths.append(path)
+    page = directory / "index.html"
+    page.write_text(_html(found, machine, stack, numbers, paths), encoding="utf-8")
+    return [*paths, page]
+
+
+def _html(found: Search, machine: Machine, stack: str, numbers: Rates, paths: list[Path]) -> str:
+    pictures = "\n".join(
+        f'<h2>{path.stem}</h2><img style="max-width:100%" alt="{path.stem}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+        for path in paths
+    )
+    words = html.escape(report.text(found, machine, numbers, None) + "\n\n" + report.explain(found.best, machine, stack, numbers))
+    title = html.escape(f"{found.model.name} on {found.nodes} nodes of {machine.name}")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<body style="font-family:sans-serif;max-width:1200px;margin:auto"><h1>{title}</h1><p>Every figure is simulated.</p>{pictures}'
+        f"<h2>report</h2><pre>{words}</pre></body></html>\n"
+    )
+
+
+def draw_pipeline(figure: Any, plan: Plan) -> None:
+    """The played part of the schedule, one row per pipeline rank; beyond `SHOWN_ACTIONS` only its beginning."""
+    axes = figure.subplots()
+    timeline = plan.played.timeline
+    stages = timeline.schedule.stages
+    limit = SHOWN_ACTIONS // stages
+    for stage in range(stages):
+        spans = list(timeline.spans(stage))[:limit]
+        for kind, colour in COLOURS.items():
+            bars = [(start, end - start) for action, start, end in spans if action.kind is kind]
+            axes.broken_barh(
+                bars,
+                (stage - 0.45, 0.9),
+                facecolors=colour,
+                edgecolor="white",
+                linewidth=0.2,
+                label=kind.name.lower() if stage == 0 and bars else None,
+            )
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds (simulated)", ylabel="pipeline rank", title=report.layout_words(plan))
+    axes.legend(loc="upper right", fontsize=8)
+
+
+def draw_memory(figure: Any, plan: Plan) -> None:
+    """Stacked memory lines per pipeline rank against the device's limit."""
+    axes = figure.subplots()
+    ranks = np.arange(len(plan.memory))
+    bottom = np.zeros(len(ranks))
+    for name in plan.memory[0]:
+        size = np.array([lines[name] for lines in plan.memory]) / 2**30
+        if size.any():
+            axes.bar(ranks, size, bottom=bottom, label=name, width=0.9)
+            bottom += size
+    axes.axhline(plan.limit_bytes / 2**30, color="black", linestyle="--", label="device")
+    axes.set(xlabel="pipeline rank", ylabel="GiB", title="memory per pipeline rank")
+    axes.legend(fontsize=8, ncols=2)
+
+
+def draw_throughput(figure: Any, found: Search, numbers: Rates) -> None:
+    """Best throughput of the layouts that fit, against TP, PP and microbatches; closed form, so that every layout is there."""
+    layouts = enumerate_layouts(found.model, found.nodes * numbers.node_devices, found.global_batch, 8 * numbers.node_devices, found.fixed)
+    layouts = layouts.at(peak_memory(layouts, numbers) <= numbers.memory_bytes)
+    speed = np.asarray(layouts.step_tokens / step_s(layouts, numbers) / layouts.devices, dtype=float)
+    for axes, (field, label) in zip(
+        figure.subplots(1, 3, sharey=True), (("tp", "TP"), ("pp", "PP"), ("m", "microbatches per step")), strict=True
+    ):
+        values = np.asarray(getattr(layouts, field))
+        axis = np.unique(values)
+        axes.plot(axis, [speed[values == value].max() for value in axis], "o-")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel=label, title=f"best over all else, by {label}")
+        if field == "tp":
+            axes.axvline(numbers.node_devices, color="grey", linestyle=":")
+            axes.set_ylabel("tokens/s per device")
+
+
+def scaling_points(found: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(devices, efficiency) of the chosen layout with more and fewer replicas; weak keeps the batch per replica, strong the whole.
+
+    Relative to the fewest devices shown. Strong scaling keeps the global batch, so the microbatches per replica shrink.
+    """
+    w = found.best.workload
+    total = float(w.m * w.dp)
+    replicas = np.array(
+        [d for d in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if d <= 4 * w.dp and (weak or total % d == 0)], dtype=float
+    )
+    grown: Workload = replace(w, dp=replicas, m=np.full(len(replicas), float(w.m)) if weak else total / replicas)
+    speed: Number = grown.step_tokens / step_s(grown, numbers) / grown.devices
+    return np.asarray(grown.devices), np.asarray(speed / speed[0])
+
+
+def draw_scaling(figure: Any, found: Search, machine: Machine, numbers: Rates) -> None:
+    """Predicted weak and strong scaling, with ORNL's published efficiencies where the model is theirs."""
+    ornl = rates(machine, "megatron-deepspeed") if machine.name == "frontier" else None
+    for axes, weak in zip(figure.subplots(1, 2, sharey=True), (True, False), strict=True):
+        axes.plot(*scaling_points(found, numbers, weak), "o-", label="predicted, this plan")
+        if ornl:
+            axes.plot(*scaling_points(found, ornl, weak), "s--", label="predicted, ORNL's 2023 software")
+        point = ORNL.get(found.model.name)
+        if point:
+            axes.plot([point[0]], [point[1 if weak else 2]], "k*", markersize=14, label="ORNL, measured (its own baseline)")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="devices", title="weak scaling" if weak else f"strong scaling, global batch {found.global_batch}", ylim=(0, 1.1))
+        axes.legend(fontsize=8)

@@ -1,0 +1,45 @@
+"""The simulated pipeline as Chrome trace events (chrome://tracing, Perfetto): one row per pipeline rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.planner.search import Plan
+from frontier_llm.schedule import Kind
+
+COLOURS = {Kind.FORWARD: "good", Kind.BACKWARD: "bad", Kind.BACKWARD_INPUT: "terrible", Kind.BACKWARD_WEIGHT: "yellow"}
+
+
+def chrome_trace(plan: Plan) -> dict[str, Any]:
+    """Trace events of the part of the step that was played; microseconds."""
+    timeline = plan.played.timeline
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"pipeline rank {stage}"}}
+        for stage in range(timeline.schedule.stages)
+    ]
+    for stage in range(timeline.schedule.stages):
+        for action, start_s, end_s in timeline.spans(stage):
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": stage,
+                    "name": str(action),
+                    "cat": action.kind.name.lower(),
+                    "cname": COLOURS[action.kind],
+                    "ts": start_s * 1e6,
+                    "dur": (end_s - start_s) * 1e6,
+                    "args": {"microbatch": action.microbatch, "chunk": action.chunk},
+                }
+            )
+    played, m = timeline.schedule.microbatches, int(plan.workload.m)
+    note = "the whole step" if played == m else f"{played} of {m} microbatches; the rest repeats the pattern"
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": "simulated", "shown": note}}
+
+
+def write_chrome_trace(path: Path, plan: Plan) -> None:
+    """Write the events as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(chrome_trace(plan)), encoding="utf-8")

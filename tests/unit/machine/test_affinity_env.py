@@ -1,0 +1,64 @@
+"""The node map of Frontier and LUMI, and the environment, against the site files and the guides' own strings."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from frontier_llm.config import configs_dir
+from frontier_llm.errors import ConfigError
+from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps, cpu_map, cpu_masks, link_matrix, tp_groups
+from frontier_llm.machine.env import environment
+
+
+def test_cpu_bindings_equal_the_lumi_guides() -> None:
+    assert cpu_map() == "49,57,17,25,1,9,33,41"
+    assert cpu_masks() == ("0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000")
+
+
+def test_every_core_belongs_to_one_gcd_and_every_nic_to_one_package() -> None:
+    assert sorted(core for place in NODE for core in place.cores) == list(range(64))
+    assert [place.nic for place in NODE] == ["hsn0", "hsn0", "hsn1", "hsn1", "hsn2", "hsn2", "hsn3", "hsn3"]
+    assert [place.numa for place in NODE] == [3, 3, 1, 1, 0, 0, 2, 2]
+
+
+def test_links_are_symmetric_and_each_gcd_has_the_diagram_s_number() -> None:
+    matrix = link_matrix()
+    assert all(matrix[one][other] == matrix[other][one] for one in range(8) for other in range(8))
+    assert [sum(row) for row in matrix] == [350, 300, 350, 300, 350, 300, 350, 300]
+
+
+def test_rings_and_cuts() -> None:
+    assert best_ring((0, 1)) == ((0, 1), 200.0)
+    assert best_ring((0, 1, 2, 3))[1] == 50.0
+    assert best_ring(range(8))[1] == 50.0
+    assert bus_limit_gbps((0, 1)) == 200.0
+    assert bus_limit_gbps((0, 1, 2, 3)) == 100.0
+    assert bus_limit_gbps(range(8)) == 250.0
+    assert bus_limit_gbps((0, 3)) == 0.0  # no direct link
+    assert tp_groups(4) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("site", ["frontier", "lumi"])
+def test_environment_agrees_with_the_site_file(site: str) -> None:
+    path = configs_dir().parent / "slurm" / "sites" / f"{site}.yaml"
+    content = yaml.safe_load(path.read_text())
+    ours = {variable.name: variable.value for variable in environment(site, 128)}
+    theirs = {**content["environment"], **content.get("multi_node_environment", {})}
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) >= 4
+    assert {name: ours[name] for name in shared} == {name: str(theirs[name]) for name in shared}
+
+
+def test_environment_depends_on_the_size_and_says_why() -> None:
+    one, many = environment("frontier", 1), environment("frontier", 512)
+    assert {"NCCL_NET": "Socket"}.items() <= {variable.name: variable.value for variable in one}.items()
+    assert not any(variable.name.startswith("FI_") for variable in one)
+    values = {variable.name: variable.value for variable in many}
+    assert values["NCCL_NET"] == "AWS Libfabric"
+    assert values["NCCL_SOCKET_IFNAME"] == "hsn0"
+    for variables in (one, many):
+        assert len({variable.name for variable in variables}) == len(variables)
+        assert all(variable.reason and variable.source for variable in variables)
+    with pytest.raises(ConfigError, match="did you mean 'frontier'"):
+        environment("frontir", 4)

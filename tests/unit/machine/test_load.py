@@ -1,0 +1,97 @@
+"""Machine files: all shipped ones load, every number has a source, and a malformed one is refused with line, key and rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from frontier_llm.config import configs_dir
+from frontier_llm.errors import ConfigError
+from frontier_llm.machine import load_machine, machine_names, provenance, rates
+from frontier_llm.machine.load import PLACES
+
+FRONTIER = configs_dir() / "machines" / "frontier.yaml"
+
+
+def edited(tmp_path: Path, old: str, new: str) -> Path:
+    text = FRONTIER.read_text()
+    assert old in text
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_shipped_files_load_and_every_number_names_its_source(name: str) -> None:
+    machine = load_machine(name)
+    for stack in machine.stacks:
+        assert rates(machine, stack).peak_flops > 0
+        for field in PLACES:
+            number = provenance(machine, stack, field)
+            assert number.tag in ("measured", "published", "estimated")
+            assert len(number.source) > 5
+
+
+def test_a_gcd_is_the_device() -> None:
+    numbers = rates(load_machine("frontier"))
+    assert numbers.peak_flops == 191.5e12
+    assert numbers.memory_bytes == 64 * 2**30
+    assert numbers.node_devices == 8
+    assert numbers.node_network_bytes_s == 100e9  # 4 NICs, 12.5 GB/s per GCD
+
+
+def test_lumi_starts_from_frontier_and_changes_its_own() -> None:
+    lumi, frontier = load_machine("lumi"), load_machine("frontier")
+    assert lumi.node.count.value == 2978
+    assert lumi.device == frontier.device
+    assert [entry.name for entry in lumi.operations.queue] == ["dev-g", "standard-g"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "rule"),
+    [
+        ("  compute_units:", "  compute_unitz:", "device.compute_unitz", "unknown key"),
+        ("tag: published, source: \"OLCF user guide: hsn0-hsn3\"", "tag: guessed, source: \"OLCF user guide: hsn0-hsn3\"", "node.nics.tag", "'measured', 'published' or 'estimated'"),
+        ("nics: {value: 4", "nics: {value: four", "node.nics.value", "valid number"),
+        ("default_stack: frontier-llm", "default_stack: frontier-lm", "", "is not one of the stacks"),
+        ("    1: [43, 56,", "    1: [43,", "allreduce", "entries, one per message size"),
+    ],
+)  # fmt: skip
+def test_malformed_files_name_line_key_and_rule(tmp_path: Path, old: str, new: str, key: str, rule: str) -> None:
+    path = edited(tmp_path, old, new)
+    with pytest.raises(ConfigError) as caught:
+        load_machine(str(path))
+    message = str(caught.value)
+    assert f"{path}:" in message
+    assert key in message
+    assert rule in message
+    if key.count(".") > 0:
+        line = next(
+            number for number, text in enumerate(path.read_text().splitlines(), 1) if new.strip().split(",")[0].split(": {")[0] in text
+        )
+        assert f"{path}:{line}:" in message
+
+
+def test_a_missing_source_is_refused(tmp_path: Path) -> None:
+    content = yaml.safe_load(FRONTIER.read_text())
+    del content["device"]["peak_tflops"]["source"]
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=r"device\.peak_tflops\.source: is required"):
+        load_machine(str(path))
+
+
+def test_unknown_names_give_the_closest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'frontier'"):
+        load_machine("frontie")
+    with pytest.raises(ConfigError, match="did you mean 'megatron-deepspeed'"):
+        rates(load_machine("frontier"), "megatron-deepspede")
+
+
+def test_bases_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match="circle"):
+        load_machine(str(tmp_path / "a.yaml"))
