@@ -138,7 +138,7 @@ setup(
     description="Pretraining with tensor x pipeline x ZeRO-1 data parallelism on MI250X supercomputers, and on a laptop",
     python_requires=">=3.11",
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
-    package_data={"frontier_llm": ["_native/*.so", "_native/gpu/*/*"]},
+    package_data={"frontier_llm": ["_native/*.so", "_native/gpu/*/*", "planner/published/*"]},
     data_files=shared_files(),
     ext_modules=native_libraries(),
     cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},
@@ -146,7 +146,7 @@ setup(
     # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
     install_requires=["numpy", "pyyaml", "pydantic>=2", "rich", "safetensors", "sentencepiece", "tokenizers"],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML", "megatron-core==0.16.1"],
         "data": ["pyarrow", "zstandard"],
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 from frontier_llm import log
@@ -76,7 +77,7 @@ def check(config: RunConfig, world_size: int) -> None:
     from frontier_llm.topology import make_plan, plan_problems
 
     problems = [*plan_problems(config, world_size), *data_problems(config), *_machine_problems(config)]
-    problems += _run_dir_problems(Path(config.train.run_dir))
+    problems += [*_run_dir_problems(Path(config.train.run_dir)), *_tensorboard_problems(config)]
     if problems:
         raise ConfigError(problems)
     log.info(f"{config.model.name}: {make_plan(config, world_size).describe()}, {world_size} ranks")
@@ -90,6 +91,12 @@ def _machine_problems(config: RunConfig) -> list[Problem]:
     except FrontierError as error:
         return list(error.problems)
     return []
+
+
+def _tensorboard_problems(config: RunConfig) -> list[Problem]:
+    if not config.train.tensorboard or importlib.util.find_spec("tensorboard") is not None:
+        return []
+    return [Problem("train.tensorboard", "tensorboard is not installed", "pip install tensorboard, or set train.tensorboard=false")]
 
 
 def _run_dir_problems(run_dir: Path) -> list[Problem]:

@@ -65,9 +65,13 @@ def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype) -> Ops:
     if problems:
         raise BackendError(problems)
     functions: dict[str, Op] = {}
+    said: dict[str, list[str]] = {}
     for outcome in outcomes:
         assert isinstance(outcome, Choice)
         table = outcome.provider.load()
         functions |= {op: table[op] for op in GROUPS[outcome.group]}
-        log.info(f"ops.{outcome.group}: {outcome.provider.name} ({outcome.provider.version()}): {outcome.why}")
+        choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
+        said.setdefault(choice, []).append(outcome.group)
+    for choice, groups in said.items():
+        log.info(f"ops {', '.join(groups)}: {choice}")
     return Ops(**functions)

@@ -57,7 +57,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     Compute terms are those of the rank with most work; what is left of the pipeline's time is bubble and messages.
     """
     w, played = plan.workload, plan.played
-    pp, v, m = int(w.pp), int(w.chunks), float(w.m)
+    pp, m = int(w.pp), float(w.m)
     busiest = max(range(pp), key=lambda rank: played.busy_s[rank])
     held = plan.stages[busiest::pp]
     layers = sum(stage.num_layers for stage in held)

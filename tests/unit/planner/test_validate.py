@@ -60,7 +60,7 @@ def test_the_split_is_by_row_and_about_half() -> None:
 
 
 def test_constants_are_fitted_per_cluster_and_stack_only() -> None:
-    assert {key for key in KEYS} <= {(row.machine, row.stack) for row in ROWS}
+    assert set(KEYS) <= {(row.machine, row.stack) for row in ROWS}
     for key, fields in KEYS.items():
         rows = [row for row in ROWS if (row.machine, row.stack) == key and row.fitted]
         assert rows
