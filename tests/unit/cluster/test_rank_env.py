@@ -145,9 +145,3 @@ def test_all_missing_variables_at_once() -> None:
 
 def test_tasks_per_node() -> None:
     assert rank_env.tasks_per_node("8(x2),4") == (8, 8, 4)
-
-
-def test_the_shell_of_a_job_is_told_apart() -> None:
-    assert rank_env.is_shell_of_job({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"})
-    assert not rank_env.is_shell_of_job(SLURM)
-    assert not rank_env.is_shell_of_job({})
