@@ -114,10 +114,10 @@ def native_libraries() -> list[Extension]:
     return libraries
 
 
-def configs() -> list[tuple[str, list[str]]]:
-    """configs/ as data files, so that an installed wheel finds the shipped models and machines (config.load.configs_dir)."""
+def shared_files() -> list[tuple[str, list[str]]]:
+    """configs/, slurm/ and launch/ as data files, so that an installed wheel finds them (config.load.configs_dir, cluster.sites.root_dir)."""
     folders: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "configs").rglob("*")):
+    for path in sorted(path for name in ("configs", "slurm", "launch") for path in (ROOT / name).rglob("*")):
         if path.is_file():
             folders.setdefault(str(Path("share/frontier_llm") / path.parent.relative_to(ROOT)), []).append(str(path.relative_to(ROOT)))
     return sorted(folders.items())
@@ -139,7 +139,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
     package_data={"frontier_llm": ["_native/*.so", "_native/gpu/*/*", "planner/published/*"]},
-    data_files=configs(),
+    data_files=shared_files(),
     ext_modules=native_libraries(),
     cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},
     entry_points={"console_scripts": ["frontier-llm = frontier_llm.cli.main:main"]},

@@ -31,4 +31,5 @@ if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then
 fi
 export FRONTIER_LLM_PYTHON="$python" FRONTIER_LLM_SITE="$site" FRONTIER_LLM_ROOT="$root"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m "$@"
+# -P: not the working directory's code, which may have changed since the job was queued, but this root's
+exec "$python" -P -m "$@"

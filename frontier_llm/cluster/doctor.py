@@ -123,7 +123,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
             "--kill-on-bad-exit=0",
             f"--time={max(1, round(timeout_s / 60))}",
         ]
-        command += [python, "-m", "frontier_llm.cluster.probe", file.name]
+        command += [python, "-P", "-m", "frontier_llm.cluster.probe", file.name]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())  # noqa: S603 a list
         facts: dict[str, Facts] = {}
         offsets: dict[str, float] = {}

@@ -30,7 +30,7 @@ from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError, LayoutError, Problem
 from frontier_llm.topology import plan_problems
 
-TRAIN = ("-m", "frontier_llm.cli.main", "train")
+TRAIN = ("-P", "-m", "frontier_llm.cli.main", "train")  # -P: never the code that happens to lie in the working directory
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 LOCK_STALE_S = 65.0  # checkpoint/lock.py takes a silent holder on another host for dead after 60 s
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take

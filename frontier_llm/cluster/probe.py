@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.rank_env import environ, environment
-from frontier_llm.cluster.sites import root_dir
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
 
@@ -143,7 +142,7 @@ def comparable_environment(variables: tuple[str, ...]) -> dict[str, str]:
 def code_of_package() -> str:
     """A short digest of the package's sources as this node sees them."""
     digest = hashlib.sha256()
-    for path in sorted((root_dir() / "frontier_llm").rglob("*.py")):
+    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.affinity import render_bind_script
@@ -170,11 +170,6 @@ def _expandable(value: str) -> str:
         return shlex.quote(value)
     quoted = [f"${{{piece[1:]}:-}}" if piece.startswith("$") else re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces]
     return '"' + "".join(quoted) + '"'
-
-
-def for_submission(job: JobScript, site: Site, **changes: object) -> str:
-    """A script that `submit` writes into a run directory: the same template with some fields replaced."""
-    return render(replace(job, **changes), site)  # type: ignore[arg-type]
 
 
 def rendered_files() -> dict[Path, str]:

@@ -26,7 +26,7 @@ from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.topology import plan_problems
 
-SNAPSHOT = ("frontier_llm", "launch", "slurm", "configs")
+SNAPSHOT = ("launch", "slurm", "configs")
 MIN_LEAD_S = 120
 
 
@@ -173,11 +173,12 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
-def _snapshot_files() -> list[Path]:
-    """Files of the checkout that a job needs, relative to it, sorted."""
-    root = root_dir()
-    files = [path.relative_to(root) for name in SNAPSHOT for path in (root / name).rglob("*") if path.is_file()]
-    return sorted(path for path in files if "__pycache__" not in path.parts)
+def _snapshot_files() -> dict[Path, Path]:
+    """What a job needs: path in the snapshot -> file; from a checkout, or from an installed package and its share directory."""
+    package = Path(__file__).resolve().parents[1]
+    roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
+    found = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
+    return {relative: found[relative] for relative in sorted(found) if "__pycache__" not in relative.parts}
 
 
 def _site_files(site: Site) -> dict[Path, str]:
@@ -189,8 +190,8 @@ def _site_files(site: Site) -> dict[Path, str]:
 def code_digest(site: Site) -> str:
     """sha256 over names and contents of what a snapshot holds; equal code and site give equal digests."""
     digest = hashlib.sha256()
-    for relative in _snapshot_files():
-        content = (root_dir() / relative).read_bytes()
+    for relative, source in _snapshot_files().items():
+        content = source.read_bytes()
         digest.update(f"{relative}\0{len(content)}\0".encode() + content)
     digest.update(json.dumps([(str(path), text) for path, text in _site_files(site).items()]).encode())
     return digest.hexdigest()
@@ -201,9 +202,9 @@ def snapshot(target: Path, site: Site) -> None:
     if target.is_dir():
         return
     partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    for relative in _snapshot_files():
+    for relative, source in _snapshot_files().items():
         (partial / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root_dir() / relative, partial / relative)
+        shutil.copy2(source, partial / relative)
     for relative, text in _site_files(site).items():
         (partial / relative).write_text(text, encoding="utf-8")
     partial.rename(target)
