@@ -2,7 +2,7 @@
 
     python scripts/bench_checkpoint.py [--gib 1.0] [--repeats 3] [--directory .]
 
-One rank, a model of one large matrix; every figure is the best of the repeats, page cache dropped before each read (needs root; without
+One rank, a model of one large matrix; every figure is the best of the repeats, which take turns; the page cache is dropped before each read (needs root; without
 it both sides read from the cache).
 """
 
@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -69,16 +68,6 @@ def drop_caches() -> None:
         Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-def best_s(work: Callable[[], None], repeats: int, before: Callable[[], None] = lambda: None) -> float:
-    times = []
-    for _ in range(repeats):
-        before()
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
 def main() -> None:
     options = parser().parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.directory, prefix="bench-checkpoint-"))
@@ -112,20 +101,32 @@ def main() -> None:
         def copy() -> None:
             manager._writer.snapshot.take()
 
+        def load() -> None:
+            manager.load_latest(strict=True)
+
         steps = iter(range(1, 1000))
         save()  # allocates the copy
-        manager.wait()
-        rates = {
-            "dd_fsync": best_s(dd, options.repeats, before=source.read_bytes),
-            "save": best_s(save, options.repeats, before=manager.wait),
-            "read_sha256": best_s(read_and_hash, options.repeats, before=drop_caches),
+        work = {"dd_fsync": dd, "save": save, "read_sha256": read_and_hash, "load": load, "training_waits_for_copy": copy}
+        times: dict[str, list[float]] = {name: [] for name in work}
+        for _ in range(options.repeats):  # in turns, so that both sides of a ratio meet the same neighbours
+            for name, measured in work.items():
+                manager.wait()
+                source.read_bytes() if name == "dd_fsync" else os.sync()
+                if name in ("read_sha256", "load"):
+                    drop_caches()
+                started = time.perf_counter()
+                measured()
+                times[name].append(time.perf_counter() - started)
+        result: dict[str, object] = {
+            name: {
+                "best_s": round(min(seconds), 3),
+                "best_gib_per_s": round(size / GIB / min(seconds), 3),
+                "all_s": [round(s, 2) for s in seconds],
+            }
+            for name, seconds in times.items()
         }
-        manager.wait()
-        rates["load"] = best_s(lambda: manager.load_latest(strict=True), options.repeats, before=drop_caches)
-        rates["training_waits_for_copy"] = best_s(copy, options.repeats)
-        result = {name: {"s": round(seconds, 3), "gib_per_s": round(size / GIB / seconds, 3)} for name, seconds in rates.items()}
-        result["save_share_of_dd"] = round(rates["dd_fsync"] / rates["save"], 3)
-        result["load_share_of_read_sha256"] = round(rates["read_sha256"] / rates["load"], 3)
+        result["save_share_of_dd"] = round(min(times["dd_fsync"]) / min(times["save"]), 3)
+        result["load_share_of_read_sha256"] = round(min(times["read_sha256"]) / min(times["load"]), 3)
         print(json.dumps({"bytes": size, **result}, indent=1))
     finally:
         shutil.rmtree(folder)

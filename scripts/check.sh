@@ -7,7 +7,7 @@ ruff check .
 mypy
 lint-imports
 if command -v shellcheck >/dev/null; then
-  git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck
+  git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck --external-sources
 else
   echo "shellcheck is not installed: shell scripts were not checked (apt-get install shellcheck)" >&2
 fi

@@ -25,6 +25,12 @@ HEARTBEAT_S = 5.0
 STALE_AFTER_S = 60.0
 
 
+class Superseded(CheckpointError):
+    """A newer incarnation of the run has taken over; this process must end."""
+
+    exit_code = 3
+
+
 @dataclass(frozen=True)
 class Holder:
     """Who holds a run directory."""
@@ -129,13 +135,13 @@ class RunLock:
                 log.warn(f"cannot renew the lock of {self._folder.parent}: {error.strerror}")
 
     def check(self) -> None:
-        """Raises CheckpointError when a newer incarnation has taken over. Called right before every change of the directory."""
+        """Raises Superseded when a newer incarnation has taken over. Called right before every change of the directory."""
         successor = self._path(self.incarnation + 1)
         mine = self._path(self.incarnation)
         if successor.exists() or not mine.exists():
             holder = _read(successor)
             who = holder.describe() if holder else "another start of the run"
-            raise CheckpointError(
+            raise Superseded(
                 f"incarnation {self.incarnation} has been replaced by {who} and must not write any more",
                 "end this process; the newer one goes on",
                 str(self._folder.parent),

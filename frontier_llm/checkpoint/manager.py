@@ -23,13 +23,15 @@ from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
 from frontier_llm.checkpoint.exchange import all_gather_json, broadcast_bytes, broadcast_json
-from frontier_llm.checkpoint.lock import RunLock, this_process
+from frontier_llm.checkpoint.lock import RunLock, Superseded, this_process
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.save import Save, Writer
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.optim import AdamW, Bucket
+
+_ERRORS = {error.__name__: error for error in (DamagedCheckpoint, Superseded)}  # kinds that callers tell apart
 
 
 class CheckpointManager:
@@ -90,12 +92,12 @@ class CheckpointManager:
             try:
                 answer = {"value": compute()}
             except OSError as error:
-                answer = {"problems": [vars(Problem(str(error.filename or self.directory), str(error.strerror)))], "damaged": False}
+                answer = {"problems": [vars(Problem(str(error.filename or self.directory), str(error.strerror)))], "kind": ""}
             except FrontierError as error:
-                answer = {"problems": [vars(problem) for problem in error.problems], "damaged": isinstance(error, DamagedCheckpoint)}
+                answer = {"problems": [vars(problem) for problem in error.problems], "kind": type(error).__name__}
         answer = broadcast_json(answer, self._mesh.world, self._device)
         if "problems" in answer:
-            raise (DamagedCheckpoint if answer["damaged"] else CheckpointError)(Problem(**problem) for problem in answer["problems"])
+            raise _ERRORS.get(answer["kind"], CheckpointError)(Problem(**problem) for problem in answer["problems"])
         return answer["value"]
 
     # --- saving ---

@@ -14,7 +14,7 @@ from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.exchange import all_gather_json, maximum
-from frontier_llm.checkpoint.lock import RunLock
+from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, Shard, TensorEntry, config_digest
 from frontier_llm.checkpoint.pieces import KINDS, Piece
 from frontier_llm.checkpoint.snapshot import Snapshot
@@ -33,6 +33,7 @@ class _Task:
     def __init__(self, work: Callable[[], Any] | None, name: str) -> None:
         self.result: Any = None
         self.problems: list[Problem] = []
+        self.superseded = False
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-{name}", daemon=True) if work else None
         if self._thread:
             self._thread.start()
@@ -41,7 +42,7 @@ class _Task:
         try:
             self.result = work()
         except FrontierError as error:
-            self.problems = list(error.problems)
+            self.problems, self.superseded = list(error.problems), isinstance(error, Superseded)
         except Exception as error:  # whatever it is, it must reach the step loop of every rank
             self.problems = [Problem("checkpoint", f"{type(error).__name__}: {error}")]
 
@@ -212,14 +213,16 @@ class Save:
 
     def _fail(self) -> None:
         writer, stage = self._writer, STAGES[self._stage]
-        rows = all_gather_json([vars(problem) for problem in self._task.problems[:5]], writer.mesh.world, writer.device)
-        problems = list(dict.fromkeys(Problem(**row) for ranks in rows for row in ranks))
-        if self.committed:
+        mine = {"problems": [vars(problem) for problem in self._task.problems[:5]], "superseded": self._task.superseded}
+        answers = all_gather_json(mine, writer.mesh.world, writer.device)
+        problems = list(dict.fromkeys(Problem(**row) for answer in answers for row in answer["problems"]))
+        superseded = any(answer["superseded"] for answer in answers)
+        if self.committed and not superseded:
             log.info("\n".join([f"{stage} after step {self._progress.step}: nothing is deleted", *map(str, problems)]))
             self._stage = len(STAGES)
             return
         writer.abandon(self._progress.step)
-        raise CheckpointError(problems)
+        raise (Superseded if superseded else CheckpointError)(problems)
 
 
 def describe_piece(piece: Piece) -> list[Any]:

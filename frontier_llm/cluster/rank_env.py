@@ -60,6 +60,19 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def adopt(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Set the variables that are not set yet; returns {name: value} of those that the user has set otherwise, which stay.
+
+    `${NAME:-default}` in a value is expanded, as the shell of a batch script would.
+    """
+    others = {}
+    for name, value in wanted.items():
+        expanded = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: os.environ.get(match[1], match[2]), value)
+        if os.environ.setdefault(name, expanded) != expanded:
+            others[name] = os.environ[name]
+    return others
+
+
 def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
     """This process's place, or None when it was started alone (a login shell, a laptop, the shell of an sbatch script).
 

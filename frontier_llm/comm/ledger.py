@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ class Call:
     started_s: float  # time.time()
     blocked_s: float = 0.0  # how long this rank has stood still for it
     finished: bool = False  # on this rank; on a GPU: enqueued
+    begun: float = field(default_factory=time.perf_counter)  # the same moment on the clock that intervals are measured with
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Ledger:
     blocked_s: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     latency: dict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECORDED_CALLS), repr=False)
+    observer: Callable[[Call, float, float], None] | None = field(default=None, repr=False)  # told of each blocked interval (timelines)
     _numbers: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int), repr=False)
     _depth: int = field(default=0, repr=False)
 
@@ -87,8 +89,10 @@ class Ledger:
             call.blocked_s += (elapsed_s := time.perf_counter() - begin)
             if not self._depth:
                 self.blocked_s[call.axis, call.operation] += elapsed_s
+        call.finished = last
+        if self.observer is not None and not self._depth:
+            self.observer(call, begin, begin + elapsed_s)
         if last:
-            call.finished = True
             self.latency[call.axis, call.operation].add(call.blocked_s)
 
     def reset(self) -> None:

@@ -151,6 +151,7 @@ class CommConfig(Section):
 
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"  # torch.distributed's: gloo on CPUs, nccl (= RCCL on ROCm) on GPUs
     transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
+    overlap_gradients: bool = True  # a bucket's sum over dp starts under the last backward; False: after it, for comparison
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 

@@ -48,7 +48,8 @@ class Measurement:
 CLUSTERS = (
     (r"^korth|^sc21|selene", "selene", "megatron-lm"),
     (r"jean zay", "jean-zay", "megatron-deepspeed"),
-    (r"^mcore|eos", "eos", "megatron-core"),
+    (r"(bridge|mcore|eos).*fp8", "eos", "megatron-core-fp8"),
+    (r"^mcore|bridge|eos", "eos", "megatron-core"),
     (r"titan.*(mi250|frontier)|emin", "frontier", "torchtitan"),
     (r"^ttitan.*h100|h100.*torchtitan", "eos", "torchtitan"),
     (r"^ttitan|^torchtitan", "torchtitan-a100", "torchtitan"),
@@ -167,22 +168,13 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
     seconds = _number(row["sec_per_iter"]) or (step_tokens / tokens_per_s / devices if tokens_per_s else 0.0)
     if not seconds:
         return None
-    label = f"{row['id']} {row['hardware']} {row['source']}".lower()
+    label = f"{row['id']} {row['hardware']} {row['source']} {row['precision']}".lower()
     machine, stack = row.get("machine", ""), row.get("stack", "")
     if not machine:
         machine, stack = next(((name, software) for pattern, name, software in CLUSTERS if re.search(pattern, label)), ("", ""))
     if not machine:
         return None
-    unstated = tuple(
-        field
-        for field, missing in (
-            ("B", _number(row["MBS"]) == 0),
-            ("chunks", pp > 1 and stack == "megatron-core" and row["layers_per_virtual_stage"] == ""),
-            ("tp", row["TP"] == ""),
-            ("pp", row["PP"] == "" and row["TP"] == ""),
-        )
-        if missing
-    )
+    unstated = _unstated(row, pp, stack)
     workload = Workload(
         S=S, V=V, layers=layers, H=H, A=A, D=H / A, F=F, tp=tp, pp=pp, dp=dp, B=B, m=m, **_properties(row, tp, pp, layers, A)
     )
@@ -199,6 +191,17 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
         unstated=unstated,
         memory_gib=_number(row["mem_gb_per_dev"]) or None,
     )
+
+
+def _unstated(row: dict[str, str], pp: float, stack: str) -> tuple[str, ...]:
+    """Knobs that the source leaves open."""
+    missing = {
+        "B": _number(row["MBS"]) == 0,
+        "chunks": pp > 1 and stack.startswith("megatron-core") and row["layers_per_virtual_stage"] == "",
+        "tp": row["TP"] == "",
+        "pp": row["PP"] == "" and row["TP"] == "",
+    }
+    return tuple(field for field, is_missing in missing.items() if is_missing)
 
 
 def default_microbatch(row: dict[str, str]) -> float:

@@ -67,7 +67,7 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
                 initial_rows(parameter.spec, config.train.seed, parameter)
                 if not parameter.layer_accumulates:
                     gradients.collect_from_autograd(parameter, ops.accumulate_)
-    sync = GradientSync(buckets, mesh, plan.microbatches)
+    sync = GradientSync(buckets, mesh, plan.microbatches, config.comm.overlap_gradients)
     gradients.on_accumulated = sync.accumulated
     targets = config.batch.global_batch * config.model.sequence_length
 

@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 
 from frontier_llm import log
-from frontier_llm.cluster.rank_env import RankEnv
-from frontier_llm.comm import Mesh, build_mesh, connect, disconnect, dump_flight_record, load_algorithms, serial_mesh
+from frontier_llm.cluster.rank_env import RankEnv, adopt, environ
+from frontier_llm.comm import Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, load_algorithms, serial_mesh
+from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
+from frontier_llm.machine.env import MACHINES
+from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.topology import ParallelPlan, make_plan
 from frontier_llm.train.build import TrainState, build_state
 
@@ -23,10 +26,13 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
     """Join the job's ranks; leave the groups at the end, whatever happens."""
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
+    between_nodes = _prepare(config, place)
     device = _device(config, place)
     plan = make_plan(config, world_size)
     mesh = _join(config, plan, place, device)
     try:
+        if between_nodes and device.type == "cuda" and place is not None:
+            _check_network(mesh, place)
         yield plan, mesh, device
     except (FrontierError, RuntimeError) as error:
         if mesh.world.size > 1:
@@ -44,6 +50,46 @@ def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainStat
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         assert batches is not None
         yield build_state(config, plan, mesh, device, batches)
+
+
+def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
+    """Set what RCCL, libfabric and MIOpen need on this machine before the first of them starts; True where sockets are forbidden.
+
+    Logged with the reasons; what the user has exported stays, and is said. A launcher's exports (slurm/, launch/) come first.
+    """
+    machine = Path(config.machine).stem
+    if place is None or machine not in MACHINES:
+        return False
+    nodes = -(-place.world_size // place.local_world_size)
+    wanted = machine_environment(machine, nodes)
+    kept = adopt({variable.name: variable.value for variable in wanted})
+    log.info(f"environment for {machine} on {nodes} nodes: " + ", ".join(f"{v.name} ({v.reason})" for v in wanted if v.name not in kept))
+    for variable in wanted:
+        if variable.name in kept:
+            log.info(f"kept {variable.name}={kept[variable.name]}, which you exported, over {variable.value}: {variable.reason}")
+    between = nodes > 1 and any(variable.name == "NCCL_NET" for variable in wanted)
+    if between and place.local_rank == 0:
+        adopt({**LOG_VARIABLES, "NCCL_DEBUG_FILE": _rccl_log(place)})
+    return between
+
+
+def _rccl_log(place: RankEnv) -> str:
+    return f"/tmp/frontier-llm-rccl-{place.master_port}-{place.rank}.log"  # noqa: S108 node-local by intent, read once
+
+
+def _check_network(mesh: Mesh, place: RankEnv) -> None:
+    """Raise BackendError when this node's collectives have fallen to sockets: RCCL's own log says what it uses."""
+    barrier(mesh.world)  # makes the communicator whose choice is logged
+    if place.local_rank != 0:
+        return
+    path = Path(environ("NCCL_DEBUG_FILE") or "")
+    if str(path) != _rccl_log(place):
+        log.info(f"the network is not checked: RCCL's log goes to {path}, as you exported")
+        return
+    found = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
+    check_transport(found, place.hostname)
+    log.info(f"collectives between nodes: {found}")
+    path.unlink()
 
 
 def _device(config: RunConfig, place: RankEnv | None) -> torch.device:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from frontier_llm import failpoints, log
-from frontier_llm.checkpoint import CheckpointManager, Progress
+from frontier_llm.checkpoint import CheckpointManager, Progress, Superseded
 from frontier_llm.cluster.rank_env import RankEnv, environ
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import SignalWatcher
@@ -247,7 +247,7 @@ class _Session:
     def _save_failed(self, error: CheckpointError, last: bool) -> None:
         """Train on after one failed save, the checkpoints before it are intact; stop at the second in a row or when no other will follow."""
         self.failed_saves, self.saved_step = self.failed_saves + 1, -1
-        if last or self.failed_saves > 1:
+        if last or self.failed_saves > 1 or isinstance(error, Superseded):
             raise error
         log.info(f"a save failed, training goes on and stops if the next one fails too\n{error}")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.checkpoint import Superseded
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.lock import STALE_AFTER_S, RunLock, this_process
 from frontier_llm.errors import CheckpointError
@@ -104,11 +105,11 @@ def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
     new = Run(tmp_path)
     assert new.manager.incarnation == 2
     assert new.manager.load_latest().step == 4
-    with pytest.raises(CheckpointError, match="incarnation 1 has been replaced by"):
+    with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
         old.manager.wait()
-    with pytest.raises(CheckpointError, match="incarnation 1 has been replaced by"):
+    with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
         old.manager.save(progress(8))
-    with pytest.raises(CheckpointError, match="incarnation 1 has been replaced by"):
+    with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
         old.manager._writer.keep = 0  # everything is to be pruned
         old.manager._writer.prune()
     assert folder.complete_steps(new.manager.directory) == [4, 2]

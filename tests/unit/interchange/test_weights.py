@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -63,13 +64,15 @@ def save(rank: int, config: RunConfig, steps: int) -> None:
 
 
 def global_weights(rank: int, config: RunConfig) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-    """Load the newest checkpoint; this rank's rectangles."""
+    """Load the newest checkpoint; this rank's rectangles. Then go on training."""
     state = state_on(rank, config)
     checkpoints = manager(state)
     assert checkpoints.load_latest() is not None
     checkpoints.close()
     parameters = [parameter for bucket in state.buckets for parameter in bucket.parameters]
-    return {parameter.spec.name: (parameter.spec.offset, parameter.detach().clone()) for parameter in parameters}
+    loaded = {parameter.spec.name: (parameter.spec.offset, parameter.detach().clone()) for parameter in parameters}
+    assert math.isfinite(train_step(state).loss)
+    return loaded
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,79 @@
+"""Overlap changes nothing but time: equal bits with and without; and the timeline says what was hidden and what exposed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.comm import all_reduce_, barrier, build_mesh, start_all_reduce_
+from frontier_llm.comm.timeline import Timeline, draw, write_chrome_trace
+from frontier_llm.config import load_run
+from frontier_llm.data.loader import Microbatch
+from frontier_llm.topology import Grid, make_plan
+from frontier_llm.train.build import build_state
+from frontier_llm.train.step import train_step
+from tests.harness.pool import RankPool
+
+
+def _record(rank: int) -> Timeline:
+    """Two all-reduces: one waited for at once while rank 1 is late by 60 ms, one hidden under 60 ms of compute."""
+    mesh = build_mesh(Grid(1, 1, 2), rank, timeout_s=30.0)
+    barrier(mesh.world)
+    timeline = Timeline(rank)
+    timeline.attach(mesh.ledger)
+    timeline.at("exposed")
+    if rank == 1:
+        time.sleep(0.06)
+    all_reduce_(torch.ones(1000), mesh.dp)
+    timeline.at("hidden")
+    pending = start_all_reduce_(torch.ones(1000), mesh.world)
+    time.sleep(0.06)
+    pending.wait()
+    timeline.at("")
+    return timeline
+
+
+def test_exposed_and_hidden(ranks: RankPool, tmp_path: Path) -> None:
+    timelines = ranks.run(2, _record)
+    exposed, hidden = timelines[0].exposed_and_hidden_s()["dp all_reduce"]
+    assert exposed > 0.05 and hidden < 0.02
+    exposed, hidden = timelines[0].exposed_and_hidden_s()["world all_reduce"]
+    assert exposed < 0.05 and hidden > 0.05
+    assert [interval.name for interval in timelines[0].intervals if interval.row == "compute"] == ["exposed", "hidden"]
+    write_chrome_trace(tmp_path / "trace.json", timelines)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1} and all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    draw(tmp_path / "trace.png", timelines)
+    assert (tmp_path / "trace.png").stat().st_size > 1000
+
+
+class _Source:
+    """Random tokens, the same in every run of this test."""
+
+    reset_at_documents = False
+
+    def __init__(self, rank: int, vocabulary: int, length: int) -> None:
+        self._rank, self._vocabulary, self._length = rank, vocabulary, length
+
+    def microbatch(self, step: int, index: int) -> Microbatch:
+        generator = np.random.default_rng([step, index, self._rank])
+        return Microbatch(generator.integers(0, self._vocabulary, (1, self._length + 1)), None, None)
+
+
+def _losses(rank: int, overlap: bool) -> list[tuple[float, float]]:
+    content = ["parallel.data=2", "batch.global_batch=4", "batch.micro_batch=1", "model.layers=2", "model.sequence_length=32"]
+    config = load_run("bench", [*content, "train.device=cpu", f"comm.overlap_gradients={str(overlap).lower()}"])
+    plan = make_plan(config, 2)
+    mesh = build_mesh(plan.grid, rank, timeout_s=60.0)
+    state = build_state(config, plan, mesh, torch.device("cpu"), _Source(rank, config.model.vocab_size, config.model.sequence_length))  # type: ignore[arg-type]
+    return [(result.loss, result.gradient_norm) for result in (train_step(state) for _ in range(3))]
+
+
+@pytest.mark.parametrize("world", [2])
+def test_gradient_overlap_changes_no_bit(ranks: RankPool, world: int) -> None:
+    assert ranks.run(world, _losses, True) == ranks.run(world, _losses, False)
