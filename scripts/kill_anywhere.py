@@ -165,7 +165,7 @@ def main() -> int:
             before = newest_step(run)
             attempt = Attempt(run, args.ranks, point)
             count["starts"] += 1
-            limit_s = 120.0 if point else rng.uniform(0.0, 1.2 * undisturbed_s)
+            limit_s = 120.0 if point else rng.uniform(0.0, 0.7 * undisturbed_s)
             ended = attempt.wait(limit_s)
             if ended is None:
                 count["in_save"] += saving(run)

@@ -180,6 +180,12 @@ class CheckpointManager:
             )
         return None
 
+    def newest_at_most(self, step: int) -> int | None:
+        """The newest complete checkpoint's step that is not above `step`, when nothing is under way any more."""
+        self.wait()
+        found: int | None = self._from_rank_0(lambda: next((old for old in folder.complete_steps(self.directory) if old <= step), None))
+        return found
+
     def rewind(self, before: int) -> Progress | None:
         """Load the newest intact checkpoint of at most step `before` and delete the newer ones, which belong to an abandoned course.
 

@@ -35,6 +35,7 @@ from frontier_llm.train.watchdog import Watchdog
 
 # The job saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
+MOST_REWINDS = 3  # to one checkpoint: then other data has not helped, and the run must not go in circles
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,10 @@ class _Session:
     def _rewind(self, step: int) -> None:
         """Back to a checkpoint from before the spike, past the data that led to it."""
         guard, feed = self.config.guard, self.state.feed
+        target = self.checkpoints.newest_at_most(step - guard.rewind_steps)
+        if target is not None and self.decisions.rewinds_to(target) >= MOST_REWINDS:
+            log.info(f"spike at step {step}: after {MOST_REWINDS} rewinds to step {target} it is skipped instead")
+            return
         left_out = feed.left_out_steps
         progress = self.checkpoints.rewind(step - guard.rewind_steps)
         if progress is None:

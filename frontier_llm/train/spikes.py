@@ -73,6 +73,10 @@ class Decisions:
                 file.flush()
                 os.fsync(file.fileno())
 
+    def rewinds_to(self, step: int) -> int:
+        """How often the run has gone back to that checkpoint."""
+        return sum(entry["step"] == step for entry in self.rewinds)
+
     def resume_at(self, step: int, rewinds: list[dict[str, Any]]) -> None:
         """Go on from a checkpoint: its rewinds, and the other decisions of the steps before it."""
         self.rewinds = rewinds
