@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.affinity import render_bind_script
+from frontier_llm.cluster.binding import render_bind_script
 from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
 from frontier_llm.errors import ConfigError
 
@@ -147,12 +147,6 @@ def render_site(site: Site) -> str:
         if not _PLAIN.fullmatch(site.container):
             raise ConfigError(f"{site.container!r} is not a plain path", where=f"container of {site.name}")
         lines.append(f'export FRONTIER_LLM_CONTAINER="${{FRONTIER_LLM_CONTAINER:-{site.container}}}"')
-    if site.multi_node_environment:
-        lines += [
-            'if [[ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]]; then',
-            *(f"    {line}" for line in _exports(site.multi_node_environment)),
-            "fi",
-        ]
     return "\n".join(lines) + "\n"
 
 
