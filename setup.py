@@ -99,7 +99,7 @@ def native_libraries() -> list[Extension]:
     libraries = [
         Extension(
             "frontier_llm._native.libfrontier_ops",
-            sources=["csrc/cpu/ops.cpp", "csrc/cpu/dispatch.cpp", *kernels],
+            sources=["csrc/cpu/ops.cpp", "csrc/cpu/matrix_ops.cpp", "csrc/cpu/dispatch.cpp", *kernels],
             depends=headers,
             libraries=["torch", "torch_cpu", "c10"],
         )

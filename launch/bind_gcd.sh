@@ -1,6 +1,6 @@
 #!/bin/bash
 # Pin this task to the cores and memory beside its GCD: local rank = GCD. Usage: bind_gcd.sh COMMAND [ARGUMENT ...]
-# Rendered from frontier_llm/cluster/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render again.
+# Rendered from frontier_llm/machine/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render again.
 set -euo pipefail
 
 local_rank="${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${PALS_LOCAL_RANKID:-${LOCAL_RANK:?no launcher set a local rank}}}}"

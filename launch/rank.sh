@@ -1,18 +1,13 @@
 #!/bin/bash
-# What each task of srun runs, one per GCD: caches on local disk, its own log, its cores; then it becomes the given command.
+# What each task of srun runs, one per GCD: its own log, its cores; then it becomes the given command.
 #     rank.sh COMMAND [ARGUMENT ...]
 # FRONTIER_LLM_LOG_DIR  one file per rank there; rank 0 also speaks to the job's output
 # FRONTIER_LLM_BIND     gcd: beside its GCD by launch/bind_gcd.sh; none: as srun has bound it
 set -euo pipefail
 
 rank="${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PALS_RANKID:-${PMI_RANK:?no launcher set a rank}}}}"
-local_rank="${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${PALS_LOCAL_RANKID:-0}}}"
 here="$(dirname "${BASH_SOURCE[0]}")"
 
-# MIOpen's cache is SQLite: on a shared filesystem it gives "disk I/O error"
-export MIOPEN_USER_DB_PATH="${TMPDIR:-/tmp}/miopen_${SLURM_JOB_ID:-$UID}_$local_rank"
-export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"
-mkdir -p "$MIOPEN_USER_DB_PATH"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline # compute nodes reach no internet
 export PYTHONUNBUFFERED=1

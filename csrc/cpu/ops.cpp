@@ -1,61 +1,17 @@
 // The CPU kernels as torch operators (torch.ops.frontier_llm.*): checks, outputs, and work split over torch's own threads.
 // Autograd is in frontier_llm/ops/cpu.py; these functions are the forwards and backwards it calls.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "kernels.h"
+#include "torch_glue.h"
 
 namespace frontier {
 namespace {
-
-using at::Tensor;
-
-// Rows per task below which a second thread costs more than it brings (about 10 us of work).
-constexpr int64_t kElementsPerTask = 32768;
-
-int64_t grain(int64_t row_elements) { return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_elements)); }
-
-void check_same(const Tensor& x, const Tensor& y, const char* name) {
-  TORCH_CHECK(y.scalar_type() == x.scalar_type(), name, " is ", y.scalar_type(), ", expected ", x.scalar_type());
-}
-
-void check_fp32(const Tensor& x, const char* name) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), name, " must be contiguous fp32");
-}
-
-template <class T>
-T* data(const Tensor& x) {
-  return static_cast<T*>(x.data_ptr());
-}
-template <class T>
-T* data(const std::optional<Tensor>& x) {
-  return x ? data<T>(*x) : nullptr;
-}
-
-// Calls body(T{}) with the element type of x.
-template <class Body>
-void by_type(const Tensor& x, Body body) {
-  if (x.scalar_type() == at::kFloat)
-    body(float{});
-  else if (x.scalar_type() == at::kBFloat16)
-    body(bf16{});
-  else
-    TORCH_CHECK(false, "the CPU ops take fp32 and bf16, not ", x.scalar_type());
-}
-
-std::optional<Tensor> contiguous(const std::optional<Tensor>& x) { return x ? std::optional<Tensor>(x->contiguous()) : x; }
-
-Tensor fp32_like(const Tensor& x, at::IntArrayRef shape) { return at::empty(shape, x.options().dtype(at::kFloat)); }
 
 // Splits rows over threads, each with its own fp32 sums [columns] that are added up in order: the result depends on the number of
 // threads only. body(begin, end, sums).
@@ -312,111 +268,6 @@ void embedding_backward_(const Tensor& main_grad, const Tensor& ids_in, const Te
   });
 }
 
-// c (+)= a @ b with fp32 sums; a [m, k] and b [k, n] may be transposed views.
-void gemm(const Tensor& a_in, const Tensor& b_in, const Tensor& c, bool accumulate) {
-  const auto unit_stride = [](const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); };
-  TORCH_CHECK(a_in.dim() == 2 && b_in.dim() == 2 && c.dim() == 2, "gemm wants matrices");
-  const Tensor a = unit_stride(a_in), b = unit_stride(b_in);
-  check_same(a, b, "b");
-  const int64_t m = c.size(0), n = c.size(1), k = a.size(1);
-  TORCH_CHECK(a.size(0) == m && b.size(0) == k && b.size(1) == n && c.scalar_type() == at::kFloat && (n <= 1 || c.stride(1) == 1),
-              "gemm: a ", a.sizes(), ", b ", b.sizes(), ", c ", c.sizes(), " (c must be fp32 with contiguous rows)");
-  by_type(a, [&](auto type) {
-    using T = decltype(type);
-    const int64_t flops_per_row = std::max<int64_t>(1, 2 * n * k);
-    at::parallel_for(0, m, std::max<int64_t>(64, 2'000'000 / flops_per_row), [&](int64_t begin, int64_t end) {
-      kernels_for<T>().gemm({data<T>(a) + begin * a.stride(0), data<T>(b), data<float>(c) + begin * c.stride(0), end - begin, n, k, a.stride(0),
-                             a.stride(1), b.stride(0), b.stride(1), c.stride(0), accumulate});
-    });
-  });
-}
-
-// ---- attention ----
-
-Tensor last_dim_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
-
-void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& slopes, const std::optional<Tensor>& documents) {
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) && q.size(1) == k.size(1) && q.size(3) == k.size(3),
-              "attention wants q [S, B, a, D] and k, v [S, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
-  TORCH_CHECK(k.size(2) > 0 && q.size(2) % k.size(2) == 0, q.size(2), " query heads are not a multiple of ", k.size(2), " key/value heads");
-  TORCH_CHECK(q.size(0) > 0, "attention over an empty sequence");
-  check_same(q, k, "k");
-  check_same(q, v, "v");
-  TORCH_CHECK(!slopes || (slopes->scalar_type() == at::kFloat && slopes->is_contiguous() && slopes->numel() == q.size(2)),
-              "alibi_slopes must be one fp32 per query head");
-  TORCH_CHECK(!documents || (documents->scalar_type() == at::kInt && documents->is_contiguous() && documents->dim() == 2 &&
-                             documents->size(0) == q.size(1) && documents->size(1) == q.size(0)),
-              "documents must be int32 [B, S]");
-}
-
-template <class T>
-AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const std::optional<Tensor>& slopes,
-                           const std::optional<Tensor>& documents, const Tensor& o, const Tensor& logsumexp, int64_t index) {
-  const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads, b = index / kv_heads, g = index % kv_heads, sequence = q.size(0);
-  return {data<T>(q) + b * q.stride(1) + g * group * q.stride(2),
-          data<T>(k) + b * k.stride(1) + g * k.stride(2),
-          data<T>(v) + b * v.stride(1) + g * v.stride(2),
-          q.stride(0),
-          q.stride(2),
-          k.stride(0),
-          v.stride(0),
-          sequence,
-          group,
-          q.size(3),
-          static_cast<float>(scale),
-          slopes ? data<float>(*slopes) + g * group : nullptr,
-          documents ? data<int32_t>(*documents) + b * sequence : nullptr,
-          data<T>(o) + b * o.stride(1) + g * group * o.stride(2),
-          o.stride(0),
-          o.stride(2),
-          data<float>(logsumexp) + (b * q.size(2) + g * group) * sequence};
-}
-
-std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, double scale, const std::optional<Tensor>& slopes,
-                                     const std::optional<Tensor>& documents) {
-  const Tensor q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
-  check_attention(q, k, v, slopes, documents);
-  const Tensor o = at::empty(q.sizes(), q.options()), logsumexp = fp32_like(q, {q.size(1), q.size(2), q.size(0)});
-  by_type(q, [&](auto type) {
-    using T = decltype(type);
-    at::parallel_for(0, q.size(1) * k.size(2), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t index = begin; index < end; ++index)
-        kernels_for<T>().attention(head_args<T>(q, k, v, scale, slopes, documents, o, logsumexp, index));
-    });
-  });
-  return {o, logsumexp};
-}
-
-std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                                      const Tensor& o, const Tensor& logsumexp, double scale, const std::optional<Tensor>& slopes,
-                                                      const std::optional<Tensor>& documents) {
-  const Tensor grad = last_dim_contiguous(grad_in), q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
-  check_attention(q, k, v, slopes, documents);
-  check_same(q, grad, "grad");
-  const Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()), grad_v = at::empty(v.sizes(), v.options());
-  by_type(q, [&](auto type) {
-    using T = decltype(type);
-    const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads;
-    at::parallel_for(0, q.size(1) * kv_heads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t index = begin; index < end; ++index) {
-        const int64_t b = index / kv_heads, g = index % kv_heads;
-        const AttentionGradArgs<T> grads{data<T>(grad) + b * grad.stride(1) + g * group * grad.stride(2),
-                                         grad.stride(0),
-                                         grad.stride(2),
-                                         data<T>(grad_q) + b * grad_q.stride(1) + g * group * grad_q.stride(2),
-                                         data<T>(grad_k) + b * grad_k.stride(1) + g * grad_k.stride(2),
-                                         data<T>(grad_v) + b * grad_v.stride(1) + g * grad_v.stride(2),
-                                         grad_q.stride(0),
-                                         grad_q.stride(2),
-                                         grad_k.stride(0),
-                                         grad_v.stride(0)};
-        kernels_for<T>().attention_backward(head_args<T>(q, k, v, scale, slopes, documents, o, logsumexp, index), grads);
-      }
-    });
-  });
-  return {grad_q, grad_k, grad_v};
-}
-
 // ---- the instruction set ----
 
 std::string instruction_set() { return kernels().isa; }
@@ -444,10 +295,6 @@ TORCH_LIBRARY(frontier_llm, m) {
   m.def("sum_of_squares(Tensor x) -> Tensor");
   m.def("accumulate_(Tensor(a!) main_grad, Tensor grad) -> ()");
   m.def("embedding_backward_(Tensor(a!) main_grad, Tensor ids, Tensor grad, int first_vocab) -> ()");
-  m.def("gemm(Tensor a, Tensor b, Tensor(a!) c, bool accumulate) -> ()");
-  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? slopes, Tensor? documents) -> (Tensor, Tensor)");
-  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, float scale, Tensor? slopes, Tensor? documents) "
-        "-> (Tensor, Tensor, Tensor)");
   m.def("instruction_set() -> str", &instruction_set);
   m.def("use_instruction_set(str name) -> ()", &use_instruction_set);
 }
@@ -466,9 +313,6 @@ TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {
   m.impl("sum_of_squares", &sum_of_squares);
   m.impl("accumulate_", &accumulate_);
   m.impl("embedding_backward_", &embedding_backward_);
-  m.impl("gemm", &gemm);
-  m.impl("attention", &attention);
-  m.impl("attention_backward", &attention_backward);
 }
 
 }  // namespace frontier

@@ -1,4 +1,4 @@
-"""frontier-llm ops list: which op runs with which back-end on which device, and why not where it does not."""
+"""frontier-llm ops list|kernels: which op runs with which back-end and why not; what the prebuilt GPU kernels are made of."""
 
 from __future__ import annotations
 
@@ -12,10 +12,36 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     listing = actions.add_parser("list", help="op x back-end x architecture: available, or why not")
     listing.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16")
     listing.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+    kernels = actions.add_parser("kernels", help="registers, LDS, matrix instructions and occupancy of an architecture's code objects")
+    kernels.add_argument("architecture", help="gfx90a, gfx942, sm_80 or sm_90")
+    kernels.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    kernels.add_argument("--json", action="store_true", help="machine-readable result on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or the rows as JSON."""
+    return _kernels(args) if args.ops_command == "kernels" else _list(args)
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    import json
+
+    from frontier_llm.ops.listing import kernel_report
+
+    lines = [line for line in kernel_report(args.architecture) if line["dtype"] == args.dtype]
+    if args.json:
+        print(json.dumps(lines, indent=1))
+        return 0
+    print("| kernel | variant | blocks | warps | registers | LDS bytes | matrix instructions | spills | waves/SIMD |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for line in lines:
+        blocks = " x ".join(str(value) for name, value in line["constants"].items() if name.startswith("BLOCK"))
+        facts = [line[name] for name in ("warps", "vgprs", "shared_bytes", "matrix_instructions", "spills", "waves_per_simd")]
+        print(f"| {line['kernel']} | {line['variant']} | {blocks} | {' | '.join(map(str, facts))} |")
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
     import json
 
     from frontier_llm.ops.listing import backends, prebuilt_architectures

@@ -102,7 +102,7 @@ def _extras(args: argparse.Namespace, found: Search, machine: Machine, stack: st
     if args.emit:
         from frontier_llm.planner.emit import emit
 
-        print(emit(args.emit, args.model, machine, found), file=sys.stderr if args.json else sys.stdout)
+        print(emit(args.emit, args.model, args.machine, machine, found), file=sys.stderr if args.json else sys.stdout)
     if args.chrome_trace:
         from frontier_llm.planner.trace import write_chrome_trace
 

@@ -45,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
 
+    site = load_site(args.site)
     request = submission.Request(
-        config=load_run(args.run, args.overrides),
-        site=load_site(args.site),
+        config=load_run(args.run, [f"machine={site.machine}", *args.overrides]),
+        site=site,
         nodes=args.nodes,
         spares=args.spares,
         account=args.account or submission.default_account(),

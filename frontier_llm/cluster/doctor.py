@@ -18,6 +18,7 @@ from frontier_llm.cluster.probe import FACTS_MARK, TIME_MARK, Facts, Settings, p
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError
+from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.units import GIB, format_bytes
 
 MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second
@@ -79,14 +80,13 @@ class Report:
 
 def settings_for(site: Site, run_directory: Path, system_root: str = "/") -> Settings:
     """What to look at on a site."""
-    interfaces = site.environment.get("NCCL_SOCKET_IFNAME", site.interface or "")
     return Settings(
         run_dir=str(run_directory),
         node_local=site.node_local,
         network_plugin=site.network_plugin,
         libfabric_provider=site.libfabric_provider,
-        interfaces=tuple(name for name in interfaces.split(",") if name),
-        variables=tuple(site.environment),
+        interfaces=site.interfaces,
+        variables=(*site.environment, *(variable.name for variable in machine_environment(site.machine, 2))),
         system_root=system_root,
     )
 

@@ -63,15 +63,17 @@ class Job:
 def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> Job:
     """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
     allocation = slurm.Allocation.from_environment()
+    site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
+    words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
     config = load_run(words[0], words[1:])
     continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
     if continue_with not in ("requeue", "successor", "never"):
         raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")
     job = Job(
         config=config,
-        words=tuple(words),
+        words=words,
         directory=Path(config.train.run_dir).resolve(),
-        site=load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic"),
+        site=site,
         allocation=allocation,
         spares=int(environ("FRONTIER_LLM_SPARE_NODES", "0") or 0),
         continue_with=continue_with,

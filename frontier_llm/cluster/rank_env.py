@@ -97,12 +97,6 @@ def job_port(*identity: str | int) -> int:
     return FIRST_PORT + crc32("/".join(map(str, identity)).encode()) % PORT_COUNT
 
 
-def is_shell_of_job(variables: Mapping[str, str] | None = None) -> bool:
-    """True in the batch shell of a Slurm job, where ranks have yet to be started with srun."""
-    env = os.environ if variables is None else variables
-    return "SLURM_JOB_ID" in env and not _in_slurm_step(env)
-
-
 def _detect(env: Mapping[str, str]) -> str | None:
     """The innermost launcher: mpirun and torchrun may run inside an srun step whose SLURM_PROCID is not the rank."""
     if "TORCHELASTIC_RUN_ID" in env:

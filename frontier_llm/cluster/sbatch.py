@@ -12,10 +12,10 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.affinity import render_bind_script
+from frontier_llm.cluster.binding import render_bind_script
 from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
 from frontier_llm.errors import ConfigError
 
@@ -147,12 +147,6 @@ def render_site(site: Site) -> str:
         if not _PLAIN.fullmatch(site.container):
             raise ConfigError(f"{site.container!r} is not a plain path", where=f"container of {site.name}")
         lines.append(f'export FRONTIER_LLM_CONTAINER="${{FRONTIER_LLM_CONTAINER:-{site.container}}}"')
-    if site.multi_node_environment:
-        lines += [
-            'if [[ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]]; then',
-            *(f"    {line}" for line in _exports(site.multi_node_environment)),
-            "fi",
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -170,11 +164,6 @@ def _expandable(value: str) -> str:
         return shlex.quote(value)
     quoted = [f"${{{piece[1:]}:-}}" if piece.startswith("$") else re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces]
     return '"' + "".join(quoted) + '"'
-
-
-def for_submission(job: JobScript, site: Site, **changes: object) -> str:
-    """A script that `submit` writes into a run directory: the same template with some fields replaced."""
-    return render(replace(job, **changes), site)  # type: ignore[arg-type]
 
 
 def rendered_files() -> dict[Path, str]:

@@ -1,7 +1,7 @@
 """Sites as data: `slurm/sites/*.yaml` → `Site`, and its limits checked before anything is queued.
 
 A site file holds what an administrator decides: partitions with their limits by node count, account, modules, network flags,
-environment, paths. What the hardware is lives in `configs/machines`.
+paths. What the hardware is lives in `configs/machines`; which RCCL and libfabric variables it wants, in `machine.env`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Site(Section):
     node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s unless changed) and a little
     sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value
     srun: dict[str, str] = Field(default_factory=dict)
+    interfaces: tuple[str, ...] = ()  # that must be up on every node
     interface: str | None = None  # network interface of the rendezvous; None = the host's own address
     scratch: str | None = None
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
@@ -51,16 +52,11 @@ class Site(Section):
     modules: tuple[str, ...] = ()
     network_plugin: str | None = None  # what RCCL must be able to load
     libfabric_provider: str | None = None
-    environment: dict[str, str] = Field(default_factory=dict)
-    multi_node_environment: dict[str, str] = Field(default_factory=dict)  # wrong on one node
+    environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded
 
     def limits(self, partition: str | None) -> tuple[Limit, ...]:
         """The bins of a partition, smallest first; empty when the site file states none."""
         return tuple(sorted(self.partitions.get(partition or self.default_partition or "", ()), key=lambda limit: limit.max_nodes))
-
-    def variables(self, nodes: int) -> dict[str, str]:
-        """Environment of a job on `nodes` nodes; values may refer to the job's own variables as $NAME."""
-        return {**self.environment, **(self.multi_node_environment if nodes > 1 else {})}
 
     def max_minutes(self, nodes: int, partition: str | None = None) -> int | None:
         """The longest walltime of the bin that `nodes` falls into, or None without limits."""

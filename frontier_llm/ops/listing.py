@@ -52,3 +52,13 @@ def prebuilt_architectures() -> dict[str, str]:
         except BackendError as error:
             states[architecture] = f"no: {error.problems[0].what}; build: {error.problems[0].fix}"
     return states
+
+
+def kernel_report(architecture: str) -> list[dict[str, Any]]:
+    """The built code objects of an architecture with the facts of their compilation; raises BackendError when there are none.
+
+    waves_per_simd is what the registers allow on CDNA (512 vector registers a lane and SIMD, in steps of 8, at most 8 waves); 0 elsewhere.
+    """
+    lines = read_manifest(architecture)["kernels"]
+    amd = architecture.startswith("gfx")
+    return [{**line, "waves_per_simd": max(1, min(8, 512 // (-(-line["vgprs"] // 8) * 8))) if amd else 0} for line in lines]

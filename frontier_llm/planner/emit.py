@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from frontier_llm.config import load_run
+from frontier_llm.config import load_model, load_run
 from frontier_llm.machine import Machine
 from frontier_llm.planner.candidates import AXIS_ORDERS
 from frontier_llm.planner.report import RECOMPUTE_NAMES, layout_words
@@ -48,12 +48,15 @@ def run_content(model_name: str, machine_name: str, found: Search, name: str) ->
     }
 
 
-def emit(path: Path, model_name: str, machine: Machine, found: Search, sequence_length: int | None = None) -> str:
-    """Write the run file, check that it loads and that its layout is legal, and return the command that submits it."""
+def emit(path: Path, model_name: str, machine_name: str, machine: Machine, found: Search) -> str:
+    """Write the run file, check that it loads and that its layout is legal, and return the command that submits it.
+
+    `model_name` and `machine_name` are what the user typed: names of shipped files, or paths.
+    """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
-    content = run_content(model_name, machine.name, found, name)
-    if sequence_length:
-        content["model"] = {"base": model_name, "sequence_length": sequence_length}
+    content = run_content(model_name, machine_name, found, name)
+    if found.model.sequence_length != load_model(model_name).sequence_length:
+        content["model"] = {"base": model_name, "sequence_length": found.model.sequence_length}
     best = found.best
     head = (
         f"# {layout_words(best)}\n"

@@ -94,6 +94,7 @@ def make_point(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int
     devices = nodes * site.tasks_per_node
     own = config.model_copy(
         update={
+            "machine": site.machine,
             "batch": config.batch.model_copy(update={"global_batch": global_batch(mode, batch, config, devices)}),
             "train": config.train.model_copy(update={"run_dir": str(directory)}),
         }

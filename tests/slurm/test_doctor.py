@@ -14,7 +14,7 @@ gpus_per_node: 8
 tasks_per_node: 8
 cpus_per_task: 1
 bind: gcd
-interface: hsn0
+interfaces: [hsn0]
 node_local: {root}/local
 network_plugin: {plugin}
 environment: {{SETTING: one}}

@@ -80,7 +80,7 @@ def test_runs_every_rank_once_and_finishes(cluster: LocalSlurm, tmp_path: Path) 
 
 
 def test_crash_is_retried_and_its_traceback_comes_last(cluster: LocalSlurm, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path, 2, 2, ("train.steps=6",), {"STAND_IN_CRASH": "0:3", "STAND_IN_STEP_S": "5"})
+    run = Run(cluster, tmp_path, 2, 2, ("train.steps=6",), {"STAND_IN_CRASH": "0:3", "STAND_IN_STEP_S": "60"})
     job = run.wait()
     assert job["JobState"] == "FAILED", run.text()
     assert run.causes() == ["crash"] * 3  # the crash loop ends it

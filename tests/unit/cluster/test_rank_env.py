@@ -147,12 +147,6 @@ def test_tasks_per_node() -> None:
     assert rank_env.tasks_per_node("8(x2),4") == (8, 8, 4)
 
 
-def test_the_shell_of_a_job_is_told_apart() -> None:
-    assert rank_env.is_shell_of_job({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"})
-    assert not rank_env.is_shell_of_job(SLURM)
-    assert not rank_env.is_shell_of_job({})
-
-
 def test_adopt_sets_what_is_missing_and_reports_what_the_user_has_set(monkeypatch):
     for name in ("FL_NEW", "FL_NODE"):
         monkeypatch.setenv(name, "x")  # so that monkeypatch removes them afterwards

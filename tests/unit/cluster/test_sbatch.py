@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster import sbatch
-from frontier_llm.cluster.affinity import MI250X_NODE
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError
@@ -98,20 +97,10 @@ def test_overrides_arrive_as_words(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["frontier", "frontier_llm.cluster.job", "configs/runs/train_1t.yaml", "ops.no_jit=true", *words]
 
 
-def test_the_map_of_a_node_covers_it_once() -> None:
-    assert sorted(place.first_core for place in MI250X_NODE) == list(range(0, 64, 8))
-    assert [place.cores.split("-")[0] for place in MI250X_NODE] == [
-        "49",
-        "57",
-        "17",
-        "25",
-        "1",
-        "9",
-        "33",
-        "41",
-    ]  # LUMI's published map_cpu
-    assert [place.nic for place in MI250X_NODE][1::2] == ["hsn0", "hsn1", "hsn2", "hsn3"]
-    assert [place.numa for place in MI250X_NODE] == [3, 3, 1, 1, 0, 0, 2, 2]
+def test_bind_script_has_the_published_map() -> None:
+    text = (root_dir() / "launch" / "bind_gcd.sh").read_text()
+    assert "cores=(49-55 57-63 17-23 25-31 1-7 9-15 33-39 41-47)" in text  # LUMI's map_cpu: 49,57,17,25,1,9,33,41
+    assert "numa=(3 3 1 1 0 0 2 2)" in text and "nics=(hsn0 hsn0 hsn1 hsn1 hsn2 hsn2 hsn3 hsn3)" in text
 
 
 @pytest.mark.parametrize(("local_rank", "code"), [("3", 0), ("8", 2)])

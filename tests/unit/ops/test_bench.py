@@ -9,9 +9,11 @@ import torch
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.config.schema import OpsConfig
+from frontier_llm.errors import BackendError
 from frontier_llm.ops import select_ops
 from frontier_llm.ops.bench import compare
 from frontier_llm.ops.face import GROUPS
+from frontier_llm.ops.listing import kernel_report
 
 
 def test_list_names_every_op_and_one_choice_each(capsys):
@@ -31,3 +33,16 @@ def test_bench_times_both_sides():
     results = compare(select_ops(OpsConfig(), "cpu", torch.float32), tiny, 1, torch.float32, "cpu", rounds=1)
     assert {"attention", "rms_norm", "swiglu", "cross_entropy", "adamw", "weight_gradient"} <= {result.op for result in results}
     assert all(result.ours_s > 0 and result.eager_s > 0 for result in results)
+
+
+def test_kernels_prints_the_report_or_how_to_build(capsys):
+    try:
+        lines = kernel_report("gfx90a")
+    except BackendError:
+        assert main(["ops", "kernels", "gfx90a"]) == 2
+        assert "build_ops --arch gfx90a" in capsys.readouterr().err
+        return
+    assert main(["ops", "kernels", "gfx90a"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 + sum(line["dtype"] == "bf16" for line in lines)
+    assert all(1 <= line["waves_per_simd"] <= 8 for line in lines)

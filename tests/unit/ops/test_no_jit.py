@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -70,3 +72,14 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
         allow_jit()
     assert torch.compile is original
     assert not any(type(finder).__name__ == "_GuardOnImport" for finder in sys.meta_path)
+
+
+def test_training_needs_no_compiler_and_no_writable_home(tmp_path):
+    """Two steps of a tiny model with the guard on, an empty PATH and a home that nobody can write to (/proc, even for root)."""
+    run = "model: llama-tiny\nbatch: {global_batch: 2}\ntrain: {run_dir: run, steps: 2, device: cpu, tensorboard: false}\n"
+    (tmp_path / "tiny.yaml").write_text(run)
+    environment = {"PATH": "", "HOME": "/proc", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "frontier_llm.cli.main", "train", "tiny.yaml", "--no-jit"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2

@@ -53,6 +53,13 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     assert "http" not in page.replace("https://", "http://").split("<pre>")[0]
 
 
+def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "long.yaml"
+    code, _, _ = run(capsys, "llama-2-7b", "--nodes", "2", "--global-batch", "64", "--sequence-length", "8192", "--emit", str(path))
+    assert code == 0
+    assert load_run(str(path)).model.sequence_length == 8192
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

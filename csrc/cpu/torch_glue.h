@@ -1,0 +1,55 @@
+// What the operators in ops.cpp and matrix_ops.cpp share: checks, and the way from a tensor to a kernel's element type.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <optional>
+
+#include "kernels.h"
+
+namespace frontier {
+
+using at::Tensor;
+
+// Rows per task below which a second thread costs more than it brings (about 10 us of work).
+constexpr int64_t kElementsPerTask = 32768;
+
+inline int64_t grain(int64_t row_elements) { return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_elements)); }
+
+inline void check_same(const Tensor& x, const Tensor& y, const char* name) {
+  TORCH_CHECK(y.scalar_type() == x.scalar_type(), name, " is ", y.scalar_type(), ", expected ", x.scalar_type());
+}
+
+inline void check_fp32(const Tensor& x, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), name, " must be contiguous fp32");
+}
+
+template <class T>
+T* data(const Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+template <class T>
+T* data(const std::optional<Tensor>& x) {
+  return x ? data<T>(*x) : nullptr;
+}
+
+// Calls body(T{}) with the element type of x.
+template <class Body>
+void by_type(const Tensor& x, Body body) {
+  if (x.scalar_type() == at::kFloat)
+    body(float{});
+  else if (x.scalar_type() == at::kBFloat16)
+    body(bf16{});
+  else
+    TORCH_CHECK(false, "the CPU ops take fp32 and bf16, not ", x.scalar_type());
+}
+
+inline std::optional<Tensor> contiguous(const std::optional<Tensor>& x) { return x ? std::optional<Tensor>(x->contiguous()) : x; }
+
+inline Tensor fp32_like(const Tensor& x, at::IntArrayRef shape) { return at::empty(shape, x.options().dtype(at::kFloat)); }
+
+}  // namespace frontier

@@ -1,0 +1,72 @@
+"""Activation memory against what autograd really keeps (saved-tensor hooks), for ops that keep no wide copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.comm import serial_mesh
+from frontier_llm.config.load import build, load_model
+from frontier_llm.config.schema import RunConfig
+from frontier_llm.costs import from_config
+from frontier_llm.costs.memory import layer_activation_bytes
+from frontier_llm.data.loader import Microbatch
+from frontier_llm.machine import load_machine, rates
+from frontier_llm.topology import make_plan
+from frontier_llm.train.build import build_state
+
+
+class Source:
+    reset_at_documents, microbatches = False, 1
+
+    def __init__(self, config: RunConfig) -> None:
+        self.shape = (config.batch.micro_batch, config.model.sequence_length + 1)
+
+    def microbatch(self, step: int, index: int) -> Microbatch:
+        return Microbatch(np.zeros(self.shape, dtype=np.int64), None, None)
+
+
+def config_of(layers: int, recompute: str, micro_batch: int) -> RunConfig:
+    """fp32 with torch's own LayerNorm and attention: the reference ops then keep exactly what the fused ones keep."""
+    model = load_model("bench-l8-h384", {"layers": layers})
+    return build(
+        RunConfig,
+        {
+            "model": model.model_dump(),
+            "batch": {"global_batch": micro_batch, "micro_batch": micro_batch},
+            "train": {"recompute": recompute, "device": "cpu"},
+            "precision": {"dtype": "fp32"},
+            "ops": {
+                "attention": "sdpa",
+                "norm": "reference",
+                "activation": "reference",
+                "cross_entropy": "reference",
+                "adamw": "reference",
+            },
+        },
+    )
+
+
+def kept_bytes(config: RunConfig) -> int:
+    """Distinct storages that one forward keeps, weights left out."""
+    state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source(config))
+    weights = {bucket.weights.untyped_storage().data_ptr() for bucket in state.buckets}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        state.stages[0](None, state.feed.microbatch(0, 0), 256)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_layer_keeps_what_the_formula_says(recompute: str, micro_batch: int) -> None:
+    measured = (kept_bytes(config_of(4, recompute, micro_batch)) - kept_bytes(config_of(2, recompute, micro_batch))) / 2
+    w = from_config(config_of(4, recompute, micro_batch), 1)
+    assert float(layer_activation_bytes(w, rates(load_machine("local")), w.recompute)) == pytest.approx(measured, rel=0.02)
