@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Random faults for a given time; ends with the comparison of losses and digests and the share of effective time.
+# Random faults for a given time; ends with the comparison of losses and digests and the share of computed steps that counted.
 #   scripts/soak.sh [MINUTES=30] [SEED=1]
 # Faults: kill -9 of a random rank at random and at exact instants of a save, bit flips in the newest checkpoint, failing writes.
 set -euo pipefail

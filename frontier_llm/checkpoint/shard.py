@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from frontier_llm.failpoints import hit
 
 # 8 MiB: large enough for a full Lustre RPC train (1-4 MiB stripes), small enough to stay in a core's L3 share between read and hash
 BLOCK_BYTES = 8 << 20
+BUFFERS = 4  # of a file that is being read and hashed
 
 NamedPiece = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor name, offset, shape
 
@@ -75,22 +77,20 @@ def entries(shard: Shard, dtype: str, data_start: int) -> list[Entry]:
 
 
 def write(path: Path, head: bytes, data: memoryview) -> str:
-    """Create the file, flush it to the device, return its sha256; the hash runs beside the write (both release the GIL)."""
+    """Create the file, flush it to the device, return its sha256; the hash runs beside write and flush (all release the GIL)."""
     digest = hashlib.sha256(head)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         hit("checkpoint.shard_created")
         write_all(descriptor, memoryview(head))
         with ThreadPoolExecutor(1, "checkpoint-hash") as hasher:
+            hasher.submit(digest.update, data)
             for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                hashed = hasher.submit(digest.update, block)
-                write_all(descriptor, block)
+                write_all(descriptor, data[start : start + BLOCK_BYTES])
                 hit("checkpoint.block_written")
-                hashed.result()
-        hit("checkpoint.shard_written")
-        os.fsync(descriptor)
-        hit("checkpoint.shard_synced")
+            hit("checkpoint.shard_written")
+            os.fsync(descriptor)
+            hit("checkpoint.shard_synced")
     finally:
         os.close(descriptor)
     return digest.hexdigest()
@@ -152,24 +152,28 @@ def verify(path: Path, manifest: Manifest, shard: Shard, consume: Consume | None
     """
     expected = header_of(manifest, shard, path)
     item = ITEM_BYTES[manifest.dtype]
-    buffers = [memoryview(bytearray(min(BLOCK_BYTES, shard.bytes))) for _ in range(2)]
+    # several, so that reading and copying do not stand still whenever the hash is behind
+    buffers = [memoryview(bytearray(min(BLOCK_BYTES, shard.bytes))) for _ in range(BUFFERS)]
     with opened(path, shard.bytes) as descriptor, ThreadPoolExecutor(1, "checkpoint-hash") as hasher:
         if drop_cache:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         check_header(descriptor, path, expected)
         digest = hashlib.sha256(expected)
-        pending: Future[Any] = hasher.submit(int)
+        hashing: deque[Future[Any]] = deque()
+        number = 0
         for entry in entries(shard, manifest.dtype, len(expected)):
             for first in range(0, entry.numel, BLOCK_BYTES // item):
                 count = min(BLOCK_BYTES // item, entry.numel - first)
-                block = buffers[0][: count * item]
+                if len(hashing) == BUFFERS:
+                    hashing.popleft().result()  # of the buffer that comes next
+                block = buffers[number % BUFFERS][: count * item]
+                number += 1
                 read_exactly(descriptor, path, entry.start + first * item, block)
-                pending.result()  # the other buffer has been hashed and may be overwritten next time
-                pending = hasher.submit(digest.update, block)
-                buffers.reverse()
+                hashing.append(hasher.submit(digest.update, block))
                 if consume is not None:
                     consume(entry, first, block)
-        pending.result()
+        for pending in hashing:
+            pending.result()
     if digest.hexdigest() != shard.sha256:
         names = list(dict.fromkeys(manifest.tensors[tensor].name for tensor, _, _ in shard.pieces))
         listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
