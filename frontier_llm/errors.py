@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -78,9 +79,13 @@ def suggest(name: str, valid: Iterable[str]) -> str:
 
 def nearest(value: int, valid: Iterable[int], count: int = 2) -> list[int]:
     """The `count` members of `valid` closest to `value`, sorted; for 'nearest valid values'."""
+    if isinstance(valid, range):  # may be as long as a batch size that somebody mistyped
+        place = min(max((value - valid.start) // valid.step, 0), len(valid))
+        valid = valid[max(0, place - count) : place + count + 1]
     return sorted(sorted(set(valid), key=lambda candidate: (abs(candidate - value), candidate))[:count])
 
 
 def divisors(number: int) -> list[int]:
     """All positive divisors of `number`, sorted."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]

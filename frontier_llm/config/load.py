@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file as a mapping; raises ConfigError with file, line and column when it does not parse."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: not UTF-8, or a date that is none
         raise ConfigError(f"cannot read: {error}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
     if not isinstance(content, dict):
         raise ConfigError(f"holds a {type(content).__name__}, not a mapping", where=str(path), fix="write `key: value` lines")
