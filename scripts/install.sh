@@ -5,6 +5,15 @@
 python="${PYTHON:-python3}"
 extras="${FRONTIER_LLM_EXTRAS:-plot}"
 
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo "frontier_llm needs Python 3.11 or newer, and $python is older: set PYTHON=/path/to/a/newer/python3" >&2
+  exit 2
+fi
+if ! command -v "${CXX:-c++}" >/dev/null; then
+  echo "frontier_llm builds its C++ parts once, and there is no C++ compiler: install g++ (apt-get install g++), or set CXX" >&2
+  exit 2
+fi
+
 if [[ ! -x .venv/bin/python ]]; then
   if "$python" -c 'import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))' 2>/dev/null; then
     echo "== keeping the torch of this site" >&2

@@ -82,8 +82,7 @@ struct KernelSet {
   Kernels<bf16> b16;
 };
 
-// The set for this CPU, chosen at the first call. FRONTIER_LLM is not asked: the fastest that runs is the only sensible one,
-// tests name the others through kernel_set_by_name.
+// The set for this CPU, chosen at the first call: the fastest that it can run. Tests name the others through kernel_set_by_name.
 const KernelSet& kernels();
 const KernelSet* kernel_set_by_name(const char* isa);  // null where this CPU cannot run it
 void use_kernel_set(const KernelSet& set);

@@ -58,11 +58,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+class _Whole(dict[str, Any]):
+    """A mapping that replaces the one below: naming a model must not leave keys of another model behind."""
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` on top of `base`, mappings merged key by key, anything else replaced."""
     merged = dict(base)
     for key, value in over.items():
-        both_map = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        both_map = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and not isinstance(value, _Whole)
         merged[key] = merge(merged[key], value) if both_map else value
     return merged
 
@@ -85,7 +89,7 @@ def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, 
     if isinstance(model, str):
         model = {"base": model}
     if isinstance(model, dict) and "base" in model:
-        return {**content, "model": _compose(model, "models", directory)}
+        return {**content, "model": _Whole(_compose(model, "models", directory))}
     return content
 
 
@@ -105,6 +109,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         *parents, leaf = key.split(".")
         target = nested
         for parent in parents:
+            if isinstance(target.get(parent), str):  # model=NAME model.layers=2
+                target[parent] = {"base": target[parent]}
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
                 problems.append(Problem(word, f"{parent!r} is already given a value that has no keys", "drop one of the two"))

@@ -8,6 +8,7 @@ it is there for `sbatch --test-only`. Debian: `apt-get install slurm-wlm`; the d
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -59,6 +60,14 @@ def _free_ports(count: int) -> list[int]:
     for probe in sockets:
         probe.close()
     return ports
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_the_tests() -> None:
+    """A killed test run must not leave daemons behind: PR_SET_PDEATHSIG."""
+    _LIBC.prctl(1, signal.SIGKILL)
 
 
 class LocalSlurm:
@@ -160,7 +169,7 @@ class LocalSlurm:
         command[0] = _find(command[0]) or command[0]
         log = (self.root / "logs" / f"{name}.out").open("ab")
         self.daemons[name] = subprocess.Popen(
-            command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_the_tests
         )
         log.close()
 

@@ -187,3 +187,9 @@ def test_impossible_shapes_are_explained(overrides: dict, where: str, fix: str) 
     (problem, *others) = model_problems(load_model("llama-tiny", {"kv_heads": None, **overrides}))
     assert (problem.where, others) == (where, [])
     assert re.search(fix, problem.fix), problem.fix
+
+
+def test_naming_a_model_replaces_the_whole_model() -> None:
+    config = load_run("bench", ["model=llama-tiny", "model.layers=2"])
+    assert config.model == load_model("llama-tiny", {"layers": 2})
+    assert load_run("bench", ["model.layers=2"]).model == load_model("bench-l8-h384", {"layers": 2})
