@@ -40,14 +40,14 @@ def test_rings_and_cuts() -> None:
 
 
 @pytest.mark.parametrize("site", ["frontier", "lumi"])
-def test_environment_agrees_with_the_site_file(site: str) -> None:
+def test_each_variable_has_one_home(site: str) -> None:
+    """RCCL's and libfabric's variables live in machine/env.py; a site file only has what the loader needs before Python starts."""
     path = configs_dir().parent / "slurm" / "sites" / f"{site}.yaml"
     content = yaml.safe_load(path.read_text())
-    ours = {variable.name: variable.value for variable in environment(site, 128)}
-    theirs = {**content["environment"], **content.get("multi_node_environment", {})}
-    shared = ours.keys() & theirs.keys()
-    assert len(shared) >= 4
-    assert {name: ours[name] for name in shared} == {name: str(theirs[name]) for name in shared}
+    theirs = {**content.get("environment", {}), **content.get("multi_node_environment", {})}
+    ours = {variable.name for variable in environment(site, 128)}
+    assert len(ours) > 8
+    assert not ours & theirs.keys()
 
 
 def test_environment_depends_on_the_size_and_says_why() -> None:
