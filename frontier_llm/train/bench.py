@@ -18,7 +18,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.model import working_dtype
 from frontier_llm.train.build import TrainState
-from frontier_llm.train.clock import PhaseClock
+from frontier_llm.train.clock import PhaseClock, median_s
 from frontier_llm.train.step import train_step
 from frontier_llm.units import TERA
 
@@ -63,23 +63,9 @@ def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
     for name, M, N, K, count in gemm_shapes(config.model, tokens, state.mesh.tp.size):
         x, w, g = (torch.randn(shape, dtype=dtype, device=state.device) for shape in ((M, K), (N, K), (M, N)))
         products: tuple[Callable[[], torch.Tensor], ...] = (lambda: x @ w.T, lambda: g @ w, lambda: g.T @ x)  # noqa: B023
-        seconds = sum(_time(product, repeats, state.device) for product in products)
+        seconds = sum(median_s(product, repeats, state.device) for product in products)
         results.append({"name": name, "M": M, "N": N, "K": K, "count": count, "tflops": 6 * M * N * K / seconds / TERA, "seconds": seconds})
     return results
-
-
-def _time(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    once()
-    return median(once() for _ in range(repeats))
 
 
 def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:

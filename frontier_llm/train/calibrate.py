@@ -5,10 +5,8 @@ Every rank measures at the same time, because ranks of one computer share its co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from frontier_llm.ops import Ops, select_ops
 from frontier_llm.topology import make_plan
 from frontier_llm.train.bench import gemm_shapes
 from frontier_llm.train.build import build_state
+from frontier_llm.train.clock import median_s
 from frontier_llm.train.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
@@ -53,7 +52,7 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
     samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes)
 
     def timed(run: Callable[[], object]) -> float:
-        return _time(run, repeats, mesh, device)
+        return median_s(run, repeats, device, before=lambda: barrier(mesh.world))
 
     model, batch = config.model, config.batch.micro_batch
     for tp in sorted({1, mesh.tp.size}):
@@ -79,23 +78,6 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
             samples.all_reduce.append((size, timed(lambda: all_reduce_(x, mesh.tp))))  # noqa: B023
     samples.steps = [(m, _step(config, mesh, device, m, repeats)) for m in STEP_MICROBATCHES]
     return samples
-
-
-def _time(run: Callable[[], object], repeats: int, mesh: Mesh, device: torch.device) -> float:
-    """Median seconds after one warm-up; all ranks start together."""
-
-    def once() -> float:
-        barrier(mesh.world)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    once()
-    return median(once() for _ in range(repeats))
 
 
 def _attention(
@@ -157,4 +139,4 @@ def _step(config: RunConfig, mesh: Mesh, device: torch.device, microbatches: int
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     assert batches is not None
     state = build_state(config, make_plan(config, mesh.world.size), mesh, device, batches)
-    return _time(lambda: train_step(state), repeats, mesh, device)
+    return median_s(lambda: train_step(state), repeats, device, before=lambda: barrier(mesh.world))
