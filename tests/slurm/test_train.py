@@ -85,7 +85,8 @@ def undisturbed(cluster: LocalSlurm, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.timeout(900)
 def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tmp_path: Path, undisturbed: list[tuple[int, str]]) -> None:
-    env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "60"}
+    # 60 steps of 1.6 s outlast the minute before the signal on an idle machine too
+    env = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:1.6", "FRONTIER_LLM_SIGNAL_LEAD_S": "60"}
     options = ("--nodes=2", "--ntasks-per-node=1", "--time=2", "--signal=USR1@60")
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=SLICED, env=env)
     seen: set[str] = set()
