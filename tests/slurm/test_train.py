@@ -56,7 +56,7 @@ def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_p
 
 
 SLICED = ("parallel.tensor=2", "parallel.pipeline=1", "batch.global_batch=4", "train.steps=60", "train.save_interval=10")
-# every step takes at least this long, so that 60 of them outlast a slice on a fast machine too
+# every step takes at least this long, so that a fault hits a run that still trains, on a fast machine too
 SLOW = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:0.8"}
 
 
