@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 10)
 # -ffp-contract=fast lets a * b + c become one instruction; the other two let sqrt and comparisons vectorise.
 FLAGS = ["-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall"]
+FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12 says it of its own AVX-512 header; clang does not know the warning and says nothing
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
@@ -81,12 +83,15 @@ class NativeBuild(build_ext):
         build = Path(self.build_temp).absolute()
         build.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        objects = []
-        for source in sources:
-            isa = INSTRUCTION_SETS.get(source.stem.removeprefix("kernels_"), [])
-            objects.append(str(build / f"{source.stem}.o"))
-            system = [flag for folder in includes for flag in ("-isystem", folder)]
-            self.spawn([*compiler, *FLAGS, *defines, *isa, *system, "-c", str(source), "-o", objects[-1]])
+        system = [flag for folder in includes for flag in ("-isystem", folder)]
+
+        def compiled(source: Path) -> str:
+            isa, result = INSTRUCTION_SETS.get(source.stem.removeprefix("kernels_"), []), str(build / f"{source.stem}.o")
+            self.spawn([*compiler, *FLAGS, *defines, *isa, *system, "-c", str(source), "-o", result])
+            return result
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, sources))
         link = [flag for folder in libraries for flag in ("-L", folder)] + [f"-l{name}" for name in ext.libraries]
         self.spawn([*compiler, "-shared", *objects, *link, *ext.extra_link_args, "-o", str(target)])
 
@@ -106,7 +111,7 @@ def native_libraries() -> list[Extension]:
     ]
     for name, source, links in (
         ("libsample_index", "csrc/sample_index.cpp", ["-pthread"]),
-        ("libshm_collectives", "csrc/shm_collectives.cpp", ["-lrt", "-pthread"]),
+        ("libshm_collectives", "csrc/shm/shm_collectives.cpp", ["-lrt", "-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
         if (ROOT / source).exists():
@@ -142,14 +147,28 @@ setup(
     data_files=shared_files(),
     ext_modules=native_libraries(),
     cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},
-    entry_points={"console_scripts": ["frontier-llm = frontier_llm.cli.main:main"]},
+    entry_points={
+        "console_scripts": ["frontier-llm = frontier_llm.cli.main:entry", "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main"]
+    },
     # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
     install_requires=["numpy", "pyyaml", "pydantic>=2", "rich", "safetensors", "sentencepiece", "tokenizers"],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML", "megatron-core==0.16.1"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "import-linter",
+            "types-PyYAML",
+            "megatron-core==0.16.1",
+            "mpi4py",
+        ],
         "data": ["pyarrow", "zstandard"],
+        "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
         "plot": ["matplotlib", "tensorboard"],
+        "docs": ["mkdocs"],
     },
 )

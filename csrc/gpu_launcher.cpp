@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include <array>
+#include <atomic>
 #include <initializer_list>
 #include <type_traits>
 
@@ -22,8 +24,9 @@ struct Driver {
   int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
                 unsigned shared_bytes, Handle stream, void** arguments, void** extra) = nullptr;
   int (*set_device)(int device) = nullptr;                                     // HIP
-  int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, and the four below
+  int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, and the five below
   int (*context_set_current)(Handle context) = nullptr;
+  int (*device_get)(int* device, int ordinal) = nullptr;
   int (*primary_context_retain)(Handle* context, int device) = nullptr;
   int (*function_set_attribute)(Handle function, int attribute, int value) = nullptr;
   int (*error_text)(int code, const char** text) = nullptr;
@@ -31,6 +34,10 @@ struct Driver {
 };
 
 Driver driver;
+
+// CUDA: the context that torch uses on each device, kept from the first load on.
+constexpr int kMaxDevices = 64;
+std::array<std::atomic<Handle>, kMaxDevices> primary_contexts;
 
 constexpr int kMaxArguments = 64;
 constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -53,14 +60,18 @@ Handle open_library(std::initializer_list<const char*> names) {
   return nullptr;
 }
 
-// CUDA keeps the current context per thread, and autograd's threads may come here before torch made one.
+// The current device is a property of the thread, and autograd's threads may come here before torch made a context in them.
 int make_current(int device) {
   if (driver.amd) return driver.set_device(device);
-  Handle context = nullptr;
-  if (const int code = driver.context_get_current(&context)) return code;
-  if (context) return 0;
-  if (const int code = driver.primary_context_retain(&context, device)) return code;
-  return driver.context_set_current(context);
+  Handle wanted = primary_contexts[device], current = nullptr;
+  if (!wanted) {
+    int cuda_device = 0;
+    if (const int code = driver.device_get(&cuda_device, device)) return code;
+    if (const int code = driver.primary_context_retain(&wanted, cuda_device)) return code;
+    primary_contexts[device] = wanted;
+  }
+  if (const int code = driver.context_get_current(&current)) return code;
+  return current == wanted ? 0 : driver.context_set_current(wanted);
 }
 
 }  // namespace
@@ -92,6 +103,7 @@ EXPORT int frontier_gpu_open(int amd, char* error, int error_size) {
   } else {
     resolve(found.context_get_current, "cuCtxGetCurrent");
     resolve(found.context_set_current, "cuCtxSetCurrent");
+    resolve(found.device_get, "cuDeviceGet");
     resolve(found.primary_context_retain, "cuDevicePrimaryCtxRetain");
     resolve(found.function_set_attribute, "cuFuncSetAttribute");
     resolve(found.error_text, "cuGetErrorString");
@@ -108,17 +120,21 @@ EXPORT int frontier_gpu_open(int amd, char* error, int error_size) {
 // Loads one code object on a device; *function is what frontier_gpu_launch takes.
 EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, int shared_bytes, Handle* function, char* error, int error_size) {
   Handle module = nullptr;
+  if (device < 0 || device >= kMaxDevices) {
+    snprintf(error, error_size, "device %d; there may be %d", device, kMaxDevices);
+    return -1;
+  }
   if (const int code = make_current(device)) return fail(error, error_size, "no context on the device", code);
   if (const int code = driver.module_load(&module, image)) return fail(error, error_size, "the driver refuses the code object", code);
   if (const int code = driver.module_get_function(function, module, symbol)) return fail(error, error_size, symbol, code);
   if (!driver.amd && shared_bytes > 48 * 1024)  // above this CUDA wants to be asked
     if (const int code = driver.function_set_attribute(*function, kMaxDynamicSharedBytes, shared_bytes))
-      return fail(error, error_size, "shared memory", code);
+      return fail(error, error_size, "more shared memory than this device gives a block", code);
   return 0;
 }
 
-// `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or float at its start. Triton's kernels take two scratch pointers
-// after them; ours use none, so they are null.
+// Launches a loaded function on that device. `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or float at its start.
+// Triton's kernels take two scratch pointers after them; ours use none (ops/triton/build.py refuses any that does), so they are null.
 EXPORT int frontier_gpu_launch(int device, Handle function, const uint32_t* grid, uint32_t threads, uint32_t shared_bytes, Handle stream,
                                const char* arguments, int count, char* error, int error_size) {
   static const Handle no_scratch = nullptr;
@@ -131,6 +147,6 @@ EXPORT int frontier_gpu_launch(int device, Handle function, const uint32_t* grid
   slots[count] = slots[count + 1] = const_cast<Handle*>(&no_scratch);
   if (const int code = make_current(device)) return fail(error, error_size, "no context on the device", code);
   if (const int code = driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, stream, slots, nullptr))
-    return fail(error, error_size, "launch", code);
+    return fail(error, error_size, "the driver says", code);
   return 0;
 }

@@ -3,21 +3,24 @@
 `arm("checkpoint.shard_written@1#2=kill")` kills rank 1 at the second time that it comes to `hit("checkpoint.shard_written")`.
 A specification is a comma-separated list of `name[@rank][#nth][%]=action[:argument]`; `%` repeats from the nth time on.
 
-Actions: kill (SIGKILL), stop (SIGSTOP), exit:CODE, sleep:SECONDS, errno:NAME (OSError, e.g. errno:ENOSPC), error:TEXT (RuntimeError).
+Actions: kill (SIGKILL), stop (SIGSTOP), exit:CODE, sleep:SECONDS, errno:NAME (OSError, e.g. errno:ENOSPC), error:TEXT (RuntimeError), hold:SECONDS (sleeps with the interpreter lock held), perturb (adds 1 to the first of the values at hand).
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
+from frontier_llm import log
 from frontier_llm.errors import ConfigError
 
-ACTIONS = ("kill", "stop", "exit", "sleep", "errno", "error")
+ACTIONS = ("kill", "stop", "exit", "sleep", "errno", "error", "hold", "perturb")
 _RULE = re.compile(r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?=(?P<action>\w+)(:(?P<argument>.*))?")
 
 
@@ -47,22 +50,27 @@ def arm(specification: str, rank: int = 0) -> None:
             _armed.setdefault(match["name"], []).append(rule)
 
 
-def hit(name: str) -> None:
-    """Pass this place; nothing happens unless a rule is armed for it."""
+def hit(name: str, values: Any = None) -> None:
+    """Pass this place, with the numbers that a `perturb` may falsify; nothing happens unless a rule is armed for it."""
     if _armed:
         for rule in _armed.get(name, ()):
             rule.hits += 1
             if rule.hits == rule.nth or (rule.repeat and rule.hits > rule.nth):
-                _act(name, rule)
+                _act(name, rule, values)
 
 
-def _act(name: str, rule: _Rule) -> None:
+def _act(name: str, rule: _Rule, values: Any) -> None:
     if rule.action in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if rule.action == "kill" else signal.SIGSTOP)
     elif rule.action == "exit":
         os._exit(int(rule.argument))
     elif rule.action == "sleep":
+        log.warn(f"failpoint {name}: sleeping {rule.argument} s")
         time.sleep(float(rule.argument))
+    elif rule.action == "hold":
+        ctypes.PyDLL(None).sleep(int(rule.argument))
+    elif rule.action == "perturb":
+        values[0] += 1
     elif rule.action == "errno":
         number = getattr(errno, rule.argument)
         raise OSError(number, f"{os.strerror(number)} (failpoint {name})")

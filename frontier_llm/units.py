@@ -33,3 +33,11 @@ def format_seconds(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}d {hours:02}:{minutes:02}:{rest_s:02}" if days else f"{hours}:{minutes:02}:{rest_s:02}"
+
+
+def format_age(seconds: float) -> str:
+    """5400 -> '1 h ago'; whole units, rounded down."""
+    for unit, length_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds // length_s:.0f} {unit} ago"
+    return "just now"

@@ -2,8 +2,8 @@
 
     python scripts/bench_checkpoint.py [--gib 1.0] [--repeats 3] [--directory .]
 
-One rank, a model of one large matrix; every figure is the best of the repeats, which take turns; the page cache is dropped before each read (needs root; without
-it both sides read from the cache).
+One rank, a model of eight matrices; median and best of the repeats, which take turns; CPU seconds tell how much work it is on a machine that is
+not idle. The page cache is dropped before each read (needs root; without it both sides read from the cache).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -59,7 +61,12 @@ def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, AdamW]:
         state.exp_avg_sq.normal_()
     model = ModelConfig(layers=1, hidden=64, heads=1, ffn_hidden=64, vocab_size=128, sequence_length=8)
     config = RunConfig(model=model, batch=BatchConfig(global_batch=1))
-    return CheckpointManager(directory, mesh, buckets, optimizer, config=config, keep=2), optimizer
+    return CheckpointManager(directory, mesh, optimizer, config=config, keep=2), optimizer
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def drop_caches() -> None:
@@ -113,25 +120,28 @@ def main() -> None:
         save()  # allocates the copy
         work = {"dd_fsync": dd, "save": save, "read_sha256": read_and_hash, "load": load, "training_waits_for_copy": copy}
         times: dict[str, list[float]] = {name: [] for name in work}
+        cpu_s = dict.fromkeys(work, 0.0)
         for _ in range(options.repeats):  # in turns, so that both sides of a ratio meet the same neighbours
             for name, measured in work.items():
                 manager.wait()
                 source.read_bytes() if name == "dd_fsync" else os.sync()
                 if name in ("read_sha256", "load"):
                     drop_caches()
-                started = time.perf_counter()
+                started, used_s = time.perf_counter(), cpu_seconds()
                 measured()
                 times[name].append(time.perf_counter() - started)
+                cpu_s[name] += (cpu_seconds() - used_s) / options.repeats
         result: dict[str, object] = {
             name: {
-                "best_s": round(min(seconds), 3),
-                "best_gib_per_s": round(size / GIB / min(seconds), 3),
+                "gib_per_s_median": round(size / GIB / median(seconds), 3),
+                "gib_per_s_best": round(size / GIB / min(seconds), 3),
+                "cpu_s_per_gib": round(cpu_s[name] / (size / GIB), 3),
                 "all_s": [round(s, 2) for s in seconds],
             }
             for name, seconds in times.items()
         }
-        result["save_share_of_dd"] = round(min(times["dd_fsync"]) / min(times["save"]), 3)
-        result["load_share_of_read_sha256"] = round(min(times["read_sha256"]) / min(times["load"]), 3)
+        for name, of, by in (("save_share_of_dd", "dd_fsync", "save"), ("load_share_of_read_sha256", "read_sha256", "load")):
+            result[name] = {"median": round(median(times[of]) / median(times[by]), 3), "best": round(min(times[of]) / min(times[by]), 3)}
         print(json.dumps({"bytes": size, **result}, indent=1))
     finally:
         shutil.rmtree(folder)

@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: builds its code objects, checks every op against float64 through the launcher, and times them against eager.
-# usage: scripts/bench_gpu.sh [MODEL]
+# On a machine with a GPU, in eight minutes: checks every prebuilt op against float64, times it against eager torch, SDPA and torch.compile,
+# and trains a 1B model for 100 steps. Builds only what is not there. Results: build/bench_gpu/*.json and a summary on stdout.
+# usage: scripts/bench_gpu.sh [--device cpu] [--out FOLDER] [--stages ceilings,checks,ops,compiled,train]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python}"
-model="${1:-mpt-1b}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-architecture="$("$python" -c 'from frontier_llm.ops.prebuilt import architecture_of_device; print(architecture_of_device())')"
-"$python" setup.py build_ext --inplace
-"$python" setup.py build_ops --arch "$architecture"
-"$python" -m pytest tests/unit/ops/test_gpu.py --no-header
-for dtype in bf16 fp32; do
-  "$python" -m frontier_llm.cli.main bench ops --device cuda --dtype "$dtype" --model "$model"
-done
+if ! "$python" setup.py --quiet build_ext --inplace; then
+  echo "the C++ parts were not built; going on with those in frontier_llm/_native, if any" >&2
+fi
+if [[ "$*" != *"--device cpu"* ]]; then
+  architecture="$("$python" -c 'from frontier_llm.ops.prebuilt import architecture_of_device; print(architecture_of_device())')"
+  if ! "$python" -c "from frontier_llm.ops.prebuilt import read_manifest; read_manifest('$architecture')" 2>/dev/null; then
+    "$python" setup.py build_ops --arch "$architecture"
+  fi
+fi
+exec "$python" scripts/bench_gpu.py "$@"

@@ -1,12 +1,15 @@
 """kill -9 of a random rank at random instants, again and again; every run must end bit-equal to the undisturbed one.
 
-    python scripts/kill_anywhere.py [--kills 200] [--in-save 50] [--ranks 2] [--seed 1] [--minutes M] [--faults kill,flip,enospc]
+    python scripts/kill_anywhere.py [--kills 200] [--in-save 50] [--ranks 2] [--seed 1] [--lag 1] [--minutes M] [--faults kill,flip,…]
 
 Ranks are forked from this process, which has imported torch already, and otherwise live as under any launcher: rendezvous, collectives,
-lock, resume. A run is killed until it reaches its end; then the loss of every step (also of those done several times) and the digests of
+lock, resume. A run is disturbed until it reaches its end; then the loss of every step (also of those done several times) and the digests of
 the final weights and optimizer state are compared, and the next run begins. `--in-save` of the kills happen at exact instants inside a
-save (failpoints), the others at random times. With `--faults` the list is extended: `flip` damages a bit of the newest checkpoint
-before a restart, `enospc` makes a save fail. Prints a JSON summary; exit code 1 at the first difference.
+save (failpoints), the others at random times. `--lag` is train.save_lag_steps; with kills alone, a start that loses more than one interval
+and the lag is a failure too. Prints a JSON summary; exit code 1 at the first difference.
+
+Faults: kill, abort, segv (a rank dies of that signal), freeze (SIGSTOP), error (an exception in a step), term (SIGTERM: saves and leaves),
+flip (damages a bit of the newest checkpoint before a start, then kills), enospc (a save fails).
 """
 
 from __future__ import annotations
@@ -21,16 +24,19 @@ import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # the first backward imports it, and sympy with it: seconds of every start on a busy machine
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.cluster.rank_env import RankEnv, free_port
+from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.config import RunConfig, load_model
-from frontier_llm.train.loop import train
+from frontier_llm.train.loop import EXIT_INTERRUPTED, train
 from tests.faults.runs import Run
 
 SAVE_POINTS = [
@@ -39,9 +45,19 @@ SAVE_POINTS = [
 ]  # fmt: skip
 RANK_0_ONLY = set(SAVE_POINTS[5:])
 STEPS, INTERVAL = 60, 5
+SIGNALS = {
+    "kill": signal.SIGKILL, "flip": signal.SIGKILL, "abort": signal.SIGABRT, "segv": signal.SIGSEGV, "freeze": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+}  # fmt: skip
+# what ranks may leave with, besides 0 and the launcher's SIGKILL: 1 a rank failed (also noticed by a survivor before it is killed
+# too), 2 the last save of a run is not allowed to fail, 70 the watchdog of a rank that nothing moves for
+CODES = {
+    "kill": {1}, "flip": {1}, "abort": {1, -signal.SIGABRT}, "segv": {1, -signal.SIGSEGV}, "freeze": {1, 70}, "error": {1},
+    "term": {EXIT_INTERRUPTED, -signal.SIGTERM}, "enospc": {2},
+}  # fmt: skip
 
 
-def config_of(run: Run, ranks: int) -> RunConfig:
+def config_of(run: Run, ranks: int, lag: int, timeout_s: float, steps: int) -> RunConfig:
     return RunConfig.model_validate({
         "model": load_model("llama-tiny"),
         "parallel": {"data": ranks},
@@ -49,7 +65,8 @@ def config_of(run: Run, ranks: int) -> RunConfig:
         "optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay_steps": 60},
         "precision": {"dtype": "bf16"},
         "train": {
-            "run_dir": str(run.run_dir), "steps": STEPS, "save_interval": INTERVAL, "device": "cpu", "tensorboard": False, "timeout_s": 60,
+            "run_dir": str(run.run_dir), "steps": steps, "save_interval": INTERVAL, "save_lag_steps": lag, "device": "cpu",
+            "tensorboard": False, "timeout_s": timeout_s,
         },
     })  # fmt: skip
 
@@ -57,39 +74,40 @@ def config_of(run: Run, ranks: int) -> RunConfig:
 class Attempt:
     """One start of all ranks."""
 
-    def __init__(self, run: Run, ranks: int, failpoint: str) -> None:
-        self.log, port = run.directory / "log", free_port()
-        self.pids = [self._fork(run, rank, ranks, port, failpoint) for rank in range(ranks)]
+    def __init__(self, config: RunConfig, log: Path, ranks: int, failpoint: str) -> None:
+        port = free_port()
+        self.pids = [self._fork(config, log, rank, ranks, port, failpoint) for rank in range(ranks)]
 
-    def _fork(self, run: Run, rank: int, ranks: int, port: int, failpoint: str) -> int:
+    def _fork(self, config: RunConfig, log_path: Path, rank: int, ranks: int, port: int, failpoint: str) -> int:
         pid = os.fork()
         if pid:
             return pid
         code = 70
         try:
-            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ["FRONTIER_LLM_FAILPOINTS"] = failpoint
-            place = RankEnv(rank, ranks, rank, ranks, 0, socket.gethostname(), "127.0.0.1", port, "local") if ranks > 1 else None
-            code = train(config_of(run, ranks), place)
+            with SignalWatcher() as signals:
+                log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.environ["FRONTIER_LLM_FAILPOINTS"] = failpoint
+                place = RankEnv(rank, ranks, rank, ranks, 0, socket.gethostname(), "127.0.0.1", port, "local") if ranks > 1 else None
+                code = train(config, place, signals)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             code = getattr(error, "exit_code", 1)
         finally:
             os._exit(code)
 
-    def wait(self, limit_s: float) -> list[int] | None:
-        """Exit codes (negative: signal) when any rank has ended within the time; None when none has."""
+    def ended_within(self, limit_s: float) -> bool:
+        """True when any rank has ended within the time."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in self.pids):
-                return []
+                return True
             time.sleep(0.005)
-        return None
+        return False
 
     def end(self, kill: bool) -> list[int]:
-        """Exit codes of all; `kill` as a launcher does after the first failure."""
+        """Exit codes of all (negative: signal); `kill` as a launcher does after the first failure."""
         if kill:
             for pid in self.pids:
                 os.kill(pid, signal.SIGKILL)
@@ -116,101 +134,152 @@ def saving(run: Run) -> bool:
     return directory.is_dir() and any(".tmp." in entry.name or ".deleted." in entry.name for entry in os.scandir(directory))
 
 
-def newest_step(run: Run) -> int:
-    return max(folder.complete_steps(run.run_dir / "checkpoints"), default=0)
+def steps_not_saved(run: Run) -> int:
+    """Steps that were done and that no complete checkpoint holds."""
+    done = max(run.losses(), default=0) if (run.run_dir / "metrics.jsonl").exists() else 0
+    return done - max(folder.complete_steps(run.run_dir / "checkpoints"), default=0)
 
 
-def main() -> int:
+class Different(Exception):
+    """A run did not end as the undisturbed one, or a rank left as it must not."""
+
+
+class Campaign:
+    """Disturbed runs, each compared with one that was not."""
+
+    def __init__(self, base: Path, ranks: int, seed: int, lag: int, faults: list[str], in_save_share: float) -> None:
+        self.base, self.ranks, self.lag, self.faults, self.in_save_share = base, ranks, lag, faults, in_save_share
+        self.rng, self.count = random.Random(seed), Counter[str]()
+        self.timeout_s = 30.0 if "freeze" in faults else 60.0
+        self.steps_computed = self.most_steps_lost = 0
+        self.reference = self.new_run("reference")
+        started = time.monotonic()
+        codes = self.start(self.reference, "").end(kill=False)
+        self.undisturbed_s = self.usual_s = time.monotonic() - started
+        if codes != [0] * ranks:
+            raise Different(f"the undisturbed run: exit codes {codes}\n{self._log(self.reference)}")
+
+    def new_run(self, name: str) -> Run:
+        run = Run(self.base / name)
+        run.directory.mkdir()
+        return run
+
+    def _log(self, run: Run) -> str:
+        return (run.directory / "log").read_text()[-3000:]
+
+    def start(self, run: Run, failpoint: str, steps: int = STEPS) -> Attempt:
+        """All ranks of a run, up and going."""
+        return Attempt(config_of(run, self.ranks, self.lag, self.timeout_s, steps), run.directory / "log", self.ranks, failpoint)
+
+    def one_run(self) -> None:
+        """Disturb a run until it reaches its end; raises Different."""
+        run = self.new_run(f"run{self.count['runs']}")
+        while not self._one_start(run):
+            if self.faults == ["kill"]:
+                self.most_steps_lost = max(self.most_steps_lost, steps_not_saved(run))
+                if self.most_steps_lost > INTERVAL + self.lag:
+                    raise Different(f"{run.directory}: {self.most_steps_lost} steps lost\n{self._log(run)}")
+        if run.losses() != self.reference.losses() or run.shards() != self.reference.shards():
+            raise Different(f"{run.directory} differs from the undisturbed run {self.reference.directory}")
+        self.count["runs"] += 1
+        self.steps_computed += sum('"kind": "step"' in line for line in (run.run_dir / "metrics.jsonl").read_text().splitlines())
+        shutil.rmtree(run.directory)
+
+    def _one_start(self, run: Run) -> bool:
+        """True when the run has reached its end."""
+        fault, victim = self.rng.choice(self.faults), self.rng.randrange(self.ranks)
+        failpoint = self._failpoint(fault, victim)
+        if fault == "flip":
+            self.count["flips"] += flip_bit(run, self.rng)
+        self.count["starts"] += 1
+        attempt, started = self.start(run, failpoint), time.monotonic()
+        ended = attempt.ended_within(120.0 if failpoint else self.rng.uniform(0.0, 0.7 * self.usual_s))
+        codes = self._let_end(attempt) if ended else self._strike(run, attempt, fault, victim)
+        self._judge(run, fault, codes)
+        if ended and not failpoint:  # so that most of the random instants fall into a run, however busy the machine is now
+            self.usual_s = 0.5 * (self.usual_s + max(1.0, time.monotonic() - started))
+        if ended and -signal.SIGKILL in codes and "=kill" in failpoint:
+            self.count.update(kills=1, in_save=1, exact_points=1)
+        elif fault in ("error", "enospc"):
+            self.count[fault] += codes != [0] * self.ranks or fault == "enospc"
+        return codes == [0] * self.ranks
+
+    def _failpoint(self, fault: str, victim: int) -> str:
+        """What is armed for this start; '' when it is struck at a random time instead."""
+        nth = self.rng.randint(1, 3)
+        if fault == "kill" and self.rng.random() < self.in_save_share:
+            name = self.rng.choice(SAVE_POINTS)
+            return f"checkpoint.{name}@{0 if name in RANK_0_ONLY else victim}#{nth}=kill"
+        if fault == "enospc":
+            return f"checkpoint.shard_written@{victim}#{nth}=errno:ENOSPC"
+        return f"train.step@{victim}#{self.rng.randint(1, STEPS)}=error:boom" if fault == "error" else ""
+
+    def _let_end(self, attempt: Attempt) -> list[int]:
+        """The ranks leave by themselves unless one of them was killed or failed; then as a launcher does, all."""
+        first = next(pid for pid in attempt.pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        how = os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        return attempt.end(kill=how is not None and how.si_code != os.CLD_EXITED)
+
+    def _strike(self, run: Run, attempt: Attempt, fault: str, victim: int) -> list[int]:
+        self.count["in_save"] += fault == "kill" and saving(run)
+        self.count["kills" if fault in ("kill", "flip") else fault] += 1
+        os.kill(attempt.pids[victim], SIGNALS[fault])
+        if fault == "term":
+            return attempt.end(kill=False)
+        if fault == "freeze":
+            attempt.ended_within(3 * self.timeout_s)
+        return attempt.end(kill=True)
+
+    def _judge(self, run: Run, fault: str, codes: list[int]) -> None:
+        unexpected = [code for code in codes if code not in {0, -signal.SIGKILL, *CODES[fault]}]
+        if unexpected or (1 in codes and fault == "kill" and -signal.SIGKILL not in codes):
+            raise Different(f"{run.directory}: exit codes {codes} after {fault}\n{self._log(run)}")
+
+    def summary(self) -> dict[str, object]:
+        """What happened."""
+        share = round(STEPS * self.count["runs"] / max(self.steps_computed, 1), 3)
+        return {
+            **self.count,
+            "interval": INTERVAL,
+            "lag": self.lag,
+            "most_steps_lost": self.most_steps_lost,
+            "steps_kept_of_computed": share,
+        }
+
+
+def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kills", type=int, default=200)
     options.add_argument("--in-save", type=int, default=50)
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--lag", type=int, default=1, help="train.save_lag_steps; 0 = saves are waited for")
     options.add_argument("--minutes", type=float, default=0, help="stop after this time instead of after --kills")
-    options.add_argument("--faults", default="kill", help="comma-separated: kill, flip, enospc")
-    args = options.parse_args()
+    options.add_argument("--faults", default="kill", help=f"comma-separated: {', '.join(CODES)}")
+    return options
+
+
+def main() -> int:
+    args = parser().parse_args()
     torch.set_num_threads(1)
-    rng, faults = random.Random(args.seed), args.faults.split(",")
-    base = Path(tempfile.mkdtemp(prefix="kill-anywhere-"))
-    reference = Run(base / "reference")
-    reference.directory.mkdir()
-    started = time.monotonic()
-    attempt = Attempt(reference, args.ranks, "")
-    assert attempt.end(kill=False) == [0] * args.ranks, reference.directory.joinpath("log").read_text()
-    undisturbed_s = time.monotonic() - started
-    count = {"kills": 0, "in_save": 0, "exact_points": 0, "flips": 0, "enospc": 0, "runs": 0, "starts": 0, "most_steps_lost": 0}
-    steps_computed = 0
-    started = time.monotonic()
+    base, started = Path(tempfile.mkdtemp(prefix="kill-anywhere-")), time.monotonic()
+    try:
+        campaign = Campaign(base, args.ranks, args.seed, args.lag, args.faults.split(","), max(0.3, args.in_save / args.kills))
+        count = campaign.count
 
-    def more() -> bool:
-        if args.minutes:
-            return time.monotonic() - started < 60 * args.minutes
-        return count["kills"] < args.kills or count["in_save"] < args.in_save
+        def enough() -> bool:
+            if args.minutes:
+                return time.monotonic() - started > 60 * args.minutes
+            return count["kills"] >= args.kills and count["in_save"] >= args.in_save
 
-    while more():
-        run = Run(base / f"run{count['runs']}")
-        run.directory.mkdir()
-        while True:
-            point, victim = "", rng.randrange(args.ranks)
-            fault = rng.choice(faults)
-            if fault == "kill" and rng.random() < max(0.3, args.in_save / args.kills):
-                name = rng.choice(SAVE_POINTS)
-                victim = 0 if name in RANK_0_ONLY else victim
-                point = f"checkpoint.{name}@{victim}#{rng.randint(1, 3)}=kill"
-            elif fault == "enospc":
-                point = f"checkpoint.shard_written@{victim}#{rng.randint(1, 3)}=errno:ENOSPC"
-                count["enospc"] += 1
-            elif fault == "flip":
-                count["flips"] += flip_bit(run, rng)
-            attempt = Attempt(run, args.ranks, point)
-            count["starts"] += 1
-            limit_s = 120.0 if point else rng.uniform(0.0, 0.7 * undisturbed_s)
-            ended = attempt.wait(limit_s)
-            if ended is None:
-                count["in_save"] += saving(run)
-                os.kill(attempt.pids[victim], signal.SIGKILL)
-                codes = attempt.end(kill=True)
-                count["kills"] += 1
-            else:
-                clean = os.waitid(os.P_PID, attempt.pids[victim], os.WEXITED | os.WNOWAIT)
-                codes = attempt.end(kill=clean is not None and clean.si_code != os.CLD_EXITED)
-                if -signal.SIGKILL in codes:
-                    count["kills"] += 1
-                    count["in_save"] += 1
-                    count["exact_points"] += 1
-            done = max(run.losses(), default=0) if (run.run_dir / "metrics.jsonl").exists() else 0
-            if codes == [0] * args.ranks:
-                break
-            # a survivor that notices before it is killed too leaves with RankFailure's 1
-            # and the last save of a run is not allowed to fail: CheckpointError's 2
-            allowed = (0, -signal.SIGKILL, *((2,) if fault == "enospc" else ()))
-            unexpected = [code for code in codes if code not in allowed and not (code == 1 and -signal.SIGKILL in codes)]
-            if unexpected:
-                print(f"{run.directory}: exit codes {codes}\n{run.directory.joinpath('log').read_text()[-3000:]}")
-                return 1
-            count["most_steps_lost"] = max(count["most_steps_lost"], done - newest_step(run))
-        if run.losses() != reference.losses() or run.shards() != reference.shards():
-            print(f"{run.directory} differs from the undisturbed run {reference.directory}")
-            return 1
-        count["runs"] += 1
-        steps_computed += sum('"kind": "step"' in line for line in (run.run_dir / "metrics.jsonl").read_text().splitlines())
-        print(f"{time.monotonic() - started:.0f} s: {count}", file=sys.stderr, flush=True)
-        shutil.rmtree(run.directory)
-    elapsed_s = time.monotonic() - started
+        while not enough():
+            campaign.one_run()
+            print(f"{time.monotonic() - started:.0f} s: {dict(count)}", file=sys.stderr, flush=True)
+    except Different as difference:
+        print(f"seed {args.seed}: {difference}")
+        return 1
     shutil.rmtree(base)
-    share = round(STEPS * count["runs"] / max(steps_computed, 1), 3)
-    print(
-        json.dumps(
-            {
-                **count,
-                "interval": INTERVAL,
-                "bit_equal": True,
-                "elapsed_s": round(elapsed_s),
-                "steps_kept_of_computed": share,
-                "seed": args.seed,
-            }
-        )
-    )
+    print(json.dumps({**campaign.summary(), "bit_equal": True, "elapsed_s": round(time.monotonic() - started), "seed": args.seed}))
     return 0
 
 

@@ -23,17 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontier_llm.checkpoint.load import plan
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, Progress, parse, shard_name
-from frontier_llm.checkpoint.pieces import KINDS, needed_pieces, saved_pieces
 from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
 from frontier_llm.checkpoint.shard import header
-from frontier_llm.comm import Axis, Ledger
-from frontier_llm.config import OpsConfig, load_model
+from frontier_llm.comm import Axis, Ledger, serial_mesh
+from frontier_llm.config import CommConfig, OpsConfig, OptimizerConfig, load_model
 from frontier_llm.model import Stage
 from frontier_llm.ops import select_ops
-from frontier_llm.optim.buckets import Bucket, build_buckets
+from frontier_llm.optim import KINDS, AdamW, build_buckets
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
-from frontier_llm.train.build import BUCKET_NUMEL
 
 
 class Layout:
@@ -54,10 +52,12 @@ class Layout:
         context = LayerContext(self._axis("tp", rank), True, ops, WeightGradients(), torch.bfloat16)
         return Stage(self.model, self.specs[pp_rank], context, torch.device("meta"), "none")
 
-    def buckets(self, rank: int) -> list[Bucket]:
+    def optimizer(self, rank: int) -> AdamW:
+        """The rank's, without memory."""
         place = self.grid.coordinates(rank)
         stage = self._build_stage(place["pp"], place["tp"])
-        return build_buckets([stage], self._axis("dp", rank), 1, torch.device("meta"), BUCKET_NUMEL)
+        buckets = build_buckets([stage], self._axis("dp", rank), 1, torch.device("meta"), CommConfig().bucket_elements)
+        return AdamW(buckets, OptimizerConfig(), serial_mesh(), stage.context.ops)
 
 
 def peak_mib() -> float:
@@ -75,9 +75,9 @@ def main() -> None:
 
     gathered, headers, plan_s = [], [], 0.0
     for rank in range(layout.grid.world_size):
-        buckets = layout.buckets(rank)
+        optimizer = layout.optimizer(rank)
         started = time.perf_counter()
-        pieces = saved_pieces(buckets)
+        pieces = [part for part in optimizer.state() if part.saved]
         described = [describe_piece(piece) for piece in pieces]
         head = header([(piece.name, piece.rectangle.offset, piece.rectangle.shape) for piece in pieces], "F32", 1, shard_name(rank))
         plan_s = max(plan_s, time.perf_counter() - started)
@@ -103,7 +103,7 @@ def main() -> None:
         ("tp 4, pp 64, dp 12", Layout(args.model, 4, 64, 12)),
         ("tp 8, pp 32, dp 1", Layout(args.model, 8, 32, 1)),
     ):
-        needed = needed_pieces(other.buckets(other.grid.world_size // 2))
+        needed = other.optimizer(other.grid.world_size // 2).state()
         started = time.perf_counter()
         manifest = parse(content, "manifest.json")
         transfers = plan(manifest, needed)

@@ -1,29 +1,44 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: installs into .venv, makes a dataset from this machine's Python standard library,
-# trains the same small Llama in two layouts (TP2 x PP2, then DP2 x PP2), generates a sample and writes report.html.
+# measures this machine, lets the planner choose a layout for 4 local ranks, trains a small Llama in it and again as TP2 x PP2,
+# prints the planner's prediction beside both, generates a sample and writes report.html.
 # Run twice, it reuses what is there. FRONTIER_LLM_TORCH chooses the torch requirement (default torch==2.13.0).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/install.sh
 
-run_dir=runs/quickstart-tp2-pp2
-other_run_dir=runs/quickstart-dp2-pp2
+run_dir=runs/quickstart
+other_run_dir=runs/quickstart-tp2-pp2
+machine=$run_dir/machine.yaml
+planned=$run_dir/planned.yaml
 
 say() { printf '\n== %s\n' "$*" >&2; }
 
 say "data: tokenizer and token files from the Python standard library"
 frontier-llm data stdlib data/stdlib
 
-say "training 1 of 2: tensor 2 x pipeline 2"
-frontier-llm train quickstart "train.run_dir=$run_dir"
+if [[ ! -f $machine ]]; then
+  say "this machine, measured by 4 ranks (about 10 seconds)"
+  frontier-llm calibrate quickstart --ranks 4 --repeats 2 --output "$machine" "train.run_dir=$run_dir"
+fi
 
-say "training 2 of 2: the same run with data 2 x pipeline 2"
-frontier-llm train quickstart "train.run_dir=$other_run_dir" parallel.tensor=1 parallel.data=2 parallel.sequence_parallel=false
+say "the planner's layout for it"
+# without FSDP: its collectives are torch's own, which the calibration does not measure
+frontier-llm plan --run quickstart --machine "$machine" --nodes 1 --fix data_mode=zero --top 4 --emit "$planned"
+
+say "training 1 of 2: as planned"
+frontier-llm train "$planned" "train.run_dir=$run_dir"
+
+say "training 2 of 2: the same run with tensor 2 x pipeline 2"
+frontier-llm train quickstart "train.run_dir=$other_run_dir"
+
+say "prediction beside measurement, time per step"
+frontier-llm plan --machine "$machine" --measured "$run_dir" "$other_run_dir"
 
 say "a sample"
 frontier-llm generate "$run_dir" --prompt 'def read_lines(path):' --max-new-tokens 80 --temperature 0.7 --seed 1 | tee "$run_dir/sample.txt"
 
-next="frontier-llm train quickstart train.run_dir=$run_dir train.steps=1000      # goes on from the checkpoint"
+next="frontier-llm train $planned train.run_dir=$run_dir train.steps=1000      # goes on from the checkpoint"
 frontier-llm report "$run_dir" "$other_run_dir" --output "$run_dir/report.html" --sample "$run_dir/sample.txt" --next "$next" >/dev/null
 
 say "done"

@@ -2,7 +2,7 @@
 # Installs what the tests need into .venv and runs them; arguments go to pytest: scripts/test.sh tests/unit/schedule
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,test}"
+FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,test}"
 source scripts/install.sh
 export OMP_NUM_THREADS=1
 exec python -m pytest "$@"

@@ -6,10 +6,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores with their ranks
 
 from tests.harness.pool import RankPool
+
+# a busy machine makes single examples slow at random; pytest's own time limit stays
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +23,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Libraries leave variables behind (DeepSpeed: LOCAL_RANK, which then looks like a launcher's); the next test must not see them."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

@@ -40,9 +40,7 @@ void swiglu_backward(const T* grad, const T* x, T* grad_x, int64_t rows, int64_t
 // GELU by tanh is x * sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
 ALWAYS_INLINE vf gelu_value(vf x, bool tanh) {
   if (tanh) return x * sigmoid(1.59576912160573f * (x + 0.044715f * x * x * x));
-  vf cdf, bell;
-  normal_cdf(x, cdf, bell);
-  return x * cdf;
+  return x * normal_cdf(x);
 }
 
 ALWAYS_INLINE vf gelu_slope(vf x, bool tanh) {

@@ -140,7 +140,7 @@ ALWAYS_INLINE vf exp(vf x) {
 #endif
 }
 
-// 1 / x for x in [1, 1e30]: AVX-512 refines a 14-bit estimate once, which is three times as fast as its division.
+// 1 / x for |x| in [1e-30, 1e30]: AVX-512 refines a 14-bit estimate once, which is three times as fast as its division.
 ALWAYS_INLINE vf reciprocal(vf x) {
 #if defined(__AVX512F__)
   const vf estimate = reinterpret_cast<vf>(_mm512_rcp14_ps(reinterpret_cast<__m512>(x)));
@@ -153,7 +153,25 @@ ALWAYS_INLINE vf reciprocal(vf x) {
 // 1 / (1 + e^-x); below -60 it is 1e-26 instead of less.
 ALWAYS_INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp(min(-x, splat(60.0f)))); }
 
-// The normal distribution's cdf at x and exp(-x^2 / 2), for exact GELU: Abramowitz & Stegun 7.1.26, |error| < 1.5e-7.
+// The normal distribution's cdf at x, for exact GELU's forward: erf as a rational function on [-4, 4] (the minimax fit that Eigen and XLA
+// use), |error of erf| < 5e-7; half the instructions of a formula with an exponential. NaN stays NaN.
+ALWAYS_INLINE vf normal_cdf(vf x) {
+  const vf z = min(max(x * 0.70710678118654752f, splat(-4.0f)), splat(4.0f)), z2 = z * z;
+  vf p = z2 * 2.72614225801306e-10f - 2.77068142495902e-08f;
+  p = p * z2 + 2.10102402082508e-06f;
+  p = p * z2 + 5.69250639462346e-05f;
+  p = p * z2 + 7.34990630326855e-04f;
+  p = p * z2 + 2.95459980854025e-03f;
+  p = p * z2 + 1.60960333262415e-02f;
+  vf q = z2 * 1.45660718464996e-05f + 2.13374055278905e-04f;
+  q = q * z2 + 1.68282697438203e-03f;
+  q = q * z2 + 7.37332916720468e-03f;
+  q = q * z2 + 1.42647390514189e-02f;
+  const vf cdf = 0.5f + 0.5f * z * p * reciprocal(q);
+  return x < -5.65f ? vf{} : cdf;  // so that no rounding error is multiplied by a large x
+}
+
+// The cdf and exp(-x^2 / 2), for its backward: Abramowitz & Stegun 7.1.26, |error| < 1.5e-7.
 ALWAYS_INLINE void normal_cdf(vf x, vf& cdf, vf& bell) {
   const vf a = min((x < 0.0f ? -x : x) * 0.70710678118654752f, splat(1e4f));
   bell = exp(-a * a);

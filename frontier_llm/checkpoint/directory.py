@@ -90,7 +90,7 @@ def write_durably(path: Path, content: bytes) -> None:
     """Create a new file and flush it to the device."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        write_all(descriptor, memoryview(content))
+        write_all(descriptor, memoryview(content), 0)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -13,7 +13,17 @@ from typing import Any
 from frontier_llm.errors import CheckpointError, Problem, suggest
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
-_HARMLESS = ("model.name", "data.cache_dir", "data.validation", "data.tokenizer", "guard.replica_check_interval", "guard.max_skips_in_row")
+_HARMLESS = (
+    "model.name",
+    "data.cache_dir",
+    "data.validation",
+    "data.tokenizer",
+    "optimizer.engine",
+    "optimizer.deepspeed_config",
+    "guard.replica_check_interval",
+    "guard.recompute_interval",
+    "guard.max_skips_in_row",
+)
 _SILENT = ("train.run_dir", "train.log_interval", "train.tensorboard", "train.peak_tflops")
 _ABSENT = "(absent)"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from frontier_llm.checkpoint import shard as shard_file
 from frontier_llm.checkpoint.drift import Change, config_changes, environment_changes
 from frontier_llm.checkpoint.load import DTYPES
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest
-from frontier_llm.checkpoint.pieces import KINDS
-from frontier_llm.checkpoint.rectangles import Rectangle
 from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.optim import KINDS
+from frontier_llm.topology import Rectangle
 
 
 def find(path: Path) -> list[Path]:
@@ -36,18 +36,22 @@ def find(path: Path) -> list[Path]:
     return found
 
 
-def verify(path: Path) -> list[Problem]:
-    """Everything that is not as it was written: each digest, each size, missing, added and linked files; empty when intact."""
+def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:
+    """Everything that is not as it was written: each digest, each size, missing, added and linked files; empty when intact.
+
+    `progress` is told the number of shards that have been read, and of how many.
+    """
     try:
         manifest = folder.read_manifest(path)[0]
     except DamagedCheckpoint as error:
         return list(error.problems)
     problems = [Problem(str(path / name), "is not part of the checkpoint") for name in folder.unexpected_files(path, manifest)]
-    for entry in manifest.shards:
+    for number, entry in enumerate(manifest.shards, start=1):
         try:
             shard_file.verify(path / entry.file, manifest, entry)
         except DamagedCheckpoint as error:
             problems.extend(error.problems)
+        progress(number, len(manifest.shards))
     return problems
 
 
@@ -149,5 +153,6 @@ def summary(path: Path) -> dict[str, Any]:
         "layout": " x ".join(f"{axis.upper()}{size}" for axis, size in manifest.layout.items() if axis != "zero"),
         "incarnation": manifest.incarnation,
         "model": str(manifest.config.get("model", {}).get("name", "")) if isinstance(manifest.config.get("model"), dict) else "",
+        "written_unix_s": (path / folder.MANIFEST).stat().st_mtime,
         "latest": folder.read_latest(path.parent) == path.name,
     }

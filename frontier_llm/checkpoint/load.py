@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest
-from frontier_llm.checkpoint.pieces import KINDS, Piece, needed_pieces
-from frontier_llm.checkpoint.rectangles import Rectangle, rectangles_of_run, spans
-from frontier_llm.checkpoint.shard import BLOCK_BYTES, Entry, check_header, entries, header_of, opened, read_exactly, verify
-from frontier_llm.comm import start_all_gather_into
+from frontier_llm.checkpoint.shard import Entry, check_header, entries, header_of, opened, read_exactly, verify
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.failpoints import hit
-from frontier_llm.optim import AdamW, Bucket
+from frontier_llm.optim import KINDS, Optimizer, StateRectangle
+from frontier_llm.topology import Rectangle, rectangles_of_run, spans
 
 # Two needed ranges closer than this are read as one. A random 4 KiB-64 KiB read costs about as much as 64 KiB in sequence on the
 # parallel file systems that this is for, and a Python-level read call about 2 us.
@@ -39,11 +38,11 @@ class Transfer:
     shard: int  # index into manifest.shards
     piece: int  # index into that shard's pieces
     saved: Rectangle
-    needed: Piece
+    needed: StateRectangle
     overlap: Rectangle
 
 
-def plan(manifest: Manifest, needed: Sequence[Piece]) -> dict[int, dict[int, list[Transfer]]]:
+def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict[int, list[Transfer]]]:
     """shard → piece → transfers. Raises CheckpointError listing every tensor that the checkpoint lacks, has in another shape or in part."""
     saved_shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     index = {tensor.name: number for number, tensor in enumerate(manifest.tensors)}
@@ -82,9 +81,9 @@ def verifier(shard: int, shards: int, world_size: int) -> int:
 class Targets:
     """Where loaded values go: this rank's optimizer state, through host memory when it lies on a GPU."""
 
-    def __init__(self, optimizer: AdamW) -> None:
-        self._states = optimizer.states
-        self._host = [{kind: self._host_tensor(getattr(state, kind)) for kind in KINDS} for state in optimizer.states]
+    def __init__(self, needed: Sequence[StateRectangle]) -> None:
+        self._needed = needed
+        self._host = {id(part): {kind: self._host_tensor(part.tensors[kind]) for kind in KINDS} for part in needed}
 
     @staticmethod
     def _host_tensor(state: Tensor) -> Tensor:
@@ -92,34 +91,33 @@ class Targets:
 
     def scatter(self, transfer: Transfer, kind: str, first: int, values: np.ndarray) -> None:
         """Copy what `transfer` wants of elements [first, first + len(values)) of its saved rectangle."""
-        piece = transfer.needed
-        target = self._host[piece.bucket][kind].numpy()[piece.position : piece.position + piece.rectangle.numel]
-        target = target.reshape(piece.rectangle.shape)
+        target = self._host[id(transfer.needed)][kind].numpy()
         position = 0
         for local in rectangles_of_run(transfer.saved.shape, first, first + len(values)):
             source = local.shifted(transfer.saved.offset)
             common = source.intersect(transfer.overlap)
             if common is not None:
                 block = values[position : position + local.numel].reshape(local.shape)
-                target[common.within(piece.rectangle)] = block[common.within(source)]
+                target[common.within(transfer.needed.rectangle)] = block[common.within(source)]
             position += local.numel
 
     def finish(self) -> None:
         """Move what was gathered on the host to the device."""
-        for state, host in zip(self._states, self._host, strict=True):
-            for kind in KINDS:
-                if host[kind] is not getattr(state, kind):
-                    getattr(state, kind).copy_(host[kind])
+        for part in self._needed:
+            for kind, host in self._host[id(part)].items():
+                if host is not part.tensors[kind]:
+                    part.tensors[kind].copy_(host)
 
 
-def read_shards(path: Path, manifest: Manifest, optimizer: AdamW, rank: int, world_size: int) -> list[Problem]:
+def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int, world_size: int) -> list[Problem]:
     """Fill this rank's optimizer state from the files; returns what is damaged (the state is then not to be used).
 
     Raises CheckpointError when the checkpoint does not fit the model.
     """
     problems: list[Problem] = []
-    transfers = plan(manifest, needed_pieces(optimizer.buckets))
-    targets = Targets(optimizer)
+    hit("checkpoint.loading")
+    needed = optimizer.state()
+    transfers, targets = plan(manifest, needed), Targets(needed)
     for number in range(len(manifest.shards)):
         wanted = transfers.get(number, {})
         try:
@@ -162,16 +160,3 @@ def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, l
 
 def _spans(transfer: Transfer, item: int) -> Iterable[tuple[int, int]]:
     return spans(transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item)
-
-
-def spread_weights(buckets: Sequence[Bucket], optimizer: AdamW) -> None:
-    """Working weights from the loaded masters, on every rank. Collective over each bucket's owners."""
-    gathers = []
-    for bucket, state in zip(buckets, optimizer.states, strict=True):
-        own = bucket.own(bucket.weights)
-        if own.data_ptr() != state.master.data_ptr():
-            own.copy_(state.master)
-        gathers.append(start_all_gather_into(bucket.weights, own, bucket.owner))
-    for gather in gathers:
-        gather.wait()
-    hit("checkpoint.loaded")

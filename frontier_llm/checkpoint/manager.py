@@ -12,7 +12,7 @@ so training waits for the copy alone, no collective ever runs in a thread, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from frontier_llm.checkpoint.save import Save, Writer
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
-from frontier_llm.optim import AdamW, Bucket
+from frontier_llm.failpoints import hit
+from frontier_llm.optim import Optimizer
 
 _ERRORS = {error.__name__: error for error in (DamagedCheckpoint, Superseded)}  # kinds that callers tell apart
 
@@ -41,8 +42,7 @@ class CheckpointManager:
         self,
         directory: Path,
         mesh: Mesh,
-        buckets: Sequence[Bucket],
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         config: RunConfig,
         keep: int,
@@ -61,15 +61,13 @@ class CheckpointManager:
         Raises CheckpointError when another live job holds the directory or it cannot be written.
         """
         assert keep >= 2, f"keep {keep}: with one, the only checkpoint could be the damaged one"
-        self.directory, self._mesh, self._buckets, self._optimizer = directory, mesh, buckets, optimizer
+        self.directory, self._mesh, self._optimizer = directory, mesh, optimizer
         self._config = config.model_dump(mode="json")
         self._environment, self._allow_changes = dict(environment or {}), tuple(allow_changes)
-        self._device = buckets[0].weights.device
+        self._device = optimizer.device
         self._lock: RunLock | None = None
         self.incarnation = int(self._from_rank_0(lambda: self._open(job, restart)))
-        self._writer = Writer(
-            directory, mesh, buckets, optimizer, self._config, self._environment, self.incarnation, keep, keep_every, self._lock
-        )
+        self._writer = Writer(directory, mesh, optimizer, self._config, self._environment, self.incarnation, keep, keep_every, self._lock)
         self._save: Save | None = None
 
     def _open(self, job: str, restart: int) -> int:
@@ -227,7 +225,8 @@ class CheckpointManager:
         problems, damaged = self._read(path, manifest)
         if problems:
             raise (DamagedCheckpoint if damaged else CheckpointError)(problems)
-        load.spread_weights(self._buckets, self._optimizer)
+        self._optimizer.weights_from_masters()
+        hit("checkpoint.loaded")
         self._optimizer.updates = manifest.progress.optimizer_updates
         return manifest.progress
 

@@ -15,14 +15,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.optim import KINDS
 
 FORMAT: Final = "frontier_llm checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2  # 1 had one sha256 over a whole shard file; it is still read
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8}
 MAX_MANIFEST_BYTES = 1 << 28  # 256 MiB; the 1T model on 3072 ranks needs a few
+MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 20, 1 << 30
 _MAX_DIMS = 8
 _SHARD_NAME = re.compile(r"shard_\d{5,9}\.safetensors")
 
@@ -69,7 +70,7 @@ class Shard(_Record):
 
     file: str
     bytes: Size
-    sha256: Digest
+    sha256: Digest  # of the file's blocks (see `digest`); in version 1 of the file
     pieces: Annotated[tuple[tuple[Count, tuple[Count, ...], Dims], ...], Field(min_length=1)]
 
     @property
@@ -82,7 +83,8 @@ class Manifest(_Record):
     """A whole checkpoint."""
 
     format: Literal["frontier_llm checkpoint"]
-    version: Literal[1]
+    version: Literal[1, 2]
+    block_bytes: Count = 0  # of the shards' digests (see `digest`); 0 in version 1
     incarnation: Count  # which start of the run wrote it
     progress: Progress
     layout: dict[str, int]  # degrees that it was written with; loading does not depend on them
@@ -146,6 +148,12 @@ def _duplicates(names: Sequence[str]) -> list[str]:
 def _name_problems(manifest: Manifest) -> list[str]:
     files = [shard.file for shard in manifest.shards]
     problems = [f"{file!r} is not the name of a shard" for file in files if not _SHARD_NAME.fullmatch(file)]
+    if (
+        (manifest.version == 1) != (manifest.block_bytes == 0)
+        or manifest.block_bytes % MIN_BLOCK_BYTES
+        or manifest.block_bytes > MAX_BLOCK_BYTES
+    ):
+        problems.append(f"block_bytes is {manifest.block_bytes} in version {manifest.version}")
     if manifest.kinds != KINDS:
         problems.append(f"kinds are {manifest.kinds}, not {KINDS}")
     if config_digest(manifest.config) != manifest.config_sha256:

@@ -13,15 +13,15 @@ from typing import Any
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
+from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.exchange import all_gather_json, maximum
 from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, Shard, TensorEntry, config_digest
-from frontier_llm.checkpoint.pieces import KINDS, Piece
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Mesh
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
-from frontier_llm.optim import AdamW, Bucket
+from frontier_llm.optim import KINDS, Optimizer, StateRectangle
 from frontier_llm.units import format_bytes
 
 STAGES = ("write", "commit", "audit", "prune")
@@ -62,8 +62,7 @@ class Writer:
         self,
         directory: Path,
         mesh: Mesh,
-        buckets: Sequence[Bucket],
-        optimizer: AdamW,
+        optimizer: Optimizer,
         config: Mapping[str, Any],
         environment: Mapping[str, str],
         incarnation: int,
@@ -73,11 +72,11 @@ class Writer:
     ) -> None:
         """Collective: rank 0 learns once which rectangles each rank writes."""
         self.directory, self.mesh, self.lock, self.incarnation = directory, mesh, lock, incarnation
-        self.keep, self.keep_every, self.device = keep, keep_every, buckets[0].weights.device
-        self.snapshot = Snapshot(buckets, optimizer, mesh.world.rank)
+        self.keep, self.keep_every, self.device = keep, keep_every, optimizer.device
+        self.snapshot = Snapshot(optimizer, mesh.world.rank)
         self._config, self._environment = dict(config), dict(environment)
         rows = [describe_piece(piece) for piece in self.snapshot.pieces]
-        self._layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(buckets[0].owner.size > 1)}
+        self._layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.sharded)}
         gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.data_bytes}, mesh.world, self.device)
         self.total_bytes = sum(part["bytes"] for part in gathered)
         if mesh.world.rank == 0:
@@ -225,7 +224,7 @@ class Save:
         raise (Superseded if superseded else CheckpointError)(problems)
 
 
-def describe_piece(piece: Piece) -> list[Any]:
+def describe_piece(piece: StateRectangle) -> list[Any]:
     """A piece as JSON."""
     return [piece.name, piece.global_shape, piece.rectangle.offset, piece.rectangle.shape]
 
@@ -260,7 +259,7 @@ def build_manifest(
     """The manifest of a save whose ranks wrote `parts`."""
     shards = tuple(Shard(**part, pieces=tuple(pieces)) for part, pieces in zip(parts, rows, strict=True) if part is not None)
     return Manifest(
-        format=FORMAT, version=VERSION, incarnation=incarnation, progress=progress, layout=dict(layout), config=dict(config),
+        format=FORMAT, version=VERSION, block_bytes=BLOCK_BYTES, incarnation=incarnation, progress=progress, layout=dict(layout), config=dict(config),
         config_sha256=config_digest(config), environment=dict(environment), dtype=dtype, kinds=KINDS, tensors=tensors, shards=shards,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 Layout: u64 header length, JSON header padded with spaces to 8 bytes, then for each kind (master, exp_avg, exp_avg_sq) every piece,
 row-major, without gaps. Any safetensors reader opens it. Because the header is a pure function of the manifest, reading
-compares bytes instead of parsing what a file claims.
+compares bytes instead of parsing what a file claims. The digest is that of `digest`; in checkpoints of version 1 the file's sha256.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ import hashlib
 import json
 import os
 import struct
-from collections import deque
+import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
+from frontier_llm.checkpoint.digest import BLOCK_BYTES, WORKERS, block_count, combine, spread
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest, Shard
-from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.failpoints import hit
-
-# 8 MiB: large enough for a full Lustre RPC train (1-4 MiB stripes), small enough to stay in a core's L3 share between read and hash
-BLOCK_BYTES = 8 << 20
-BUFFERS = 4  # of a file that is being read and hashed
+from frontier_llm.optim import KINDS
 
 NamedPiece = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor name, offset, shape
 
@@ -77,29 +73,34 @@ def entries(shard: Shard, dtype: str, data_start: int) -> list[Entry]:
 
 
 def write(path: Path, head: bytes, data: memoryview) -> str:
-    """Create the file, flush it to the device, return its sha256; the hash runs beside write and flush (all release the GIL)."""
-    digest = hashlib.sha256(head)
+    """Create the file, flush it to the device, return its digest; each block is hashed right before it is written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write_block(index: int) -> bytes:
+        start = index * BLOCK_BYTES
+        block = data[start : start + BLOCK_BYTES]
+        digest = hashlib.sha256(block).digest()
+        write_all(descriptor, block, len(head) + start)
+        hit("checkpoint.block_written")
+        return digest
+
     try:
         hit("checkpoint.shard_created")
-        write_all(descriptor, memoryview(head))
-        with ThreadPoolExecutor(1, "checkpoint-hash") as hasher:
-            hasher.submit(digest.update, data)
-            for start in range(0, len(data), BLOCK_BYTES):
-                write_all(descriptor, data[start : start + BLOCK_BYTES])
-                hit("checkpoint.block_written")
-            hit("checkpoint.shard_written")
-            os.fsync(descriptor)
-            hit("checkpoint.shard_synced")
+        write_all(descriptor, memoryview(head), 0)
+        blocks = spread(write_block, block_count(len(data)))
+        hit("checkpoint.shard_written")
+        os.fsync(descriptor)
+        hit("checkpoint.shard_synced")
     finally:
         os.close(descriptor)
-    return digest.hexdigest()
+    return combine(head, blocks)
 
 
-def write_all(descriptor: int, data: memoryview) -> None:
-    """os.write until everything is taken."""
+def write_all(descriptor: int, data: memoryview, start: int) -> None:
+    """os.pwrite from byte `start` of the file on, until everything is taken."""
     while data:
-        data = data[os.write(descriptor, data) :]
+        count = os.pwrite(descriptor, data, start)
+        data, start = data[count:], start + count
 
 
 @contextlib.contextmanager
@@ -141,40 +142,48 @@ def check_header(descriptor: int, path: Path, expected: bytes) -> None:
         raise DamagedCheckpoint(f"its header differs from the manifest at byte {position}", where=str(path))
 
 
-Consume = Callable[[Entry, int, memoryview], None]  # (entry, first element, bytes)
+Consume = Callable[[Entry, int, memoryview], None]  # (entry, first element, bytes); called from several threads, for disjoint bytes
 
 
 def verify(path: Path, manifest: Manifest, shard: Shard, consume: Consume | None = None, drop_cache: bool = False) -> None:
-    """Read the whole file in blocks, hash it, and hand every block to `consume` on the way.
+    """Read the whole file in blocks, hash it, and hand every part of an entry to `consume` on the way.
 
-    A block never spans two entries. With `drop_cache` the page cache is asked to forget the file first, so that the device is read.
+    With `drop_cache` the page cache is asked to forget the file first, so that the device is read.
     Raises DamagedCheckpoint with the expected and the found digest and the file's tensors.
     """
     expected = header_of(manifest, shard, path)
-    item = ITEM_BYTES[manifest.dtype]
-    # several, so that reading and copying do not stand still whenever the hash is behind
-    buffers = [memoryview(bytearray(min(BLOCK_BYTES, shard.bytes))) for _ in range(BUFFERS)]
-    with opened(path, shard.bytes) as descriptor, ThreadPoolExecutor(1, "checkpoint-hash") as hasher:
+    with opened(path, shard.bytes) as descriptor:
         if drop_cache:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         check_header(descriptor, path, expected)
-        digest = hashlib.sha256(expected)
-        hashing: deque[Future[Any]] = deque()
-        number = 0
-        for entry in entries(shard, manifest.dtype, len(expected)):
-            for first in range(0, entry.numel, BLOCK_BYTES // item):
-                count = min(BLOCK_BYTES // item, entry.numel - first)
-                if len(hashing) == BUFFERS:
-                    hashing.popleft().result()  # of the buffer that comes next
-                block = buffers[number % BUFFERS][: count * item]
-                number += 1
-                read_exactly(descriptor, path, entry.start + first * item, block)
-                hashing.append(hasher.submit(digest.update, block))
-                if consume is not None:
-                    consume(entry, first, block)
-        for pending in hashing:
-            pending.result()
-    if digest.hexdigest() != shard.sha256:
+        found = _read_and_hash(descriptor, path, manifest, shard, expected, consume)
+    if found != shard.sha256:
         names = list(dict.fromkeys(manifest.tensors[tensor].name for tensor, _, _ in shard.pieces))
         listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise DamagedCheckpoint(f"is damaged: sha256 {digest.hexdigest()}, expected {shard.sha256}; it holds {listing}", where=str(path))
+        raise DamagedCheckpoint(f"is damaged: digest {found}, expected {shard.sha256}; it holds {listing}", where=str(path))
+
+
+def _read_and_hash(descriptor: int, path: Path, manifest: Manifest, shard: Shard, head: bytes, consume: Consume | None) -> str:
+    whole = hashlib.sha256(head)  # version 1: one digest over everything, so one block after the other
+    block_bytes = manifest.block_bytes or BLOCK_BYTES
+    places, item = entries(shard, manifest.dtype, len(head)), ITEM_BYTES[manifest.dtype]
+    starts = [place.start for place in places]
+    buffers = threading.local()
+
+    def read_block(index: int) -> bytes:
+        if not hasattr(buffers, "block"):
+            buffers.block = memoryview(bytearray(min(block_bytes, shard.bytes)))
+        start = len(head) + index * block_bytes
+        block = buffers.block[: min(block_bytes, shard.bytes - start)]
+        read_exactly(descriptor, path, start, block)
+        if consume is not None:
+            for place in places[bisect_right(starts, start) - 1 : bisect_left(starts, start + len(block))]:
+                first, stop = max(start, place.start), min(start + len(block), place.start + place.numel * item)
+                consume(place, (first - place.start) // item, block[first - start : stop - start])
+        if manifest.version == 1:
+            whole.update(block)
+            return b""
+        return hashlib.sha256(block).digest()
+
+    blocks = spread(read_block, block_count(shard.bytes - len(head), block_bytes), workers=1 if manifest.version == 1 else WORKERS)
+    return whole.hexdigest() if manifest.version == 1 else combine(head, blocks)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from frontier_llm.checkpoint.manifest import DtypeName, shard_name
-from frontier_llm.checkpoint.pieces import KINDS, Piece, saved_pieces
 from frontier_llm.checkpoint.shard import NamedPiece, header
-from frontier_llm.optim import AdamW, Bucket
+from frontier_llm.optim import KINDS, Optimizer, StateRectangle
 
 _NAMES: dict[torch.dtype, DtypeName] = {torch.float32: "F32", torch.float64: "F64"}
 
@@ -18,12 +15,12 @@ _NAMES: dict[torch.dtype, DtypeName] = {torch.float32: "F32", torch.float64: "F6
 class Snapshot:
     """This rank's part of a checkpoint in host memory: 12 bytes per parameter that it saves, allocated once and used again."""
 
-    def __init__(self, buckets: Sequence[Bucket], optimizer: AdamW, rank: int) -> None:
-        self._optimizer = optimizer
-        self.pieces: list[Piece] = saved_pieces(buckets)
+    def __init__(self, optimizer: Optimizer, rank: int) -> None:
+        state = optimizer.state()
+        self.pieces: list[StateRectangle] = [part for part in state if part.saved]
         self.named: list[NamedPiece] = [(piece.name, piece.rectangle.offset, piece.rectangle.shape) for piece in self.pieces]
         self.file = shard_name(rank)
-        self._dtype = optimizer.states[0].master.dtype
+        self._dtype = state[0].tensors["master"].dtype
         self.dtype = _NAMES[self._dtype]
         self._image: torch.Tensor | None = None
 
@@ -34,19 +31,19 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy the state as it is now. On return it may change."""
-        states = self._optimizer.states
-        on_gpu = states[0].master.device.type == "cuda"
+        devices = {piece.tensors["master"].device for piece in self.pieces}
+        on_gpu = any(device.type == "cuda" for device in devices)
         if self._image is None:
             self._image = torch.empty(self.data_bytes // self._dtype.itemsize, dtype=self._dtype, pin_memory=on_gpu)
         position = 0
         for kind in KINDS:
             for piece in self.pieces:
                 count = piece.rectangle.numel
-                source = getattr(states[piece.bucket], kind)[piece.position : piece.position + count]
-                self._image[position : position + count].copy_(source, non_blocking=on_gpu)
+                self._image[position : position + count].copy_(piece.tensors[kind].view(-1), non_blocking=on_gpu)
                 position += count
         if on_gpu:
-            torch.cuda.current_stream(states[0].master.device).synchronize()
+            for device in devices:
+                torch.cuda.current_stream(device).synchronize()
 
     def data(self) -> memoryview:
         """The bytes after the header."""

@@ -6,7 +6,6 @@ makes a step-0 checkpoint, tensor by tensor, from which training starts on any l
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,14 +18,15 @@ import torch
 from torch import Tensor
 
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.huggingface import WeightSource
+from frontier_llm.checkpoint.digest import BLOCK_BYTES, RunningDigest
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, TensorEntry, shard_name
-from frontier_llm.checkpoint.pieces import KINDS
-from frontier_llm.checkpoint.rectangles import Rectangle
 from frontier_llm.checkpoint.save import build_manifest
-from frontier_llm.checkpoint.shard import BLOCK_BYTES, check_header, entries, header, header_of, opened, verify, write_all
+from frontier_llm.checkpoint.shard import check_header, entries, header, header_of, opened, verify, write_all
+from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build
 from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.optim import KINDS
+from frontier_llm.topology import Rectangle
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 
@@ -155,20 +155,20 @@ def _pack(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
 
 
 def _write_shard(path: Path, source: WeightSource, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: DtypeName) -> tuple[str, int]:
-    """(sha256, bytes) of a shard whose moments are zero."""
+    """(digest, bytes) of a shard whose moments are zero."""
     head = header([(name, (0,) * len(shape), shape) for name, shape in tensors], dtype, 0, path.name)
-    digest, size = hashlib.sha256(), 0
+    digest, size = RunningDigest(head), len(head)
     zeros = memoryview(bytes(BLOCK_BYTES))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def put(data: memoryview) -> None:
         nonlocal size
         digest.update(data)
-        write_all(descriptor, data)
+        write_all(descriptor, data, size)
         size += len(data)
 
     try:
-        put(memoryview(head))
+        write_all(descriptor, memoryview(head), 0)
         for name, shape in tensors:
             values = source.rectangle(name, (0,) * len(shape), shape).to(torch.float64 if dtype == "F64" else torch.float32)
             put(values.reshape(-1).view(torch.uint8).numpy().data)

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 
+from frontier_llm.cli.arguments import add_json, examples
+
 # bench → (module, one line of help); each module has add_arguments(parser) and run(args) -> int
 BENCHES = {
     "step": ("frontier_llm.cli.bench_step", "the training step against this device's own matrix-product rate"),
@@ -16,11 +18,16 @@ BENCHES = {
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the command and its benches."""
-    parser = subparsers.add_parser("bench", help="measure the training step, the ops or the communication")
-    benches = parser.add_subparsers(dest="bench", required=True)
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure the training step, the ops or the communication",
+        description="Measure on this machine; under srun, mpirun or torchrun with its ranks, alone with local ones.",
+        epilog=examples("frontier-llm bench step quickstart --json", "frontier-llm bench comm train_small --max 1MiB"),
+    )
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     for name, (module, line) in BENCHES.items():
-        bench = benches.add_parser(name, help=line, description=line)
-        bench.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+        bench = benches.add_parser(name, help=line, description=f"Measure {line}.")
+        add_json(bench)
         importlib.import_module(module).add_arguments(bench)
 
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+if TYPE_CHECKING:
+    from frontier_llm.config import RunConfig
 
-
-def size_of(text: str) -> int:
-    """'64KiB' → 65536; argparse shows the rule when it is something else."""
-    match = re.fullmatch(r"(\d+)\s*([kmg]ib)?", text.strip().lower())
-    if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1KiB, 64MiB or 4GiB")
-    return int(match[1]) * _UNITS[match[2] or ""]
+from frontier_llm.cli.arguments import add_run, size_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the bench."""
-    parser.add_argument("run", help="a run file, or the name of one in configs/runs: its layout is measured")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="comm.algorithms=hierarchical measures both algorithms")
-    parser.add_argument("--min", type=size_of, default=size_of("1KiB"), help="smallest message (default 1KiB)")
-    parser.add_argument("--max", type=size_of, default=None, help="largest message (default 16MiB on CPU, 4GiB on GPUs)")
+    add_run(parser, "its layout is measured, with comm.algorithms=hierarchical both algorithms")
+    parser.add_argument("--min", type=size_of, default=size_of("1KiB"), metavar="SIZE", help="smallest message (default: 1KiB)")
+    parser.add_argument("--max", type=size_of, metavar="SIZE", help="largest message (default: 16MiB on CPU, 4GiB on GPUs)")
     parser.add_argument("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks")
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write a measured algorithm table for comm.algorithms")
+    parser.add_argument("--machine-file", type=Path, metavar="FILE", help="write a machine file with the measured collectives for `plan`")
     parser.add_argument("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs (PNG, SVG or PDF)")
 
 
@@ -53,19 +48,15 @@ def run(args: argparse.Namespace) -> int:
         measurements = bench.bench_comm(mesh, device, bench.sizes_between(min(args.min, largest), largest))
         pairs = [] if args.no_pairs else bench.bench_pairs(mesh, device)
         if mesh.world.rank == 0:
-            _report(
-                args,
-                measurements,
-                pairs,
-                {axis.name: _nodes(axis.ranks, place.local_world_size) for axis in (mesh.tp, mesh.dp, mesh.world)},
-            )
+            nodes = {axis.name: _nodes(axis.ranks, place.local_world_size) for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world)}
+            _report(args, config, measurements, pairs, nodes, place.local_world_size)
     return 0
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
     flags = ["--min", str(args.min), *(["--max", str(args.max)] if args.max else [])]
     flags += [flag for flag, given in (("--json", args.json), ("--no-pairs", args.no_pairs)) if given]
-    for flag, path in (("--emit", args.emit), ("--heatmap", args.heatmap)):
+    for flag, path in (("--emit", args.emit), ("--machine-file", args.machine_file), ("--heatmap", args.heatmap)):
         flags += [flag, str(path.resolve())] if path else []
     return flags
 
@@ -78,29 +69,40 @@ def _nodes(ranks: tuple[int, ...], ranks_per_node: int) -> int:
     return len({rank // ranks_per_node for rank in ranks})
 
 
-def _report(args: argparse.Namespace, measurements: list[Any], pairs: list[Any], nodes: dict[str, int]) -> None:
+def _report(
+    args: argparse.Namespace, config: RunConfig, measurements: list[Any], pairs: list[Any], nodes: dict[str, int], per_node: int
+) -> None:
     import platform
     from dataclasses import asdict
 
     from frontier_llm.cli.bench import print_json
     from frontier_llm.comm import bench
+    from frontier_llm.machine import load_machine
 
-    slow = bench.slow_links(pairs)
+    kind = bench.link_kind(per_node, load_machine(config.machine).node.links)
+    slow, where = bench.slow_links(pairs, kind), f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
-        _emit(args.emit, bench.algorithm_rules(measurements, nodes, f"frontier-llm bench comm on {platform.node()}"))
+        _emit(args.emit, bench.algorithm_rules(measurements, nodes, where))
+    if args.machine_file:
+        _write_machine(args.machine_file, config.machine, where, lambda: bench.node_tables(measurements, per_node, where))
     if args.heatmap and pairs:
         _draw(args.heatmap, pairs)
     if args.json:
         crowded = [{"axis": a, "operation": o, "bytes": b, "slowdown": s} for a, o, b, s in bench.contention(measurements)]
         rows = [measurement.as_json() for measurement in measurements]
         print_json(
-            {"rows": rows, "contention": crowded, "pairs": [asdict(pair) for pair in pairs], "slow_links": [asdict(p) for p in slow]}
+            {
+                "rows": rows,
+                "contention": crowded,
+                "pairs": [{**asdict(pair), "kind": kind(pair.a, pair.b)} for pair in pairs],
+                "slow_links": [asdict(pair) for pair in slow],
+            }
         )
         return
-    _print(measurements, pairs, slow)
+    _print(measurements, pairs, slow, kind)
 
 
-def _print(measurements: list[Any], pairs: list[Any], slow: list[Any]) -> None:
+def _print(measurements: list[Any], pairs: list[Any], slow: list[Any], kind: Callable[[int, int], str]) -> None:
     from statistics import median
 
     from frontier_llm.units import format_bytes, format_seconds
@@ -113,11 +115,11 @@ def _print(measurements: list[Any], pairs: list[Any], slow: list[Any]) -> None:
             f"{m.axis:<7}{m.ranks:>6}  {m.operation:<15}{m.algorithm:<13}{m.mode:<9}{format_bytes(m.bytes):>10}{format_seconds(m.seconds):>10}"
             f"{m.algorithm_gbps:>12.3f}{m.bus_gbps:>12.3f}"
         )
-    if pairs:
-        rates = [pair.gbps for pair in pairs]
-        print(f"{len(pairs)} pairs of ranks: {min(rates):.3f} to {max(rates):.3f} GB/s one way, median {median(rates):.3f}")
+    for name in dict.fromkeys(kind(pair.a, pair.b) for pair in pairs):
+        rates = [pair.gbps for pair in pairs if kind(pair.a, pair.b) == name]
+        print(f"{len(rates)} pairs of ranks, {name}: {min(rates):.3f} to {max(rates):.3f} GB/s one way, median {median(rates):.3f}")
     for pair in slow:
-        print(f"slow link: global ranks {pair.a} and {pair.b}: {pair.gbps:.3f} GB/s")
+        print(f"slow link: global ranks {pair.a} and {pair.b} ({kind(pair.a, pair.b)}): {pair.gbps:.3f} GB/s")
 
 
 def _emit(path: Path, rules: list[dict[str, Any]]) -> None:
@@ -127,6 +129,22 @@ def _emit(path: Path, rules: list[dict[str, Any]]) -> None:
 
     path.write_text(yaml.safe_dump({"title": "measured", "rules": rules}, sort_keys=False, width=200), encoding="utf-8")
     log.info(f"wrote {len(rules)} rules to {path}: use them with comm.algorithms={path}")
+
+
+def _write_machine(path: Path, base: str, where: str, tables: Callable[[], dict[str, Any]]) -> None:
+    import yaml
+
+    from frontier_llm import log
+    from frontier_llm.errors import LayoutError
+    from frontier_llm.machine import load_machine
+
+    try:
+        content = {"base": base, "title": f"{base}, collectives measured", "node": {"collectives": tables()}}
+    except ValueError as error:
+        raise LayoutError(str(error), "measure a layout whose tensor degree fits a node", "--machine-file") from error
+    path.write_text(yaml.safe_dump(content, sort_keys=False, width=200), encoding="utf-8")
+    load_machine(str(path))
+    log.info(f"wrote {path} ({where}): use it with `frontier-llm plan MODEL --machine {path}`")
 
 
 def _draw(path: Path, pairs: list[Any]) -> None:

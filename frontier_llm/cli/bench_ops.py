@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import argparse
 
+from frontier_llm.cli.arguments import positive
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the bench."""
-    parser.add_argument("--model", default="bench-l8-h384", help="whose shapes (default bench-l8-h384)")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default="bench-l8-h384", help="name in configs/models, or a path: whose shapes (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)")
+    parser.add_argument("--micro-batch", type=positive, default=4, metavar="N", help="samples per microbatch (default: 4)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is also ROCm's name in torch (default: cpu)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; bandwidth and FLOP rates are of our ops."""
+    import itertools
     from dataclasses import asdict
-
-    import torch
 
     from frontier_llm.config.load import load_model
     from frontier_llm.config.schema import OpsConfig
+
+    model = load_model(args.model)
+    import torch
+
+    from frontier_llm.errors import BackendError
     from frontier_llm.ops import select_ops
     from frontier_llm.ops.bench import compare, copy_bandwidth
-    from frontier_llm.units import format_seconds
+    from frontier_llm.units import TERA, format_seconds
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BackendError(
+            "torch sees no GPU", "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu", "--device cuda"
+        )
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
     ops = select_ops(OpsConfig(), args.device, dtype)
-    results = compare(ops, load_model(args.model), args.micro_batch, dtype, args.device)
+    results = list(compare(ops, model, args.micro_batch, dtype, args.device))
     ceiling = copy_bandwidth(args.device)
     if args.json:
         from frontier_llm.cli.bench import print_json
@@ -38,10 +48,14 @@ def run(args: argparse.Namespace) -> int:
         f"{args.model}, microbatch {args.micro_batch}, {args.dtype} on {args.device}, {torch.get_num_threads()} threads; copy {ceiling / 1e9:.0f} GB/s"
     )
     print(f"{'op':<22} {'ours':>9} {'eager':>9} {'gain':>6}   rate of ours")
-    for result in results:
-        rate = (
-            f"{result.flops / result.ours_s / 1e12:.3f} TFLOP/s" if result.flops else f"{result.bytes_moved / result.ours_s / 1e9:.0f} GB/s"
-        )
-        gain = f"{result.eager_s / result.ours_s:5.2f}x"
-        print(f"{result.op:<22} {format_seconds(result.ours_s):>9} {format_seconds(result.eager_s):>9} {gain}   {rate}")
+    for op, ways in itertools.groupby(results, lambda timing: timing.op):
+        timed = {timing.way: timing for timing in ways}
+        for timing in timed.values():
+            if timing.error and timing.way in ("ours", "eager", "all"):
+                print(f"{op:<22} {timing.way}: {timing.error}")
+        ours, eager = timed.get("ours"), timed.get("eager")
+        if ours and eager and not ours.error and not eager.error:
+            rate = f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s" if ours.flops else f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
+            times = f"{format_seconds(ours.seconds):>9} {format_seconds(eager.seconds):>9} {eager.seconds / ours.seconds:5.2f}x"
+            print(f"{op:<22} {times}   {rate}")
     return 0

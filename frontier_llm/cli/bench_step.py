@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from frontier_llm.cli.arguments import add_run, positive
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the bench."""
-    parser.add_argument("run", help="a run file, or the name of one in configs/runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two of warm-up (default 5)")
+    add_run(parser)
+    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="measured steps, after two of warm-up (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,18 +6,30 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from frontier_llm.cli.arguments import add_run, examples, positive
+
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("calibrate", help="measure this machine and write its machine file", description=__doc__)
-    parser.add_argument("run", nargs="?", default="bench", help="run file whose model, precision and ops are timed (default: %(default)s)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that measure at once, as tensor-parallel ranks (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("calibrated.yaml"), help="machine file to write (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="timings per sample, of which the median counts (default: %(default)s)")
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="measure this machine and write its machine file",
+        description="Time a model's own products, attention, copies and collectives here, and write the machine file that plan reads.",
+        epilog=examples(
+            "frontier-llm calibrate quickstart --ranks 2 --output mine.yaml", "frontier-llm plan llama-15m --machine mine.yaml"
+        ),
+    )
+    add_run(parser, "its model, precision and ops are timed", default="bench")
+    parser.add_argument(
+        "--ranks", type=positive, default=2, metavar="N", help="ranks that measure at once: as many as will train (default: 2)"
+    )
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timings per sample; the median counts (default: 5)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="machine file to write (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,10 +37,15 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.local import run_local_ranks
     from frontier_llm.cluster.rank_env import discover, environment
     from frontier_llm.config import load_run
+    from frontier_llm.config.schema import ParallelConfig
+    from frontier_llm.planner.candidates import tensor_degrees
 
     place = discover()
     ranks = place.world_size if place else args.ranks
-    config = load_run(args.run, [*args.overrides, f"parallel.tensor={ranks}", "parallel.pipeline=1", "parallel.data=1"])
+    config = load_run(args.run, args.overrides)
+    tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
+    parallel, batch = ParallelConfig(tensor=tensor), config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
+    config = config.model_copy(update={"parallel": parallel, "batch": batch})
     if place is None and ranks > 1:
         words = ["calibrate", args.run, *args.overrides, "--output", str(args.output), "--repeats", str(args.repeats)]
         return run_local_ranks(ranks, words, environment(), Path(config.train.run_dir) / "logs")
@@ -46,8 +63,6 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     from frontier_llm.train.calibrate import measure
     from frontier_llm.train.join import joined
 
-    batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch})
-    config = config.model_copy(update={"batch": batch})
     with joined(config, place) as (_, mesh, device):
         samples = measure(config, mesh, device, memory_bytes(device.type, mesh.world.size), args.repeats)
         if mesh.world.rank == 0:

@@ -5,39 +5,47 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
-from frontier_llm.cli import huggingface
+from frontier_llm.cli import interchange
+from frontier_llm.cli.arguments import add_json, examples
+from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import FrontierError
-from frontier_llm.units import format_bytes, format_count
+from frontier_llm.units import format_age, format_bytes, format_count, format_seconds
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the command and its actions."""
-    parser = subparsers.add_parser("checkpoint", help="list, verify, compare, import and export checkpoints")
-    actions = parser.add_subparsers(dest="action", required=True)
-    _add(actions, "list", "the complete checkpoints of a run", _list, "path", "run directory, checkpoints folder or one checkpoint")
-    _add(
-        actions,
-        "verify",
-        "read every byte and compare it with its digest",
-        _verify,
-        "path",
-        "run directory, checkpoints folder or one checkpoint",
+    parser = subparsers.add_parser(
+        "checkpoint",
+        help="list, verify, compare, import and export checkpoints",
+        description="Look into the checkpoints of a run, and exchange models with Hugging Face. No ranks, no GPUs.",
+        epilog=examples(
+            "frontier-llm checkpoint list runs/quickstart",
+            "frontier-llm checkpoint verify runs/quickstart",
+            "frontier-llm checkpoint export-hf runs/quickstart exported/",
+        ),
     )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    of_run = "run directory, checkpoints folder or one checkpoint"
+    _add(actions, "list", "show the complete checkpoints of a run", _list, "path", of_run)
+    _add(actions, "verify", "read every byte and compare it with its digest", _verify, "path", of_run)
     diff = _add(actions, "diff", "compare two checkpoints, whatever layouts wrote them", _diff, "first", "a step_… folder")
-    diff.add_argument("second", type=Path, help="another one")
-    huggingface.add_commands(actions)
+    diff.add_argument("second", type=Path, metavar="PATH", help="another one")
+    interchange.add_commands(actions)
 
 
 def _add(
     actions: argparse._SubParsersAction, name: str, line: str, work: Callable[[argparse.Namespace], int], argument: str, what: str
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=line, description=line)
-    parser.add_argument(argument, type=Path, help=what)
-    parser.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
+    parser.add_argument(argument, type=Path, metavar="PATH", help=what)
+    add_json(parser)
     parser.set_defaults(work=work)
     return parser
 
@@ -60,29 +68,45 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=1))
         return int(damaged)
+    header = ("checkpoint", "model", "tokens", "size", "shards", "written as", "age", "")
+    _print_table([header, *(_list_row(row) for row in rows)])
     for row in rows:
         if "damaged" in row:
-            print(f"{Path(row['path']).name}  DAMAGED: {row['damaged']}")
-            continue
-        pointer = "  ← LATEST" if row["latest"] else ""
-        tokens, size = format_count(row["tokens"]), format_bytes(row["bytes"])
-        print(
-            f"{Path(row['path']).name}  {row['model']}  {tokens} tokens  {size} in {row['shards']} shards  written as {row['layout']}{pointer}"
-        )
+            print(f"\n{row['damaged']}", file=sys.stderr)
     return int(damaged)
+
+
+def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
+    name = Path(row["path"]).name
+    if "damaged" in row:
+        return (name, "DAMAGED", *[""] * 6)
+    age, pointer = format_age(time.time() - row["written_unix_s"]), "LATEST" if row["latest"] else ""
+    return (name, row["model"], format_count(row["tokens"]), format_bytes(row["bytes"]), str(row["shards"]), row["layout"], age, pointer)
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _verify(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import find, verify
 
-    results = {str(path): verify(path) for path in find(args.path)}
-    if args.json:
-        print(json.dumps({path: [asdict(problem) for problem in problems] for path, problems in results.items()}, indent=1))
-    else:
-        for path, problems in results.items():
-            print(f"{path}  {'DAMAGED' if problems else 'intact'}")
+    results = {}
+    for path in find(args.path):
+        started_s, line = time.monotonic(), Progress()
+        problems = results[str(path)] = verify(path, line.on(path.name, "shards"))
+        line.close()
+        if not args.json:
+            size_bytes = sum(file.lstat().st_size for file in path.glob("*"))
+            read = f"{format_bytes(size_bytes)} read in {format_seconds(time.monotonic() - started_s)}"
+            print(f"{path.name}  {'DAMAGED' if problems else 'intact'}  {read}", flush=True)
             for problem in problems:
                 print(f"  {problem}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({path: [asdict(problem) for problem in problems] for path, problems in results.items()}, indent=1))
     return int(any(results.values()))
 
 
@@ -93,17 +117,21 @@ def _diff(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**asdict(result), "same_state": result.same_state}, indent=1))
         return int(not result.same_state)
-    for change in result.changes:
-        print(change)
-    for label, names in (
-        ("only in the first", result.only_first),
-        ("only in the second", result.only_second),
-        ("reshaped", result.reshaped),
-    ):
-        for name in names:
-            print(f"{label}: {name}")
-    for tensor in result.tensors:
-        print(f"{tensor.kind} of {tensor.name}: {tensor.differing} of {tensor.elements} elements differ, by at most {tensor.largest:.3g}")
-    if result.same_state:
-        print("weights and optimizer state are bit-equal")
+    tensors = [
+        (tensor.name, tensor.kind, f"{tensor.differing:,} of {tensor.elements:,}", f"{tensor.largest:.3g}") for tensor in result.tensors
+    ]
+    _section("progress, configuration, environment", map(str, result.changes))
+    _section(f"only in {args.first.name}", result.only_first)
+    _section(f"only in {args.second.name}", result.only_second)
+    _section("reshaped", result.reshaped)
+    if tensors:
+        print("tensors")
+        _print_table([("  name", "kind", "elements that differ", "by at most"), *((f"  {name}", *rest) for name, *rest in tensors)])
+    print("weights and optimizer state are bit-equal" if result.same_state else "weights or optimizer state differ")
     return int(not result.same_state)
+
+
+def _section(title: str, lines: Iterable[str]) -> None:
+    text = "\n".join(f"  {shorten(line, 160, placeholder=' …')}" for line in lines)
+    if text:
+        print(f"{title}\n{text}")

@@ -8,57 +8,77 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from frontier_llm.cli.arguments import add_json, add_run, examples, natural, positive
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the `data` command and its subcommands to an argparse subparsers object."""
-    data = subparsers.add_parser("data", help="train tokenizers, tokenize text, look into datasets")
-    commands = data.add_subparsers(dest="data_command", required=True, metavar="tokenizer|tokenize|import|index|inspect|stdlib")
-    data.set_defaults(run=run)
+    data = subparsers.add_parser(
+        "data",
+        help="train tokenizers, tokenize text, inspect datasets",
+        description="From text, or tokens in another format, to the .bin/.idx datasets that train reads (Megatron's format).",
+        epilog=examples(
+            "frontier-llm data tokenizer books/ --output books.model --vocab-size 16000",
+            "frontier-llm data tokenize books/ --tokenizer books.model --output data/books",
+            "frontier-llm data inspect data/books",
+        ),
+    )
+    commands = data.add_subparsers(dest="data_command", required=True, metavar="ACTION")
 
-    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text files")
-    tokenizer.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
-    tokenizer.add_argument("--output", required=True, help="NAME.model (sentencepiece) or NAME.json (Hugging Face)")
-    tokenizer.add_argument("--vocab-size", type=int, default=32000)
-    tokenizer.add_argument("--sample-mib", type=int, default=64, help="how much text to train on (default 64)")
+    tokenizer = _add(commands, "tokenizer", "train a tokenizer on text files")
+    _inputs(tokenizer)
+    tokenizer.add_argument("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)")
+    tokenizer.add_argument("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)")
+    tokenizer.add_argument("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)")
     _text_options(tokenizer)
 
-    tokenize = commands.add_parser("tokenize", help="make PREFIX.bin/.idx from text; run it again to resume")
-    tokenize.add_argument("inputs", nargs="+", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
+    tokenize = _add(commands, "tokenize", "make PREFIX.bin/.idx from text; run it again to resume")
+    _inputs(tokenize)
     tokenize.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
     tokenize.add_argument("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`")
-    tokenize.add_argument("--workers", type=int, default=None, help="processes (default: one per core)")
-    tokenize.add_argument("--shard-mib", type=int, default=32, help="input per resumable part (default 32)")
-    tokenize.add_argument("--json", action="store_true", help="print the record as JSON")
+    tokenize.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
+    tokenize.add_argument("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)")
+    add_json(tokenize)
     _text_options(tokenize)
 
-    importer = commands.add_parser("import", help="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
-    importer.add_argument("inputs", nargs="+", help="files, joined in this order, or directories of .mds/.npy/.bin")
+    importer = _add(commands, "import", "make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
+    importer.add_argument("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, or directories of .mds/.npy/.bin")
     importer.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
     importer.add_argument("--tokenizer", required=True, help="the one that made the tokens")
     importer.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns")
-    importer.add_argument("--column", default="tokens", help="MDS column (default tokens)")
+    importer.add_argument("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)")
 
-    index = commands.add_parser("index", help="build a run's sample indices ahead of it, without its ranks")
-    index.add_argument("config", help="a run file's name or path")
-    index.add_argument("overrides", nargs="*", metavar="key=value")
+    add_run(_add(commands, "index", "build a run's sample indices ahead of it, without its ranks"))
 
-    inspect = commands.add_parser("inspect", help="counts, token histogram and decoded samples of a dataset; checks all of its index")
-    inspect.add_argument("prefix", help="path without .bin/.idx")
-    inspect.add_argument("--tokenizer", default=None, help="to decode with (default: the one that made the data)")
-    inspect.add_argument("--samples", type=int, default=3)
-    inspect.add_argument("--top", type=int, default=20, help="most frequent tokens to show")
-    inspect.add_argument("--json", action="store_true")
+    inspect = _add(commands, "inspect", "counts, token histogram and decoded samples of a dataset; checks all of its index")
+    inspect.add_argument("prefix", metavar="PREFIX", help="path without .bin/.idx")
+    inspect.add_argument("--tokenizer", help="to decode with (default: the one that made the data)")
+    inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)")
+    inspect.add_argument("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)")
+    add_json(inspect)
 
-    stdlib = commands.add_parser("stdlib", help="tokenizer and datasets from this Python's own standard library; no download")
-    stdlib.add_argument("directory")
-    stdlib.add_argument("--vocab-size", type=int, default=4096)
-    stdlib.add_argument("--workers", type=int, default=None)
-    stdlib.add_argument("--json", action="store_true")
+    stdlib = _add(commands, "stdlib", "tokenizer and datasets from this Python's own standard library; no download")
+    stdlib.add_argument("directory", metavar="DIR", help="where to write them")
+    stdlib.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="ids (default: 4096)")
+    stdlib.add_argument("--tokenizer", help="use this one, e.g. `bytes`, instead of training one")
+    stdlib.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
+    add_json(stdlib)
+
+
+def _add(commands: Any, name: str, line: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
+    return parser
+
+
+def _inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
 
 
 def _text_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text-key", default="text", help="JSON field or parquet column (default text)")
-    parser.add_argument("--documents", choices=("file", "line"), default="file", help="a text file is one document, or each line is one")
+    parser.add_argument("--text-key", default="text", metavar="NAME", help="JSON field or parquet column (default: text)")
+    parser.add_argument(
+        "--documents", choices=("file", "line"), default="file", help="a document is a whole text file, or each line (default: file)"
+    )
     parser.add_argument("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping")
 
 
@@ -106,7 +126,7 @@ def _index(args: argparse.Namespace) -> int:
     from frontier_llm.data.loader import data_problems, prepare_indices
     from frontier_llm.errors import DataError
 
-    run_config = load_run(args.config, args.overrides)
+    run_config = load_run(args.run, args.overrides)
     problems = data_problems(run_config)
     if problems:
         raise DataError(problems)
@@ -158,7 +178,7 @@ def _show(report: dict[str, Any]) -> None:
 def _stdlib(args: argparse.Namespace) -> int:
     from frontier_llm.data.stdlib_corpus import prepare
 
-    corpus = prepare(args.directory, args.vocab_size, workers=args.workers)
+    corpus = prepare(args.directory, args.vocab_size, workers=args.workers, tokenizer=args.tokenizer)
     if args.json:
         print(json.dumps(asdict(corpus), indent=1, default=str))
         return 0

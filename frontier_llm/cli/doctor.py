@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-CHECKPOINT_BYTES_PER_PARAMETER = 14  # bf16 weights, fp32 master and both moments (BLOOM measured 13)
+from frontier_llm.cli.arguments import add_json, examples, positive
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -16,14 +16,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="check this node or every node of an allocation",
         description="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems. "
         "Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
+        epilog=examples("frontier-llm doctor --site frontier --this-node", "frontier-llm doctor --site lumi --run train_175b --json"),
     )
-    parser.add_argument("--site", default=None, help="default: FRONTIER_LLM_SITE, else generic")
-    parser.add_argument("--run", help="a run file: its directory is checked, with room for two of its checkpoints")
-    parser.add_argument("--run-dir", default=".", help="directory to check when no run is given")
+    parser.add_argument("--site", help="name or path of a site file (default: FRONTIER_LLM_SITE, else generic)")
+    parser.add_argument("--run", metavar="RUN", help="run file: its directory is checked, with room for two of its checkpoints")
+    parser.add_argument("--run-dir", default=".", metavar="DIR", help="directory to check when no run is given (default: the current one)")
     parser.add_argument("--this-node", action="store_true", help="only this node, also inside an allocation")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the nodes")
+    parser.add_argument(
+        "--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"
+    )
     parser.add_argument("--system-root", default="/", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="machine-readable report on stdout")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.costs.parameters import total_parameters
+    from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 
     site = load_site(args.site or environ("FRONTIER_LLM_SITE") or "generic")
     directory, needed_bytes = Path(args.run_dir), 0

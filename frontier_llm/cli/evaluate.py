@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from frontier_llm.cli.arguments import examples, natural, positive
 from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
+from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,21 +25,27 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="held-out loss and in-context tasks of a checkpoint",
         description="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. Needs no network: "
         "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that lm-evaluation-harness uses.",
+        epilog=examples(
+            "frontier-llm evaluate runs/quickstart",
+            "frontier-llm evaluate runs/train_22b --tensor 8 --task piqa=piqa.jsonl",
+        ),
     )
     add_model_options(parser, replicas=True)
     parser.add_argument("--data", action="append", metavar="PREFIX", help="a .bin/.idx dataset (default: the run's data.validation)")
-    parser.add_argument("--windows", type=int, default=0, help="context windows per dataset, evenly spaced; 0 = all (default)")
+    parser.add_argument(
+        "--windows", type=natural, default=0, metavar="N", help="context windows per dataset, evenly spaced; 0 = all (default)"
+    )
     parser.add_argument(
         "--task", action="append", metavar="NAME=FILE",
         help="arc_easy, arc_challenge, boolq, hellaswag, piqa, winogrande, wsc273, or any name for a file in LLM Foundry's format",
     )  # fmt: skip
-    parser.add_argument("--shots", type=int, default=0, help="solved examples before each question (default 0)")
+    parser.add_argument("--shots", type=natural, default=0, metavar="N", help="solved examples before each question (default: 0)")
     parser.add_argument(
         "--shots-from", action="append", metavar="NAME=FILE", help="where a task's examples come from (default: its own file)"
     )
-    parser.add_argument("--limit", type=int, default=0, help="questions per task; 0 = all (default)")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output", help="also write the JSON there")
+    parser.add_argument("--limit", type=natural, default=0, metavar="N", help="questions per task; 0 = all (default)")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences scored at once (default: 8)")
+    parser.add_argument("--output", metavar="FILE", help="also write the JSON there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,24 +70,30 @@ def _named(words: list[str] | None, flag: str) -> dict[str, str]:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from frontier_llm.data.indexed import IndexedDataset
     from frontier_llm.inference.evaluate import evaluate_task
     from frontier_llm.inference.heldout import held_out
+    from frontier_llm.inference.open import open_model
     from frontier_llm.inference.tasks import read_task
 
     tasks, pools = _named(args.task, "--task"), _named(args.shots_from, "--shots-from")
-    with inference_model(args) as (opened, model, prints):
-        datasets = args.data or ([] if tasks else _validation(opened.run))
-        if not datasets and not tasks:
-            raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
-        progress = _Progress(prints and sys.stderr.isatty())
-        losses = [held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix)) for prefix in datasets]
-        tokenizer = tokenizer_of(args, opened) if tasks else None
+    opened = open_model(args.model)
+    # whatever is missing is refused before the weights are read
+    datasets = args.data or ([] if tasks else _validation(opened.run))
+    if not datasets and not tasks:
+        raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
+    for prefix in datasets:
+        IndexedDataset(prefix)
+    tokenizer = tokenizer_of(args, opened) if tasks else None
+    with inference_model(args, opened) as (model, prints):
+        progress = Progress(prints)
+        losses = [held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches")) for prefix in datasets]
         results = []
         for name, path in tasks.items():
             assert tokenizer is not None
             pool = read_task(name, pools[name]) if name in pools else None
             task = read_task(name, path, args.limit)
-            results.append(evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name)))
+            results.append(evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name, "batches")))
         progress.close()
         if prints:
             _report(args, str(opened.path), losses, results)
@@ -91,29 +104,6 @@ def _validation(run: RunConfig | None) -> list[str]:
     if run is None or not isinstance(run.data.validation, tuple):
         return []
     return [source.path for source in run.data.validation]
-
-
-class _Progress:
-    """Batches done, on one line of a terminal."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown, self._any = shown, False
-
-    def on(self, what: str) -> Any:
-        """A callback that says how far `what` is."""
-
-        def report(batches: int) -> None:
-            if self._shown:
-                self._any = True
-                sys.stderr.write(f"\r{what}: {batches} batches")
-                sys.stderr.flush()
-
-        return report
-
-    def close(self) -> None:
-        """End the line."""
-        if self._any:
-            sys.stderr.write("\n")
 
 
 def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], results: list[TaskResult]) -> None:

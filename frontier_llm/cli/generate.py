@@ -7,9 +7,14 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from frontier_llm.cli.arguments import examples, natural, positive
 from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
 from frontier_llm.errors import ConfigError, LayoutError
+
+if TYPE_CHECKING:
+    from frontier_llm.inference.sampling import Sampling
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -18,28 +23,40 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "generate",
         help="continue a prompt with a checkpoint",
         description="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
+        epilog=examples(
+            'frontier-llm generate runs/quickstart --prompt "def main("',
+            "frontier-llm generate runs/train_22b --tensor 8 --prompt-file prompts.txt",
+        ),
     )
     add_model_options(parser, replicas=False)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins")
-    parser.add_argument("--prompt-file", help="a text file, one prompt per line")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most likely token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 = all (default)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="keep the most likely tokens whose mass reaches p (default 0.95)")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: what was said becomes less likely")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompt-file", metavar="FILE", help="a text file, one prompt per line")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="at most so many per prompt (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)")
+    parser.add_argument("--top-k", type=natural, default=0, metavar="K", help="keep the K most likely tokens; 0 = all (default)")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest; 0 = all (default)"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what was said becomes less likely (default: 1)"
+    )
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the draws (default: 0)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
     parser.add_argument("--no-cache", action="store_true", help="recompute every position for every token, to check the cache")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every prompt has been continued."""
+    _sampling(args), _prompts(args)  # refused here, in one process, before ranks start
+    return on_ranks(args, _generate)
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
     from frontier_llm.inference.sampling import Sampling
 
-    # refused here, in one process, before ranks start
-    Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
-    _prompts(args)
-    return on_ranks(args, _generate)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    return Sampling(**{name: getattr(args, name) for name in names})
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -53,17 +70,17 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from frontier_llm.inference.sampling import Sampling
+    from frontier_llm.inference.open import open_model
     from frontier_llm.inference.text import complete
 
-    prompts = _prompts(args)
-    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
-    with inference_model(args) as (opened, model, prints):
+    prompts, sampling = _prompts(args), _sampling(args)
+    opened = open_model(args.model)
+    tokenizer = tokenizer_of(args, opened)  # a missing one is refused before the weights are read
+    with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
             raise LayoutError(
                 f"{model.mesh.world.size} ranks are more than tensor {args.tensor} x pipeline {args.pipeline}", fix="start as many"
             )
-        tokenizer = tokenizer_of(args, opened)
         live = prints and not args.json and len(prompts) == 1
         if live:
             _write(prompts[0])

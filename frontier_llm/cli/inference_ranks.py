@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from frontier_llm.cli.arguments import add_json, positive
+
 if TYPE_CHECKING:
     from frontier_llm.data.tokenizer import Tokenizer
     from frontier_llm.inference.model import InferenceModel
@@ -17,15 +19,19 @@ if TYPE_CHECKING:
 
 def add_model_options(parser: argparse.ArgumentParser, replicas: bool) -> None:
     """The model, its tokenizer, its precision and its layout."""
-    parser.add_argument("model", help="a run directory, one of its checkpoints, or a Hugging Face directory")
+    parser.add_argument("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory")
     parser.add_argument("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="working precision (default: the run's; fp32 for others)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda is also ROCm's name in torch")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel degree (default 1)")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda is also ROCm's name in torch (default: auto)"
+    )
+    parser.add_argument("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel degree (default: 1)")
+    parser.add_argument("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (default: 1)")
     if replicas:
-        parser.add_argument("--data-parallel", type=int, default=1, help="copies of the model that share the work (default 1)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        parser.add_argument(
+            "--data-parallel", type=positive, default=1, metavar="N", help="copies of the model that share the work (default: 1)"
+        )
+    add_json(parser)
 
 
 def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
@@ -63,20 +69,18 @@ def as_arguments(args: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def inference_model(args: argparse.Namespace) -> Iterator[tuple[OpenedModel, InferenceModel, bool]]:
-    """(what was opened, this rank's part, True on the rank that prints)."""
+def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[tuple[InferenceModel, bool]]:
+    """(this rank's part with its weights, True on the rank that prints)."""
     from frontier_llm.cluster.rank_env import discover
     from frontier_llm.config import OpsConfig
     from frontier_llm.inference.model import build_inference_model, inference_run
-    from frontier_llm.inference.open import open_model
     from frontier_llm.train.join import joined
 
     place = discover()
-    opened = open_model(args.model)
     run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device)
     with joined(run, place) as (plan, mesh, device):
         model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
-        yield opened, model, mesh.world.rank == 0
+        yield model, mesh.world.rank == 0
 
 
 def tokenizer_of(args: argparse.Namespace, opened: OpenedModel) -> Tokenizer:

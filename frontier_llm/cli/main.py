@@ -4,35 +4,54 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from frontier_llm import __version__
+from frontier_llm.cli.arguments import Parser
 from frontier_llm.errors import FrontierError, suggest
 
 # name → (module with add_parser and run, one line of help). `--help` must answer in under 0.3 s, so it reads only this table.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("frontier_llm.cli.plan", "choose tensor, pipeline and data parallelism for a model on a machine"),
     "train": ("frontier_llm.cli.train", "train a run file; joins a launcher's ranks or starts local ones"),
+    "report": ("frontier_llm.cli.report", "write a run directory's report.html"),
+    "doctor": ("frontier_llm.cli.doctor", "check this node or every node of an allocation"),
     "submit": ("frontier_llm.cli.submit", "queue a run on a Slurm site"),
     "status": ("frontier_llm.cli.status", "what runs, how far it is, when it ends"),
-    "doctor": ("frontier_llm.cli.doctor", "check this node or every node of an allocation"),
     "scaling": ("frontier_llm.cli.scaling", "weak and strong scaling experiments"),
     "data": ("frontier_llm.cli.data", "train tokenizers, tokenize text, inspect datasets"),
     "checkpoint": ("frontier_llm.cli.checkpoint", "list, verify, compare, import and export checkpoints"),
     "evaluate": ("frontier_llm.cli.evaluate", "held-out loss and in-context tasks of a checkpoint"),
     "generate": ("frontier_llm.cli.generate", "continue a prompt with a checkpoint"),
-    "report": ("frontier_llm.cli.report", "write a run directory's report.html"),
+    "ops": ("frontier_llm.cli.ops", "which fused op runs with which back-end, and why"),
     "bench": ("frontier_llm.cli.bench", "measure the training step, the ops or the communication"),
     "calibrate": ("frontier_llm.cli.calibrate", "measure this machine and write its machine file"),
-    "ops": ("frontier_llm.cli.ops", "which fused op runs with which back-end, and why"),
 }
+_GROUPS = {
+    "plan and train": ("plan", "train", "report"),
+    "on a cluster": ("doctor", "submit", "status", "scaling"),
+    "data and models": ("data", "checkpoint", "evaluate", "generate"),
+    "look at this machine": ("ops", "bench", "calibrate"),
+}
+_FIRST = (
+    "frontier-llm plan gpt-175b --machine frontier --nodes 128",
+    "frontier-llm train quickstart train.steps=50",
+    "frontier-llm status",
+)
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items())
-    return f"usage: frontier-llm <command> [options]\n\n{lines}\n\nfrontier-llm <command> --help explains a command; --version prints {__version__}"
+    blocks = ["\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names)]) for title, names in _GROUPS.items()]
+    blocks.append("\n".join(["to begin with:", *(f"  {line}" for line in _FIRST)]))
+    head = (
+        "usage: frontier-llm <command> [options]\n\nPretraining of language models on MI250X supercomputers, laptops, and what is between."
+    )
+    tail = f"frontier-llm <command> --help explains a command; --version prints {__version__}"
+    return "\n\n".join([head, *blocks, tail])
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
@@ -61,19 +80,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
         return 2
     module = importlib.import_module(COMMANDS[name][0])
-    parser = argparse.ArgumentParser(prog="frontier-llm")
+    parser = Parser(prog="frontier-llm")
     module.add_parser(parser.add_subparsers(dest="command", required=True))
-    parsed = _parse(parser, arguments)
     try:
+        parsed = _parse(parser, arguments)
         return int(module.run(parsed) or 0)
     except FrontierError as error:
         print(f"frontier-llm {name}: error\n{error}", file=sys.stderr)
         return error.exit_code
+    except SystemExit as end:  # argparse has said what it had to say
+        return int(end.code or 0)
     except BrokenPipeError:
         return 141
+    except OSError as error:
+        if error.filename is None or name == "train":  # of a training rank the whole traceback is wanted
+            raise
+        print(
+            f"frontier-llm {name}: error\n{error.filename}: {error.strerror}\n    fix: check the path and its permissions", file=sys.stderr
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
 
 
+def entry() -> NoReturn:
+    """What a shell starts: `main`, then the end.
+
+    Where torch was loaded that is at once: all files are closed by now, and a background thread that wakes up inside torch while the
+    interpreter is being taken down aborts the process. Slurm then sees -6 where 75 asks for a requeue (once in eight on a busy machine).
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

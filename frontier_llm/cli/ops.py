@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import argparse
 
+from frontier_llm.cli.arguments import add_json, examples
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("ops", help="which fused op runs with which back-end, and why")
-    actions = parser.add_subparsers(dest="ops_command", required=True)
-    listing = actions.add_parser("list", help="op x back-end x architecture: available, or why not")
-    listing.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16")
-    listing.add_argument("--json", action="store_true", help="machine-readable result on stdout")
-    kernels = actions.add_parser("kernels", help="registers, LDS, matrix instructions and occupancy of an architecture's code objects")
-    kernels.add_argument("architecture", help="gfx90a, gfx942, sm_80 or sm_90")
-    kernels.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    kernels.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+    parser = subparsers.add_parser(
+        "ops",
+        help="which fused op runs with which back-end, and why",
+        description="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made of.",
+        epilog=examples("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a"),
+    )
+    actions = parser.add_subparsers(dest="ops_command", required=True, metavar="ACTION")
+    line = "op x back-end x architecture: available, or why not"
+    listing = actions.add_parser("list", help=line, description=f"Print {line}.")
+    listing.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16", help="working precision (default: bf16)")
+    add_json(listing)
+    line = "registers, LDS, matrix instructions and occupancy of an architecture's code objects"
+    kernels = actions.add_parser("kernels", help=line, description=f"Print {line}.")
+    kernels.add_argument("architecture", metavar="ARCHITECTURE", help="gfx90a, gfx942, sm_80 or sm_90")
+    kernels.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the kernels' operands (default: bf16)")
+    add_json(kernels)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,12 +41,13 @@ def _kernels(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(lines, indent=1))
         return 0
-    print("| kernel | variant | blocks | warps | registers | LDS bytes | matrix instructions | spills | waves/SIMD |")
+    print("| kernel | variant | blocks | warps | registers | shared bytes | matrix instructions | spills | waves/SIMD |")
     print("|---|---|---|---|---|---|---|---|---|")
     for line in lines:
         blocks = " x ".join(str(value) for name, value in line["constants"].items() if name.startswith("BLOCK"))
-        facts = [line[name] for name in ("warps", "vgprs", "shared_bytes", "matrix_instructions", "spills", "waves_per_simd")]
-        print(f"| {line['kernel']} | {line['variant']} | {blocks} | {' | '.join(map(str, facts))} |")
+        facts = [line[name] for name in ("warps", "registers", "shared_bytes", "matrix_instructions", "spills")]
+        variant = line["variant"] + ("" if line["aligned"] else ", unaligned")
+        print(f"| {line['kernel']} | {variant} | {blocks} | {' | '.join(map(str, facts))} | {line['waves_per_simd']:g} |")
     return 0
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from frontier_llm.cli.arguments import add_json, count_of, examples, positive
 
 if TYPE_CHECKING:
     from frontier_llm.config import ModelConfig
@@ -16,13 +19,24 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("plan", help="pick the parallel layout of a model on a machine, and say why", description=__doc__)
-    parser.add_argument("model", nargs="?", help="a model of configs/models, or a path")
-    parser.add_argument("--machine", default="frontier", help="a machine of configs/machines, or a path (default: %(default)s)")
-    parser.add_argument("--stack", help="software stack of the machine file (default: frontier-llm where the file has it)")
-    parser.add_argument("--nodes", type=int, help="nodes of the job (default: the smallest power of two on which the model fits)")
-    parser.add_argument("--global-batch", type=int, help="sequences per step (default: about 16 Mi tokens)")
-    parser.add_argument("--sequence-length", type=int, help="tokens per sequence (default: the model's)")
+    parser = subparsers.add_parser(
+        "plan",
+        help="pick the parallel layout of a model on a machine, and say why",
+        description="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
+        "--validate scores the predictions against published measurements.",
+        epilog=examples(
+            "frontier-llm plan gpt-1t --machine frontier --nodes 384 --explain",
+            "frontier-llm plan llama-7b --machine lumi --nodes 4 --emit my.yaml",
+            "frontier-llm plan --validate",
+        ),
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name in configs/models, or a path")
+    parser.add_argument("--run", metavar="RUN", help="plan this run file's model and global batch instead; --emit then writes on top of it")
+    parser.add_argument("--machine", default="frontier", help="name in configs/machines, or a path (default: %(default)s)")
+    parser.add_argument("--stack", metavar="NAME", help="software stack of the machine file (default: frontier-llm where the file has it)")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="default: the smallest power of two on which the model fits")
+    parser.add_argument("--global-batch", type=positive, metavar="N", help="sequences per step (default: about 16 Mi tokens)")
+    parser.add_argument("--sequence-length", type=positive, metavar="N", help="tokens per sequence (default: the model's)")
     parser.add_argument(
         "--fix", action="append", default=[], metavar="KEY=VALUE", help="plan around a choice, e.g. tensor=8; may be repeated"
     )
@@ -31,8 +45,16 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--explain", action="store_true", help="the step and the memory line by line, with the source of each number")
     parser.add_argument("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node")
-    parser.add_argument("--tokens", type=float, help="token budget of the campaign (default: 20 per parameter)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)")
+    parser.add_argument("--top", type=positive, default=8, metavar="N", help="plans to show (default: %(default)s)")
+    parser.add_argument(
+        "--measured",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="only print what the machine file predicts for these runs beside what they took",
+    )
+    add_json(parser)
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write a run config with this layout")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page")
     parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto")
@@ -47,28 +69,22 @@ def run(args: argparse.Namespace) -> int:
         from frontier_llm.planner.validate import validate_command
 
         return validate_command([Path(name) for name in args.validate], as_json=args.json, cross=args.leave_models_out, show_rows=args.rows)
+    if args.measured:
+        return _measured(args)
     return _plan(args)
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.config import available, load_model
-    from frontier_llm.errors import ConfigError, suggest
+    from frontier_llm.config import load_run
+    from frontier_llm.costs.workload import DTYPE_BYTES
     from frontier_llm.machine import load_machine, rates
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
     from frontier_llm.planner.search import default_global_batch, search
 
-    if not args.model:
-        raise ConfigError("no model is named", "valid: " + ", ".join(available("models")), "plan MODEL")
-    if args.nodes is not None and args.nodes < 1:
-        raise ConfigError(f"{args.nodes} nodes", "ask for at least one", "--nodes")
-    try:
-        model = load_model(args.model, {"sequence_length": args.sequence_length} if args.sequence_length else None)
-    except ConfigError as error:
-        if "no model file" in str(error):
-            raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
-        raise
+    base = load_run(args.run) if args.run else None
+    model = base.model if base else _model(args)
     machine = load_machine(args.machine)
     stack = args.stack or ("frontier-llm" if "frontier-llm" in machine.stacks else machine.default_stack)
     numbers = rates(machine, stack)
@@ -76,8 +92,9 @@ def _plan(args: argparse.Namespace) -> int:
     nodes = args.nodes or _smallest(model, machine, numbers)
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
-    batch = args.global_batch or default_global_batch(model, nodes)
-    found = search(model, numbers, nodes, batch, fixed, args.allow_cross_node_tp)
+    batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
+    dtype_bytes = DTYPE_BYTES[base.precision.dtype] if base else 2
+    found = search(model, numbers, nodes, batch, fixed, args.allow_cross_node_tp, args.top, dtype_bytes)
     _refuse(found, machine, numbers)
     best = found.best
     from frontier_llm.costs.parameters import total_parameters
@@ -86,10 +103,46 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1))
     else:
-        print(report.text(found, machine, numbers, run_of))
+        print(report.text(found, machine, numbers, run_of, _width()))
         if args.explain:
-            print("\n" + report.explain(best, machine, stack, numbers))
+            print("\n" + report.explain(best, machine, stack, numbers, _width()))
     _extras(args, found, machine, stack, numbers, fixed)
+    return 0
+
+
+def _width() -> int:
+    """Columns of the terminal; a file gets the full width."""
+    from frontier_llm.planner.report import WIDTH
+
+    return shutil.get_terminal_size((WIDTH, 24)).columns
+
+
+def _model(args: argparse.Namespace) -> ModelConfig:
+    """The model named, at the sequence length asked for; an unknown name is answered with the closest."""
+    from frontier_llm.config import available, load_model
+    from frontier_llm.errors import ConfigError, suggest
+
+    if not args.model:
+        raise ConfigError("no model is named", "valid: " + ", ".join(available("models")), "plan MODEL")
+    try:
+        return load_model(args.model, {"sequence_length": args.sequence_length} if args.sequence_length else None)
+    except ConfigError as error:
+        if "no model file" in str(error):
+            raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
+        raise
+
+
+def _measured(args: argparse.Namespace) -> int:
+    """`--measured`: runs that took place, each beside its prediction."""
+    from frontier_llm.machine import load_machine, rates
+    from frontier_llm.planner.measured import as_table, read_run
+
+    numbers = rates(load_machine(args.machine), args.stack)
+    runs = [read_run(directory, numbers) for directory in args.measured]
+    if args.json:
+        print(json.dumps([{**vars(one), "directory": str(one.directory), "error": one.error} for one in runs], indent=1))
+    else:
+        print(as_table(runs))
     return 0
 
 
@@ -98,11 +151,11 @@ def _extras(args: argparse.Namespace, found: Search, machine: Machine, stack: st
     if args.what_if:
         from frontier_llm.planner.compare import what_if
 
-        print(what_if(found, numbers, fixed, args.what_if), file=sys.stderr if args.json else sys.stdout)
+        print(what_if(found, numbers, fixed, args.what_if, _width()), file=sys.stderr if args.json else sys.stdout)
     if args.emit:
         from frontier_llm.planner.emit import emit
 
-        print(emit(args.emit, args.model, args.machine, machine, found), file=sys.stderr if args.json else sys.stdout)
+        print(emit(args.emit, args.model, args.machine, machine, found, numbers, args.run), file=sys.stderr if args.json else sys.stdout)
     if args.chrome_trace:
         from frontier_llm.planner.trace import write_chrome_trace
 

@@ -6,14 +6,19 @@ import argparse
 import json
 from pathlib import Path
 
+from frontier_llm.cli.arguments import add_json, examples
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
-        "status", help="what runs, how far it is, when it ends", description="Where runs stand, from their directories and Slurm."
+        "status",
+        help="what runs, how far it is, when it ends",
+        description="Where runs stand, from their directories and Slurm: job, step, loss, speed, time left, last durable checkpoint, restarts.",
+        epilog=examples("frontier-llm status", "frontier-llm status runs/train_1t --json"),
     )
     parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help="default: every run under runs/")
-    parser.add_argument("--json", action="store_true", help="one JSON array on stdout")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

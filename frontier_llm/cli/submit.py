@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import TYPE_CHECKING
+
+from frontier_llm.cli.arguments import add_job, add_json, add_resume, add_run, count_of, examples, natural, positive, resume_flags
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.submit import Request
-    from frontier_llm.errors import Problem
+    from frontier_llm.config import RunConfig
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -16,25 +19,32 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "submit",
         help="queue a run on a Slurm site",
-        description="Queue a run. The job saves before its walltime and continues by itself until train.steps, a file STOP in the run "
-        "directory, or three attempts without progress. Hosts that failed before are excluded.",
+        description="Queue a run. The job saves before its walltime and continues by itself until its last step, a file STOP in the run "
+        "directory, or three attempts without progress; a file SAVE there makes a checkpoint in between. Hosts that failed before are excluded.",
+        epilog=examples(
+            "frontier-llm submit train_small --site lumi --nodes 1 -A project_465 --dry-run",
+            "frontier-llm submit train_1t --site frontier --nodes 384 --spares 4 -A ABC123",
+        ),
     )
-    parser.add_argument("run", help="a run file, or the name of one in configs/runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.steps=100")
+    add_run(parser)
     parser.add_argument("--site", required=True, help="frontier, lumi, generic, local, or the path of a site file")
-    parser.add_argument("--nodes", type=int, required=True, help="nodes that compute")
-    parser.add_argument("--spares", type=int, default=0, help="nodes kept in the allocation to replace dead ones")
-    parser.add_argument("-A", "--account", help="project to charge")
-    parser.add_argument("--partition", help="default: the site's")
-    parser.add_argument("--qos", help="e.g. debug")
-    parser.add_argument("--time", help="walltime of one slice; default: the longest of the site's bin")
+    parser.add_argument("--nodes", type=positive, required=True, metavar="N", help="nodes that compute")
+    parser.add_argument("--spares", type=natural, default=0, metavar="N", help="further nodes, to replace dead ones (default: 0)")
+    parser.add_argument("--until-tokens", type=count_of, metavar="COUNT", help="train on so many tokens, e.g. 300B (sets train.steps)")
+    add_job(parser)
+    parser.add_argument("--qos", metavar="NAME", help="e.g. debug")
+    parser.add_argument("--time", metavar="H:MM:SS", help="walltime of one slice (default: the longest of the site's bin)")
     parser.add_argument(
-        "--continue-with", choices=("requeue", "successor", "never"), default="requeue", help="what follows an unfinished slice"
+        "--continue-with",
+        choices=("requeue", "successor", "never"),
+        default="requeue",
+        help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue)",
     )
-    parser.add_argument("--dependency", help="as sbatch's")
-    parser.add_argument("--exclude", help="hosts to avoid, e.g. n[3,7-8]")
+    parser.add_argument("--dependency", metavar="TYPE:JOB", help="as sbatch's")
+    parser.add_argument("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]")
+    add_resume(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the script and the command, write and queue nothing")
-    parser.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster import submit as submission
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
-    from frontier_llm.errors import ConfigError
 
     site = load_site(args.site)
+    config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
     request = submission.Request(
-        config=load_run(args.run, [f"machine={site.machine}", *args.overrides]),
+        config=config if args.until_tokens is None else with_token_target(config, args.until_tokens, args.overrides),
         site=site,
         nodes=args.nodes,
         spares=args.spares,
@@ -58,11 +68,13 @@ def run(args: argparse.Namespace) -> int:
         continue_with=args.continue_with,
         dependency=args.dependency,
         exclude=submission.parse_hosts(args.exclude),
+        flags=resume_flags(args),
     )
-    if found := [*submission.problems(request), *_memory_problems(request)]:
-        raise ConfigError(found)
+    request = _with_prediction(request)
     made = submission.prepare(request) if args.dry_run else submission.submit(request)
     log.info(submission.describe(request, made))
+    if note := submission.scratch_note(request):
+        log.warn(note)
     if args.json:
         print(json.dumps(made.as_dict(), indent=1))
     else:
@@ -70,14 +82,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _memory_problems(request: Request) -> list[Problem]:
-    """The planner's verdict on a layout that is legal at all."""
-    from frontier_llm.scaling.predict import memory_problems
+def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
+    """The run with as many steps as `tokens` need. Raises ConfigError when train.steps is given too."""
+    from frontier_llm.errors import ConfigError
+
+    if any(word.startswith("train.steps=") for word in overrides):
+        raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
+    steps = math.ceil(tokens / (config.batch.global_batch * config.model.sequence_length))
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def _with_prediction(request: Request) -> Request:
+    """The request with the planner's step time. Raises ConfigError with everything that would fail, memory included."""
+    from dataclasses import replace
+
+    from frontier_llm.cluster import submit as submission
+    from frontier_llm.errors import ConfigError
+    from frontier_llm.scaling.predict import predict
     from frontier_llm.topology import plan_problems
 
-    devices = request.nodes * request.site.tasks_per_node
-    return (
-        []
-        if request.nodes < 1 or plan_problems(request.config, devices)
-        else memory_problems(request.config, devices, request.site.machine)
-    )
+    devices, memory = request.nodes * request.site.tasks_per_node, []
+    if not plan_problems(request.config, devices):
+        predicted = predict(request.config, devices, request.site.machine)
+        memory = predicted.memory_problems()
+        request = replace(request, expected_step_s=predicted.step_time_s)
+    if found := [*submission.problems(request), *memory]:
+        raise ConfigError(found)
+    return request

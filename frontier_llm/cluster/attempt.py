@@ -9,13 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from frontier_llm import log
 from frontier_llm.cluster import hostlist, slurm
 from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment
@@ -47,8 +45,6 @@ class Step:
     log_dir: Path
     variables: Mapping[str, str]
     deadline_s: float | None  # end the step when it runs longer
-    job_id: str
-    stop_file: Path
 
     def srun(self) -> list[str]:
         """The command line; one task per GCD, every task dies with the first that fails."""
@@ -117,8 +113,9 @@ def run_step(step: Step) -> Outcome:
     said: list[str] = []
     reader = threading.Thread(target=_copy, args=(process.stderr, said), daemon=True)
     reader.start()
-    code = _wait(process, step)
-    if code is None:
+    try:
+        code = process.wait(step.deadline_s)
+    except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         return Outcome("walltime", 1, "the ranks were still running when the walltime was about to end; raise --signal's lead time")
     reader.join(5.0)
@@ -127,21 +124,6 @@ def run_step(step: Step) -> Outcome:
     outcome = diagnose(code, said, step.log_dir)
     print("\n".join([*outcome.message, "", outcome.detail]), file=sys.stderr, flush=True)
     return outcome
-
-
-def _wait(process: subprocess.Popen[str], step: Step, poll_s: float = 2.0) -> int | None:
-    """srun's exit code, or None at the deadline; tells the ranks when somebody has made the stop file."""
-    end_s = None if step.deadline_s is None else time.monotonic() + step.deadline_s
-    told = False
-    while end_s is None or time.monotonic() < end_s:
-        try:
-            return process.wait(poll_s)
-        except subprocess.TimeoutExpired:
-            if step.stop_file.exists() and not told:
-                log.info(f"{step.stop_file} exists: asking the ranks to save and end")
-                slurm.signal_steps(step.job_id, "USR1")
-                told = True
-    return None
 
 
 def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.cluster import hostlist
 from frontier_llm.cluster.probe import FACTS_MARK, TIME_MARK, Facts, Settings, probe
 from frontier_llm.cluster.rank_env import environ, environment
@@ -24,6 +27,8 @@ from frontier_llm.units import GIB, format_bytes
 MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second
 MIN_GCD_GIB = 60.0  # of 64: a GCD that shows less has lost memory or is in use
 SLOW_WRITE_S = 5.0  # for 1 MiB
+TIMEOUT_S = 45.0  # for the nodes' answers; with srun's start and end an examination stays below a minute
+SRUN_GRACE_S = 5.0
 MIN_LOCAL_BYTES = 4 * GIB  # environment, MIOpen cache
 
 
@@ -91,10 +96,11 @@ def settings_for(site: Site, run_directory: Path, system_root: str = "/") -> Set
     )
 
 
-def examine(site: Site, settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, timeout_s: float = 60.0) -> Report:
+def examine(site: Site, settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, timeout_s: float = TIMEOUT_S) -> Report:
     """Probe `nodes` of this allocation (or, with none, this machine) and judge. `needed_bytes`: two checkpoints."""
     started_s = time.monotonic()
     if nodes:
+        log.info(f"asking {len(nodes)} nodes, for at most {timeout_s:.0f} s")
         facts, skew_s = ask_nodes(settings, nodes, timeout_s)
     else:
         own = probe(settings)
@@ -103,46 +109,52 @@ def examine(site: Site, settings: Settings, nodes: Sequence[str], needed_bytes: 
 
 
 def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
-    """Facts and clock offset by host; a host that does not answer in time is missing from both."""
+    """Facts and clock offset by host; a host that does not answer within `timeout_s` is missing. Raises FrontierError when none answers."""
     python = environ("FRONTIER_LLM_PYTHON") or sys.executable
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=settings.run_dir, prefix=".doctor-", suffix=".json") as file:
+    count = len(nodes)
+    with (
+        tempfile.NamedTemporaryFile("w", dir=settings.run_dir, prefix=".doctor-", suffix=".json") as file,
+        tempfile.TemporaryFile("w+") as said,  # not a pipe: hundreds of nodes' complaints would fill it
+    ):
         json.dump(asdict(settings), file)
         file.flush()
         command = [
-            "srun",
-            f"--nodes={len(nodes)}",
-            f"--ntasks={len(nodes)}",
-            "--ntasks-per-node=1",
-            f"--nodelist={hostlist.compress(nodes)}",
+            *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={hostlist.compress(nodes)}"),
+            *("--gpus-per-node=0", "--cpu-bind=none", "--overlap", "--kill-on-bad-exit=0", f"--time={math.ceil(timeout_s / 60)}"),
+            *(python, "-P", "-m", "frontier_llm.cluster.probe", file.name),
         ]
-        command += [
-            "--gpus-per-node=0",
-            "--cpu-bind=none",
-            "--overlap",
-            "--kill-on-bad-exit=0",
-            f"--time={max(1, round(timeout_s / 60))}",
-        ]
-        command += [python, "-P", "-m", "frontier_llm.cluster.probe", file.name]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())  # noqa: S603 a list
-        facts: dict[str, Facts] = {}
-        offsets: dict[str, float] = {}
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith(TIME_MARK):
-                stamp = json.loads(line.removeprefix(TIME_MARK))
-                offsets[stamp["host"]] = stamp["unix_s"] - time.time()
-            elif line.startswith(FACTS_MARK):
-                row = json.loads(line.removeprefix(FACTS_MARK))
-                facts[row["host"]] = Facts(
-                    **{**row, "gcd_memory_gib": tuple(row["gcd_memory_gib"]), "interfaces_down": tuple(row["interfaces_down"])}
-                )
-        said = process.stderr.read()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment())  # noqa: S603 a list
+        # srun's --time has a grain of a minute, and a hung node must not hold up the others' answers
+        ends = [threading.Timer(timeout_s, process.terminate), threading.Timer(timeout_s + SRUN_GRACE_S, process.kill)]
+        for end in ends:
+            end.start()
+        assert process.stdout is not None
+        facts, offsets = _read_answers(process.stdout)
         process.wait()
+        for end in ends:
+            end.cancel()
+        said.seek(0)
+        message = said.read().strip()[-500:]
     if not facts:
-        raise FrontierError(f"no node answered: {said.strip()[-500:]}", f"try srun {python} -V on the nodes", "doctor")
+        raise FrontierError(f"no node answered: {message}", f"try srun {python} -V on the nodes", "doctor")
     middle = statistics.median(offsets.values())  # the transport's delay, and our own clock's error
     return facts, {host: offset - middle for host, offset in offsets.items()}
+
+
+def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, float]]:
+    """Facts by host, and each host's clock minus ours when its stamp arrived."""
+    facts: dict[str, Facts] = {}
+    offsets: dict[str, float] = {}
+    for line in lines:
+        if line.startswith(TIME_MARK):
+            stamp = json.loads(line.removeprefix(TIME_MARK))
+            offsets[stamp["host"]] = stamp["unix_s"] - time.time()
+        elif line.startswith(FACTS_MARK):
+            row = json.loads(line.removeprefix(FACTS_MARK))
+            tuples = {name: tuple(row[name]) for name in ("gcd_memory_gib", "interfaces_down")}
+            facts[row["host"]] = Facts(**{**row, **tuples})
+    return facts, offsets
 
 
 def judge(site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], nodes: Sequence[str], needed_bytes: int) -> list[Finding]:

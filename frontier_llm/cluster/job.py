@@ -1,6 +1,6 @@
 """The supervisor in the batch shell of a job: start the ranks, see how they end, and decide what comes next.
 
-    python -m frontier_llm.cluster.job CONFIG [key=value …]          (launch/job.sh runs this)
+    python -m frontier_llm.cluster.job CONFIG [key=value …] [--strict] [--allow-change KEY]          (launch/job.sh runs this)
 
 One attempt is one srun of every rank. After it the run is finished, or stopped by a person, or it goes on: inside this
 allocation when enough healthy nodes and time are left (a spare replaces a dead node), else as the same job requeued, or as
@@ -24,12 +24,14 @@ from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome, Step, run_step
 from frontier_llm.cluster.doctor import examine, settings_for
-from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.lead import measured_lead_s
+from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sites import Site, load_site, root_dir
 from frontier_llm.config import RunConfig, load_run
-from frontier_llm.errors import FrontierError, LayoutError, Problem
+from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.topology import plan_problems
 
+TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and how many words follow
 TRAIN = ("-P", "-m", "frontier_llm.cli.main", "train")  # -P: never the code that happens to lie in the working directory
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 LOCK_STALE_S = 65.0  # checkpoint/lock.py takes a silent holder on another host for dead after 60 s
@@ -48,6 +50,7 @@ class Job:
     spares: int = 0
     continue_with: str = "requeue"
     program: tuple[str, ...] = TRAIN
+    flags: tuple[str, ...] = ()  # of the program, passed on
 
     @property
     def nodes_needed(self) -> int:
@@ -64,6 +67,7 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
     allocation = slurm.Allocation.from_environment()
     site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
+    words, flags = split_flags(words)
     words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
     config = load_run(words[0], words[1:])
     continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
@@ -78,6 +82,7 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
         spares=int(environ("FRONTIER_LLM_SPARE_NODES", "0") or 0),
         continue_with=continue_with,
         program=program,
+        flags=flags,
     )
     if not 0 <= job.spares < len(allocation.nodes):
         raise FrontierError(f"{job.spares} of {len(allocation.nodes)} nodes", "keep at least one to work", "FRONTIER_LLM_SPARE_NODES")
@@ -86,9 +91,33 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     return job
 
 
+def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(run file and overrides, flags of train) of what stood after the script's name. Raises FrontierError for a flag that train has not."""
+    kept, flags, rest = list[str](), list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            kept.append(word)
+            continue
+        name = word.partition("=")[0]
+        if name not in TRAIN_FLAGS:
+            raise FrontierError(f"{word} cannot stand after the script's name", suggest(name, TRAIN_FLAGS), "job")
+        values = 0 if "=" in word else TRAIN_FLAGS[name]
+        if len(rest) < values:
+            raise FrontierError("needs the name of a key", f"write {name} train.steps", name)
+        flags += [word, *(rest.pop(0) for _ in range(values))]
+    if not kept:
+        raise FrontierError("no run file is named", "sbatch slurm/train_small.sbatch does", "job")
+    return tuple(kept), tuple(flags)
+
+
 def supervise(job: Job) -> int:
     """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script."""
     refuse_second_holder(job)
+    if (needed_s := measured_lead_s(job.directory)) is not None and needed_s > given_lead_s(job):
+        log.warn(
+            f"a step and a save have taken so long that {given_lead_s(job):.0f} s before the walltime is late: --signal=USR1@{needed_s}"
+        )
     if environ("FRONTIER_LLM_PREFLIGHT") == "1" and not nothing_to_do(job):
         preflight(job)
     while True:
@@ -169,12 +198,15 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         options=tuple(job.site.srun.items()),
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
-        command=(environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable, *job.program, *job.words),
+        command=(
+            environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable,
+            *job.program,
+            *job.words,
+            *job.flags,
+        ),
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
-        job_id=job.allocation.job_id,
-        stop_file=job.directory / run_dir.STOP_FILE,
     )
     log.info(f"attempt {incarnation}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     outcome = run_step(step)
@@ -214,11 +246,15 @@ def let_the_lock_go_stale(job: Job, first: str) -> None:
             time.sleep(left_s)
 
 
+def given_lead_s(job: Job) -> float:
+    """How long before the walltime Slurm warns this job."""
+    return float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or job.site.signal_lead_s)
+
+
 def warned(job: Job) -> bool:
     """True when Slurm's warning before the walltime is past: nobody would tell a new attempt to save."""
     left_s = slurm.time_left_s(job.allocation.job_id)
-    lead_s = float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or job.site.signal_lead_s)
-    return left_s is not None and left_s < max(lead_s + SLURM_EARLY_S, 2 * RESERVE_S)
+    return left_s is not None and left_s < max(given_lead_s(job) + SLURM_EARLY_S, 2 * RESERVE_S)
 
 
 def dead_nodes(job: Job, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
@@ -253,7 +289,10 @@ def continue_later(job: Job) -> int:
     options = [f"--dependency=afterany:{job.allocation.job_id}", f"--chdir={os.getcwd()}", "--parsable"]
     options += [f"--exclude={hostlist.compress(bad)}"] if bad else []
     options += [f"--account={account}"] if (account := environ("SLURM_JOB_ACCOUNT")) else []
-    job_id = slurm.call(["sbatch", *options, str(script)]).strip().split(";")[0]
+    lead_s = measured_lead_s(job.directory) or round(given_lead_s(job))
+    options.append(f"--signal=USR1@{lead_s}")
+    variables = {**environment(), "FRONTIER_LLM_SIGNAL_LEAD_S": str(lead_s)}
+    job_id = slurm.call(["sbatch", *options, str(script)], env=variables).strip().split(";")[0]
     run_dir.write_atomically(job.directory / "successor", job_id + "\n")
     log.info(f"successor {job_id} is queued")
     return 0

@@ -24,6 +24,7 @@ from typing import IO, BinaryIO
 
 from frontier_llm.cluster.rank_env import environment, free_port
 
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # from our terminal or scheduler to the ranks
 TAIL_LINES = 40  # of a log without a Python traceback
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -70,7 +71,7 @@ def run_local_ranks(
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT and SIGTERM are forwarded.
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM and SIGUSR1 are forwarded.
     After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; `log_dir/failure.json` then says who was first.
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
@@ -92,7 +93,7 @@ class _Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        old = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)} if _in_main_thread() else {}
+        old = {number: signal.signal(number, self._forward) for number in FORWARDED} if _in_main_thread() else {}
         try:
             self._start()
             self._wait()

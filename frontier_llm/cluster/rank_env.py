@@ -131,7 +131,13 @@ class _Reader:
         name = next((candidate for candidate in names if candidate in self.env), None)
         if name is None:
             if default is None:
-                self.problems.append(Problem(names[0], f"is not set although {self.launcher} started this process", "start with srun"))
+                self.problems.append(
+                    Problem(
+                        names[0],
+                        f"is not set although {self.launcher} started this process",
+                        f"unset what is left of {self.launcher}, or start with srun",
+                    )
+                )
             return default or 0
         if not re.fullmatch(r"\d+", self.env[name]):
             self.problems.append(Problem(name, f"{self.env[name]!r} is not a number"))
@@ -193,10 +199,10 @@ def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
     """Ask MPI itself; rank 0 tells its address and a port that it has found free."""
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and finds no MPI library
         raise FrontierError(
-            f"mpi4py cannot be imported: {error}",
-            "install it against the site's MPI, or unset the variable",
+            f"mpi4py cannot be used: {error}",
+            "install it against the site's MPI and load that, or unset the variable",
             "FRONTIER_LLM_LAUNCHER=mpi4py",
         ) from error
     world = MPI.COMM_WORLD

@@ -1,10 +1,11 @@
 """What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
 
 LATEST or checkpoints/LATEST   name of the last durable checkpoint
-metrics.jsonl                  one line per step
+metrics.jsonl                  one line per step, evaluation, save, start and rewind
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the only start that may write (the fence)
-STOP                           made by a person: end in order and do not continue
+STOP                           made by a person: save, end, and do not continue until it is deleted
+SAVE                           made by a person: save within a step and go on; the run deletes it
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-STOP_FILE = "STOP"
+STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,28 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Training rows of metrics.jsonl, one per step: what a later incarnation has redone replaces the earlier row."""
-    rows: dict[int, dict[str, Any]] = {}
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the run has taken back: a start or a rewind at step N is followed by steps N + 1, N + 2 … again."""
+    kept: list[dict[str, Any]] = []
     for row in read_jsonl(run_dir / "metrics.jsonl"):
-        if row.get("kind", "step") == "step" and isinstance(row.get("step"), int) and "loss" in row:
-            rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
+        if not isinstance(row.get("step"), int):
+            continue
+        if row.get("kind") in ("start", "rewind"):
+            kept = [earlier for earlier in kept if earlier["step"] <= row["step"]]
+        kept.append(row)
+    return kept
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Training rows, one per step, in their order."""
+    found = {row["step"]: row for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row}
+    return [found[step] for step in sorted(found)]
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Held-out losses, one per step at which they were taken, in their order."""
+    found = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "evaluation"}
+    return [found[step] for step in sorted(found)]
 
 
 def attempts(run_dir: Path) -> list[Attempt]:

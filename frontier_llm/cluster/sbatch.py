@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.binding import render_bind_script
+from frontier_llm.cluster.lead import lead_s
 from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
 from frontier_llm.errors import ConfigError
 
@@ -34,22 +35,37 @@ class JobScript:
     minutes: int | None = None  # None = the longest that the site's bin allows
     program: str = "frontier_llm.cluster.job"  # module that launch/job.sh runs
     words: tuple[str, ...] = ()  # between the module and the run file
+    flags: tuple[str, ...] = ()  # of train, after the run file
     signal_lead_s: int | None = None  # None = the site's
     output: str = "%x-%j.out"
     options: tuple[tuple[str, str], ...] = ()  # further sbatch options, over the site's
 
 
+# A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and 853 s of these
+# batches. Saves, 14 bytes per parameter: 2.5 TB at BLOOM's measured 0.06 TB/s; 14 TB at twice that from three times as many GPUs (assumed).
 JOBS: tuple[JobScript, ...] = (
     JobScript("train_22b", "GPT 22B on 128 GCDs: TP4 x PP8 x DP4", "configs/runs/train_22b.yaml", 16),
-    JobScript("train_175b", "GPT 175B on 1024 GCDs: TP4 x PP16 x DP16", "configs/runs/train_175b.yaml", 128),
-    JobScript("train_1t", "GPT 1T on 3072 GCDs: TP8 x PP64 x DP6", "configs/runs/train_1t.yaml", 384),
+    JobScript(
+        "train_175b",
+        "GPT 175B on 1024 GCDs: TP4 x PP16 x DP16",
+        "configs/runs/train_175b.yaml",
+        128,
+        signal_lead_s=lead_s(step_s=427, save_s=40),
+    ),
+    JobScript(
+        "train_1t",
+        "GPT 1T on 3072 GCDs: TP8 x PP64 x DP6",
+        "configs/runs/train_1t.yaml",
+        384,
+        signal_lead_s=lead_s(step_s=853, save_s=120),
+    ),
     JobScript("train_small", "A first try: 15M parameters on one node, TP2 x PP2 x DP2", "configs/runs/train_small.yaml", 1, minutes=30),
     JobScript(
         "weak_scaling",
         "One point of the weak series: sbatch -N NODES; the global batch grows with the nodes",
         "configs/runs/weak_scaling.yaml",
         128,
-        minutes=60,
+        minutes=120,  # ten steps of at most 427 s each; what the smallest bin allows
         program="frontier_llm.scaling.point",
         words=("weak",),
     ),
@@ -58,7 +74,7 @@ JOBS: tuple[JobScript, ...] = (
         "One point of the strong series: sbatch -N NODES; the global batch stays",
         "configs/runs/strong_scaling.yaml",
         128,
-        minutes=60,
+        minutes=120,  # ten steps from 64 nodes on; below, train.steps=5 and less
         program="frontier_llm.scaling.point",
         words=("strong",),
     ),
@@ -67,7 +83,7 @@ JOBS: tuple[JobScript, ...] = (
 _TEMPLATE = """\
 #!/bin/bash
 # {about}
-#     sbatch {account}slurm/{name}.sbatch [key=value ...]
+#     sbatch {account}slurm/{name}.sbatch [key=value ...] [--allow-change KEY]
 # Rendered from slurm/sites/{site}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.
 {directives}
 set -euo pipefail
@@ -80,7 +96,7 @@ fi
 # as in --signal: no attempt starts when the warning is already past
 export FRONTIER_LLM_SIGNAL_LEAD_S="${{FRONTIER_LLM_SIGNAL_LEAD_S:-{lead_s}}}"
 exec "$root/launch/job.sh" "${{FRONTIER_LLM_SITE:-{site}}}" \\
-    {command} ops.no_jit=true "$@"
+    {command} "$@"
 """
 
 
@@ -127,7 +143,7 @@ def render(job: JobScript, site: Site) -> str:
         site=site.name,
         directives="\n".join(lines),
         lead_s=job.signal_lead_s or site.signal_lead_s,
-        command=shlex.join([job.program, *job.words, job.config]),
+        command=shlex.join([job.program, *job.words, job.config, "ops.no_jit=true", *job.flags]),
     )
 
 

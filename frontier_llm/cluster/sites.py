@@ -44,7 +44,7 @@ class Site(Section):
     srun: dict[str, str] = Field(default_factory=dict)
     interfaces: tuple[str, ...] = ()  # that must be up on every node
     interface: str | None = None  # network interface of the rendezvous; None = the host's own address
-    scratch: str | None = None
+    scratch: str | None = None  # where run directories belong; $PROJECT is the account, $USER the user
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
     container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another
     bind: Literal["gcd", "none"] = "none"
@@ -53,6 +53,13 @@ class Site(Section):
     network_plugin: str | None = None  # what RCCL must be able to load
     libfabric_provider: str | None = None
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded
+
+    def scratch_dir(self, account: str, user: str) -> Path | None:
+        """The project's scratch directory, or None when the site file names none or it does not exist for this account."""
+        if self.scratch is None:
+            return None
+        path = Path(self.scratch.replace("$PROJECT", account.lower()).replace("$USER", user))
+        return path.resolve() if path.is_dir() else None
 
     def limits(self, partition: str | None) -> tuple[Limit, ...]:
         """The bins of a partition, smallest first; empty when the site file states none."""

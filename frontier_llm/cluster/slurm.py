@@ -13,6 +13,7 @@ from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
 
 ACTIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING"})
+_NO_CLUSTER = re.compile(r"configuration source|Unable to contact slurm controller|Could not establish")
 _BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
 
 
@@ -55,7 +56,9 @@ def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, s
             f"{command[0]} did not answer within {timeout_s:.0f} s", "try again when the Slurm controller answers", command[0]
         ) from error
     if done.returncode:
-        raise FrontierError(done.stderr.strip() or f"ended with {done.returncode}", where=" ".join(command[:3]))
+        said = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+        fix = "run this where Slurm's commands work (try sinfo)" if _NO_CLUSTER.search(done.stderr) else ""
+        raise FrontierError(said[-1] if fix else "\n".join(said), fix, " ".join(command[:3]))
     return done.stdout
 
 
@@ -99,8 +102,3 @@ def is_active(job_id: str) -> bool:
 def requeue(job_id: str) -> None:
     """Put this job back into the queue; Slurm then ends the batch shell, the caller included."""
     call(["scontrol", "requeue", job_id])
-
-
-def signal_steps(job_id: str, name: str) -> None:
-    """Send a signal to every rank of the job, not to its batch shell."""
-    call(["scancel", f"--signal={name}", job_id])

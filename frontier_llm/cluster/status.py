@@ -10,11 +10,13 @@ from pathlib import Path
 
 import yaml
 
-from frontier_llm.cluster import run_dir, slurm
+from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.sites import parse_walltime
 from frontier_llm.errors import FrontierError
-from frontier_llm.units import format_seconds
+from frontier_llm.units import format_count, format_seconds
 
+RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
+BAR = 24  # characters
 RECENT = 20  # steps whose median gives the speed
 
 
@@ -29,6 +31,7 @@ class Status:
     nodes: str | None
     step: int
     steps: int | None
+    tokens: int | None  # trained on so far
     loss: float | None
     tokens_per_s: float | None
     step_time_s: float | None
@@ -51,10 +54,12 @@ def read_status(directory: Path) -> Status:
     """The status of one run directory. Raises FrontierError when it is none."""
     if not directory.is_dir():
         raise FrontierError("no such run directory", "give the path of a run directory, or none for all under runs/", str(directory))
+    if not any((directory / mark).exists() for mark in RUN_MARKS):
+        raise FrontierError("holds no run", f"a run has one of {', '.join(RUN_MARKS)}", str(directory))
     rows = run_dir.steps(directory)
     last = rows[-1] if rows else {}
     made = run_dir.attempts(directory)
-    target = _target(directory)
+    target, step_tokens = _plan(directory)
     checkpoint = run_dir.latest_step(directory)
     job_id, fields = _job(directory)
     step = int(last.get("step", checkpoint))
@@ -72,6 +77,7 @@ def read_status(directory: Path) -> Status:
         nodes=fields.get("NodeList") if fields.get("NodeList") not in (None, "", "(null)") else None,
         step=step,
         steps=target,
+        tokens=step * step_tokens if step_tokens else None,
         loss=last.get("loss"),
         tokens_per_s=last.get("tokens_per_s"),
         step_time_s=step_time_s,
@@ -87,12 +93,15 @@ def read_status(directory: Path) -> Status:
     )
 
 
-def _target(directory: Path) -> int | None:
+def _plan(directory: Path) -> tuple[int | None, int | None]:
+    """(steps to train, tokens of one step), as far as the run's own configuration says."""
     for name in ("config.yaml", "run.yaml"):
         if (directory / name).is_file():
             content = yaml.safe_load((directory / name).read_text(encoding="utf-8"))
-            return int(content["train"]["steps"])
-    return None
+            batch, model = content.get("batch", {}), content.get("model", {})
+            known = "global_batch" in batch and "sequence_length" in model
+            return int(content["train"]["steps"]), int(batch["global_batch"]) * int(model["sequence_length"]) if known else None
+    return None, None
 
 
 def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
@@ -134,9 +143,8 @@ def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:
     """Run directories below `root`, newest first."""
-    marks = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")
-    found = {path.parent for mark in marks for path in root.glob(f"**/{mark}")}
-    return sorted(found, key=lambda path: -max((path / mark).stat().st_mtime for mark in marks if (path / mark).is_file()))
+    found = {path.parent for mark in RUN_MARKS for path in root.glob(f"**/{mark}")}
+    return sorted(found, key=lambda path: -max((path / mark).stat().st_mtime for mark in RUN_MARKS if (path / mark).is_file()))
 
 
 def render(statuses: Sequence[Status]) -> str:
@@ -145,29 +153,41 @@ def render(statuses: Sequence[Status]) -> str:
 
 
 def _render_one(status: Status) -> str:
+    """One line of heading, then facts under aligned names; what is not known is left out."""
     job = f"job {status.job_id} " if status.job_id else ""
     where = f" on {status.nodes}" if status.nodes else ""
     reason = f" ({status.reason})" if status.reason and status.reason != "None" else ""
-    lines = [f"{status.run_dir}", f"  {job}{status.state}{where}{reason}"]
-    progress = f"  step {status.step}" + (f" of {status.steps}" if status.steps else "")
-    if status.loss is not None:
-        progress += f"  loss {status.loss:.4f}"
-    if status.tokens_per_s is not None:
-        progress += f"  {status.tokens_per_s:,.0f} tokens/s"
-    lines.append(progress)
-    if status.eta_s is not None and status.state not in ("finished", "stopped"):
-        eta = f"  {format_seconds(status.eta_s)} of training left"
-        if status.walltime_left_s is not None:
-            eta += f", {format_seconds(status.walltime_left_s)} of walltime"
-            eta += f", {status.slices_left} more jobs" if status.slices_left else ", ends in this job"
-        lines.append(eta)
-    age = f", {format_seconds(status.checkpoint_age_s)} old" if status.checkpoint_age_s is not None else ""
-    lines.append(f"  last durable checkpoint: step {status.checkpoint_step}{age}" if status.checkpoint_step else "  no checkpoint yet")
+    facts = [("step", _progress(status)), ("speed", _speed(status)), ("time left", _time_left(status))]
+    age = f", {format_seconds(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
+    facts.append(("checkpoint", f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
-        lines.append(f"  {status.restarts} restarts; attempts ended: " + ", ".join(f"{count} {cause}" for cause, count in counts.items()))
-    if status.last_failure:
-        lines.append(f"  last failure: {status.last_failure}")
-    if status.bad_hosts:
-        lines.append(f"  excluded hosts: {', '.join(status.bad_hosts)}")
-    return "\n".join(lines)
+        facts.append(("restarts", f"{status.restarts} ({', '.join(f'{count} {cause}' for cause, count in counts.items())})"))
+    facts += [("failure", status.last_failure or ""), ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else "")]
+    return "\n".join([f"{status.run_dir}   {job}{status.state}{where}{reason}", *(f"  {name:<11}{text}" for name, text in facts if text)])
+
+
+def _progress(status: Status) -> str:
+    if not status.steps:
+        return f"{status.step:,}"
+    done = min(1.0, status.step / status.steps)
+    filled = round(BAR * done)
+    return f"{status.step:,} of {status.steps:,}  {'█' * filled}{'░' * (BAR - filled)} {done:.1%}"
+
+
+def _speed(status: Status) -> str:
+    parts = [f"loss {status.loss:.4f}"] if status.loss is not None else []
+    parts += [f"{status.tokens_per_s:,.0f} tokens/s"] if status.tokens_per_s is not None else []
+    parts += [f"{format_seconds(status.step_time_s)} per step"] if status.step_time_s is not None else []
+    parts += [f"{format_count(status.tokens)} tokens seen"] if status.tokens else []
+    return ", ".join(parts)
+
+
+def _time_left(status: Status) -> str:
+    if status.eta_s is None or status.state in ("finished", "stopped"):
+        return ""
+    text = f"{format_seconds(status.eta_s)} of training"
+    if status.walltime_left_s is not None:
+        more = f"{status.slices_left} more job{'s' if status.slices_left != 1 else ''}" if status.slices_left else "ends in this job"
+        text += f", {format_seconds(status.walltime_left_s)} of walltime, {more}"
+    return text

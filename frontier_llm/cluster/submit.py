@@ -13,21 +13,21 @@ import json
 import os
 import shlex
 import shutil
-import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sbatch import JobScript, render, render_site
 from frontier_llm.cluster.sites import Site, format_walltime, request_problems, root_dir
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.topology import plan_problems
+from frontier_llm.units import format_seconds
 
 SNAPSHOT = ("launch", "slurm", "configs")
-MIN_LEAD_S = 120
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,25 @@ class Request:
     exclude: tuple[str, ...] = ()
     program: str = "frontier_llm.cluster.job"
     words: tuple[str, ...] = ()  # for the program, before the run file
+    flags: tuple[str, ...] = ()  # of train
     name: str | None = None
+    expected_step_s: float = 0.0  # the planner's; counts until the run has measured its own
+    saves: bool = True  # False: a run that nobody continues needs no time to save
 
     @property
     def directory(self) -> Path:
         """The run directory, absolute."""
         return Path(self.config.train.run_dir).resolve()
+
+    @property
+    def lead_s(self) -> int:
+        """How long before the walltime the ranks are told."""
+        return signal_lead_s(self.directory, self.site, self.expected_step_s) if self.saves else MIN_LEAD_S
+
+    @property
+    def slice_minutes(self) -> int | None:
+        """Walltime of one job, or None when only Slurm knows it."""
+        return self.minutes or self.site.max_minutes(self.all_nodes, self.partition)
 
     @property
     def all_nodes(self) -> int:
@@ -86,6 +99,9 @@ def problems(request: Request) -> list[Problem]:
     found = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
     if request.nodes >= 1:
         found += plan_problems(request.config, request.nodes * request.site.tasks_per_node)
+    if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
+        what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
+        found.append(Problem("--time", what, f"--time {format_walltime(-(-2 * request.lead_s // 60))} or more"))
     if request.spares < 0:
         found.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
@@ -99,7 +115,6 @@ def prepare(request: Request) -> Submission:
     if found := problems(request):
         raise ConfigError(found)
     directory = request.directory
-    lead_s = signal_lead_s(directory, request.site)
     job = JobScript(
         name=request.name or request.config.model.name,
         about=f"{request.config.model.name} on {request.nodes * request.site.tasks_per_node} ranks, queued by frontier-llm submit",
@@ -109,7 +124,8 @@ def prepare(request: Request) -> Submission:
         minutes=request.minutes,
         program=request.program,
         words=request.words,
-        signal_lead_s=lead_s,
+        flags=request.flags,
+        signal_lead_s=request.lead_s,
     )
     exclude = sorted({*request.exclude, *run_dir.bad_hosts(directory)})
     options = {
@@ -127,7 +143,7 @@ def prepare(request: Request) -> Submission:
         "FRONTIER_LLM_SITE": request.site.name,
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
         "FRONTIER_LLM_CONTINUE": request.continue_with,
-        "FRONTIER_LLM_SIGNAL_LEAD_S": str(lead_s),
+        "FRONTIER_LLM_SIGNAL_LEAD_S": str(request.lead_s),
     }
     return Submission(render(job, request.site), ("sbatch", "--parsable", *arguments, str(directory / "job.sbatch")), directory, variables)
 
@@ -210,34 +226,9 @@ def snapshot(target: Path, site: Site) -> None:
     partial.rename(target)
 
 
-def save_seconds(directory: Path) -> list[float]:
-    """How long each recorded save took until it was durable: from the line of its step to the line of the save."""
-    seconds: list[float] = []
-    finished: dict[int, float] = {}
-    for row in run_dir.read_jsonl(directory / "metrics.jsonl"):
-        if row.get("kind") == "step" and "time" in row:
-            finished[row["step"]] = float(row["time"])
-        elif row.get("kind") == "save" and row.get("step") in finished:
-            seconds.append(float(row["time"]) - finished[row["step"]])
-    return seconds
-
-
-def signal_lead_s(directory: Path, site: Site) -> int:
-    """How long before the walltime ranks are told to save: twice (a step + the slowest save) + 60 s, or the site's when unmeasured.
-
-    A rank notices at the end of a step, and Slurm's clock has a grain of a minute.
-    """
-    saves = save_seconds(directory)
-    steps = [float(row["step_time_s"]) for row in run_dir.steps(directory) if "step_time_s" in row]
-    if not saves or not steps:
-        return site.signal_lead_s
-    lead_s = 2 * (statistics.median(steps) + max(saves)) + 60
-    return max(MIN_LEAD_S, -(-int(lead_s + 1) // 30) * 30)
-
-
 def describe(request: Request, made: Submission) -> str:
     """What a person wants to see before or after queueing."""
-    minutes = request.minutes or request.site.max_minutes(request.all_nodes, request.partition)
+    minutes = request.slice_minutes
     words = shlex.join(made.command)
     spare = f" + {request.spares} spare" if request.spares else ""
     return "\n".join(
@@ -249,6 +240,14 @@ def describe(request: Request, made: Submission) -> str:
             f"{words}" + (f"  ->  job {made.job_id}" if made.job_id else "  (not run)"),
         ]
     )
+
+
+def scratch_note(request: Request) -> str:
+    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can tell."""
+    scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
+    if scratch is None or request.directory.is_relative_to(scratch):
+        return ""
+    return f"{request.directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / request.directory.name}"
 
 
 def parse_hosts(text: str | None) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ from frontier_llm.comm.collectives import (
     start_all_gather,
     start_all_gather_into,
     start_all_reduce_,
+    start_all_to_all_into,
     start_reduce_scatter,
     start_reduce_scatter_into,
 )
 from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
-from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record
+from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record, process_group
 from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.narrow import start_narrow_all_reduce_, start_narrow_reduce_scatter_
 from frontier_llm.comm.p2p import Receive, Sends, post_receive
 from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
 
@@ -44,12 +46,16 @@ __all__ = [
     "dump_flight_record",
     "load_algorithms",
     "post_receive",
+    "process_group",
     "reduce_scatter",
     "serial_mesh",
     "single",
     "start_all_gather",
     "start_all_gather_into",
     "start_all_reduce_",
+    "start_all_to_all_into",
+    "start_narrow_all_reduce_",
+    "start_narrow_reduce_scatter_",
     "start_reduce_scatter",
     "start_reduce_scatter_into",
 ]

@@ -10,7 +10,7 @@ from frontier_llm.config.load import find_file, read_yaml
 from frontier_llm.errors import ConfigError, Problem, suggest
 
 ALGORITHMS = ("flat", "hierarchical")
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _KEYS = {"operation", "nodes_from", "bytes_from", "algorithm", "tag", "source"}
 
 

@@ -2,7 +2,7 @@
 
 Algorithm bandwidth is bytes / time, with the bytes of the whole tensor (the gathered result, the full input of a reduce-scatter).
 Bus bandwidth multiplies it by the share that every rank must send at least: 2(n-1)/n for an all-reduce, (n-1)/n for a
-reduce-scatter or all-gather, 1 for a broadcast or a message; so it can be held against a link's speed whatever n is.
+reduce-scatter, all-gather or all-to-all, 1 for a broadcast or a message; so it can be held against a link's speed whatever n is.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from typing import Any
 import torch
 
 from frontier_llm.comm.axis import Axis, Mesh
-from frontier_llm.comm.collectives import all_reduce_, barrier, broadcast_, start_all_gather_into, start_reduce_scatter_into
+from frontier_llm.comm.collectives import (
+    all_reduce_,
+    barrier,
+    broadcast_,
+    start_all_gather_into,
+    start_all_to_all_into,
+    start_reduce_scatter_into,
+)
 from frontier_llm.comm.hierarchical import ChosenGroup
-from frontier_llm.comm.p2p import Sends, post_receive
+from frontier_llm.comm.p2p import Sends, exchange, post_receive
+from frontier_llm.machine.affinity import link_gbps
 
 ELEMENT_BYTES = 4  # fp32
+PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
 SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named
 PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
 MAX_PAIR_RANKS = 64  # 2,016 pairs; beyond, only neighbours in rank order
@@ -28,6 +37,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "message": lambda n: 1.0,
 }
@@ -80,14 +90,19 @@ def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
 
 
 def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[Measurement]:
-    """Every operation on every axis that has more than one rank, alone and together. Collective over the world."""
+    """Every operation on every axis that has more than one rank, alone and together. Collective over the world.
+
+    A message goes from every rank of an axis to the next, as between pipeline stages.
+    """
     found = []
     for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world):
         if axis.size == 1:
             continue
         modes = ("together",) if axis.size == mesh.world.size else ("alone", "together")
         for algorithm, variant in variants(axis):
-            for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+            for operation in BUS_FACTORS:
+                if operation == "message" and algorithm != "flat":
+                    continue
                 for size in sizes:
                     for mode in modes:
                         takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
@@ -110,12 +125,15 @@ def _operation(operation: str, axis: Axis, size_bytes: int, device: torch.device
     """A call of the operation on buffers of its own, and the bytes of the whole tensor after rounding up to equal parts."""
     part = max(1, -(-size_bytes // (ELEMENT_BYTES * axis.size)))
     whole = torch.zeros(part * axis.size, device=device)
-    mine = torch.zeros(part, device=device)
+    mine, arriving = torch.zeros(part, device=device), torch.empty_like(whole)
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: all_reduce_(whole, axis),
         "all_gather": lambda: start_all_gather_into(whole, mine, axis).wait(),
         "reduce_scatter": lambda: start_reduce_scatter_into(mine, whole, axis).wait(),
+        "all_to_all": lambda: start_all_to_all_into(arriving, whole, axis).wait(),
         "broadcast": lambda: broadcast_(whole, axis, 0),
+        "message": lambda: exchange(whole, after, arriving, before, axis),
     }
     return calls[operation], whole.numel() * ELEMENT_BYTES
 
@@ -189,6 +207,40 @@ def slow_links(pairs: list[Pair], kind: Callable[[int, int], str] = lambda a, b:
     for pair in pairs:
         by_kind.setdefault(kind(pair.a, pair.b), []).append(pair)
     return [pair for alike in by_kind.values() for pair in alike if pair.gbps < SLOW_LINK * median(other.gbps for other in alike)]
+
+
+def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], str]:
+    """What connects two global ranks, in words: pairs of one kind should be equally fast. `links` is the machine file's `node.links`."""
+
+    def kind(a: int, b: int) -> str:
+        if a // ranks_per_node != b // ranks_per_node:
+            return "between nodes"
+        if links != "mi250x":
+            return "inside a node"
+        direct = link_gbps(a % ranks_per_node, b % ranks_per_node)
+        return f"{direct:g} GB/s of Infinity Fabric" if direct else "routed over other GCDs"
+
+    return kind
+
+
+def node_tables(measurements: list[Measurement], ranks_per_node: int, source: str) -> dict[str, Any]:
+    """`node.collectives` of a machine file, which the planner reads: flat times of groups inside a node, all of them at once.
+
+    Raises ValueError when no axis lies inside a node.
+    """
+    seconds = {
+        (m.operation, m.ranks, m.bytes): m.seconds
+        for m in reversed(measurements)
+        if m.algorithm == "flat" and m.mode == "together" and m.ranks <= ranks_per_node and m.operation in PLANNED
+    }
+    groups = sorted({ranks for _, ranks, _ in seconds})
+    if not groups:
+        raise ValueError("no axis of this layout lies inside a node")
+    sizes = sorted(set.intersection(*({size for _, ranks, size in seconds if ranks == group} for group in groups)))
+    times_us = {
+        operation: {ranks: [round(seconds[operation, ranks, size] * 1e6, 3) for size in sizes] for ranks in groups} for operation in PLANNED
+    }
+    return {"tag": "measured", "source": source, "message_bytes": sizes, "time_us": times_us}
 
 
 def contention(measurements: list[Measurement]) -> list[tuple[str, str, int, float]]:

@@ -90,6 +90,11 @@ def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pendi
     return _start(axis, "reduce_scatter", _bytes(x), lambda group: group.start_reduce_scatter_into(scattered, x))
 
 
+def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Begin to send part r of `x` to axis rank r and to receive part r of `arriving` from it; two different buffers of one shape."""
+    return _start(axis, "all_to_all", _bytes(x), lambda group: group.start_all_to_all_into(arriving, x))
+
+
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Copy `x` of axis rank `source` to all; returns x."""
     if axis.group is not None:

@@ -20,6 +20,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+def listed(ranks: Sequence[int]) -> str:
+    """'global ranks 0, 8, 16 … 3064 (384)'."""
+    few = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:3]))} … {ranks[-1]}"
+    return f"global ranks {few} ({len(ranks)})"
+
+
 class Pending(Protocol):
     """A collective or message under way. Its tensors stay alive and must not be written to until wait() has returned."""
 
@@ -46,6 +52,9 @@ class Collectives(Protocol):
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
         """This rank's part of the sum; `scattered` may be this rank's part of `x`."""
+
+    def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
+        """Part r of this rank's `x` goes to rank r; part r of `arriving` comes from it."""
 
     def broadcast_(self, x: Tensor, source: int) -> None:
         """`x` of rank `source`, in place."""
@@ -115,6 +124,10 @@ class TorchGroup:
         total = dist.ReduceOp.SUM
         return self._watch("reduce_scatter", lambda: _reduce_scatter(scattered, x, op=total, group=self.process_group, async_op=True))
 
+    def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        return self._watch("all_to_all", lambda: dist.all_to_all_single(arriving, x, group=self.process_group, async_op=True))
+
     def broadcast_(self, x: Tensor, source: int) -> None:
         """See Group."""
         root = self._ranks[source]
@@ -155,7 +168,8 @@ class TorchGroup:
         except RuntimeError:
             pass  # the store lives in rank 0: when that is gone too, what is known so far must do
         return RankFailure(
-            f"{what} number {self._calls} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}), failed: "
+            f"{what} number {self._calls} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) "
+            f"among {listed(self._ranks)}, failed: "
             f"{str(error).splitlines()[0]}; {self._suspects(calls)}",
             fix="look into the log of the rank that is named first; raise train.timeout_s only if it is merely slow",
         )

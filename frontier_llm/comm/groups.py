@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, TorchGroup
 from frontier_llm.comm.hierarchical import ChosenGroup, HierarchicalGroup
 from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.rendezvous import forget_stores, join_store
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.topology import Grid
 
@@ -32,9 +35,12 @@ WRAP_CHANNELS = ("forward-wrap", "backward-wrap")
 Transport = Literal["auto", "shm", "torch"]  # auto: shared memory where gloo would serve ranks of one host
 
 
-def connect(rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float) -> None:
+def connect(
+    rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float, node: tuple[int, int] | None = None
+) -> None:
     """Join the job's rendezvous: a TCP store at rank 0, then the default group.
 
+    `node` is (this node's first global rank, ranks per node): then only the first has a connection to the store, and serves the others.
     Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
     within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
     """
@@ -47,7 +53,7 @@ def connect(rank: int, world_size: int, address: str, port: int, backend: str, t
         if backend == "mpi":
             dist.init_process_group("mpi", timeout=timeout)
             return
-        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        store = join_store(rank, world_size, address, port, timeout, node)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankFailure(
@@ -60,15 +66,22 @@ def disconnect() -> None:
     """Leave the job's groups, so that no peer waits for this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_stores()
 
 
 class _Groups:
     """Makes the groups of one mesh."""
 
     def __init__(
-        self, global_rank: int, timeout_s: float, transport: Transport, ranks_per_node: int | None, algorithms: AlgorithmTable
+        self,
+        global_rank: int,
+        timeout_s: float,
+        timeouts_s: Mapping[str, float | None],
+        transport: Transport,
+        ranks_per_node: int | None,
+        algorithms: AlgorithmTable,
     ) -> None:
-        self._global_rank, self._timeout_s, self._transport = global_rank, timeout_s, transport
+        self._global_rank, self._timeout_s, self._timeouts_s, self._transport = global_rank, timeout_s, timeouts_s, transport
         self._ranks_per_node, self._algorithms = ranks_per_node, algorithms
         self._store = dist.distributed_c10d._get_default_store()
         self._said: set[str] = set()
@@ -106,7 +119,8 @@ class _Groups:
         return self.axis(f"{name}.node", tuple(mine)), self.axis(f"{name}.rail", tuple(node[place] for node in nodes))
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
-        process_group = _new_group(ranks, self._timeout_s)
+        timeout_s = self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail and pp.forward as their axis
+        process_group = _new_group(ranks, timeout_s)
         backend = dist.get_backend(process_group)
         if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
             self._say(f"comm: {backend} through torch.distributed")
@@ -118,7 +132,7 @@ class _Groups:
             self._say(f"comm: {backend} sockets for axis {name}: {reason}")
             return TorchGroup(process_group, ranks, name, self._store)
         self._say("comm: shared memory between the ranks of this host")
-        return shm.ShmGroup(name, rank, ranks, descriptor, self._timeout_s)
+        return shm.ShmGroup(name, rank, ranks, descriptor, timeout_s)
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -134,8 +148,8 @@ def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
 def _share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
     """(descriptor of a region that every rank has opened, '') or (None, why not): all ranks get the same answer.
 
-    Two small gloo collectives: each rank says on which host it is, and rank 0 under which name it has made the region; then each
-    says whether it could open it. After the second one the name is gone, whatever happens to the processes later.
+    Two small gloo collectives: each rank says on which host it is, and rank 0 where peers find the region that it has made; then each
+    says whether it could open it.
     """
     descriptor, path, reason = None, "", shm.why_unavailable()
     if rank == 0 and not reason:
@@ -143,25 +157,21 @@ def _share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None,
             descriptor, path = shm.create_memory()
         except OSError as error:
             reason = f"{error.strerror} in {shm.MEMORY_DIR}"
-    try:
-        mine = torch.zeros(160, dtype=torch.uint8)
-        mine[:32] = torch.frombuffer(bytearray(shm.host_identity() if not reason else b"-" * 32), dtype=torch.uint8)
-        text = (path if rank == 0 else "").encode()
-        mine[32 : 32 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-        everyone = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(everyone, mine, group=process_group)
-        together = all(torch.equal(other[:32], everyone[0][:32]) for other in everyone)
-        path = bytes(everyone[0][32:].tolist()).rstrip(b"\0").decode()
-        if together and path and rank != 0:
-            try:
-                descriptor = shm.open_memory(path)
-            except OSError as error:
-                reason = f"{error.strerror}: {path}"
-        able = torch.tensor([int(together and descriptor is not None)], dtype=torch.int32)
-        dist.all_reduce(able, op=dist.ReduceOp.MIN, group=process_group)
-    finally:
-        if rank == 0 and path:
-            os.unlink(path)
+    mine = torch.zeros(160, dtype=torch.uint8)
+    mine[:32] = torch.frombuffer(bytearray(shm.host_identity() if not reason else b"-" * 32), dtype=torch.uint8)
+    text = (path if rank == 0 else "").encode()
+    mine[32 : 32 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+    everyone = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(everyone, mine, group=process_group)
+    together = all(torch.equal(other[:32], everyone[0][:32]) for other in everyone)
+    path = bytes(everyone[0][32:].tolist()).rstrip(b"\0").decode()
+    if together and path and rank != 0:
+        try:
+            descriptor = shm.open_memory(path)
+        except OSError as error:
+            reason = f"{error.strerror}: {path}"
+    able = torch.tensor([int(together and descriptor is not None)], dtype=torch.int32)
+    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=process_group)
     if able.item():
         return descriptor, ""
     if descriptor is not None:
@@ -178,13 +188,14 @@ def build_mesh(
     transport: Transport = "auto",
     ranks_per_node: int | None = None,
     algorithms: AlgorithmTable = FLAT,
+    timeouts_s: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Mesh:
     """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group.
 
-    Axes that span several nodes of `ranks_per_node` consecutive ranks take the algorithm that `algorithms` gives for each call.
+    `timeouts_s` has other time-outs for single axes, by name. Axes that span several nodes of `ranks_per_node` consecutive ranks take the algorithm that `algorithms` gives for each call.
     Raises BackendError when `transport` is 'shm' and an axis cannot use it.
     """
-    groups = _Groups(global_rank, timeout_s, transport, ranks_per_node, algorithms)
+    groups = _Groups(global_rank, timeout_s, timeouts_s, transport, ranks_per_node, algorithms)
     pipeline = grid.group("pp", global_rank)
     is_end = global_rank in (pipeline[0], pipeline[-1])
     tied = tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) if tied_embeddings and is_end else (global_rank,)
@@ -202,6 +213,19 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
         ledger=groups.ledger,
     )
+
+
+def process_group(axis: Axis, timeout_s: float) -> Any:
+    """A torch group over an axis' ranks, for libraries that bring their own collectives. Collective over the axis; call it on all ranks alike.
+
+    What they move is not in the ledger. A process that is alone and has no default group gets one.
+    """
+    # torch 2.13 renames its collectives and says so at every call; that is between torch and those libraries
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if not dist.is_initialized():
+        assert axis.size == 1, f"axis {axis.name} of {axis.size} ranks without a default group"
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return _new_group(axis.ranks, timeout_s)
 
 
 def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> Path:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_reduce_scatter
+from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_all_to_all_into, start_reduce_scatter
 from frontier_llm.comm.group import DONE, Collectives, Group, Pending
 from frontier_llm.comm.p2p import exchange
 
@@ -157,6 +157,17 @@ class HierarchicalGroup:
 
         return _Staged(lambda _: reducing, gather, 1, x.device)
 
+    def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
+        """See Group. Inside the node first, so that each rank holds what its rail is to get from the node; then between nodes."""
+        nodes, places = self._rail.size, self._node.size
+        x_kNp = x.view(nodes, places, -1).transpose(0, 1).contiguous()  # [to place, to node, …]
+        from_node_kNp = x_kNp
+        if places > 1:
+            from_node_kNp = torch.empty_like(x_kNp)
+            start_all_to_all_into(from_node_kNp, x_kNp, self._node).wait()
+        to_rail_Nkp = from_node_kNp.transpose(0, 1).contiguous()  # [to node, from place, …]
+        return start_all_to_all_into(arriving.view_as(to_rail_Nkp), to_rail_Nkp, self._rail)
+
     def broadcast_(self, x: Tensor, source: int) -> None:
         """See Group. Along the source's rail first."""
         node, place = divmod(source, self._node.size)
@@ -195,6 +206,10 @@ class ChosenGroup:
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
         """See Group."""
         return self._group("reduce_scatter", x).start_reduce_scatter_into(scattered, x)
+
+    def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        return self._group("all_to_all", x).start_all_to_all_into(arriving, x)
 
     def broadcast_(self, x: Tensor, source: int) -> None:
         """See Group."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 RECORDED_CALLS = 512  # a few steps of a layer's calls; 100 bytes each
 
@@ -95,12 +96,33 @@ class Ledger:
         if last:
             self.latency[call.axis, call.operation].add(call.blocked_s)
 
+    def last(self) -> str:
+        """'dp reduce_scatter number 17, unfinished', or 'none'."""
+        if not self.recent:
+            return "none"
+        call = self.recent[-1]
+        return f"{call.axis} {call.operation} number {call.number}{'' if call.finished else ', unfinished'}"
+
     def reset(self) -> None:
         """Start counting anew, e.g. at a step's begin; the flight record goes on."""
         self.calls.clear()
         self.bytes.clear()
         self.blocked_s.clear()
         self.latency.clear()
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """By 'axis operation': calls, bytes, blocked seconds, quantiles of how long a call blocked, and the histogram itself."""
+        return {
+            f"{axis} {operation}": {
+                "calls": calls,
+                "bytes": self.bytes[axis, operation],
+                "blocked_s": round(self.blocked_s[axis, operation], 6),
+                "p50_us": self.latency[axis, operation].quantile_us(0.5),
+                "p99_us": self.latency[axis, operation].quantile_us(0.99),
+                "bins": list(self.latency[axis, operation].bins),  # see Histogram
+            }
+            for (axis, operation), calls in sorted(self.calls.items())
+        }
 
     def as_rows(self) -> list[tuple[str, str, int, int]]:
         """(axis, operation, calls, bytes), sorted."""

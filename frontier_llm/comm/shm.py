@@ -1,4 +1,4 @@
-"""Shared memory as a Group: collectives and messages between CPU ranks of one host (csrc/shm_collectives.cpp, loaded with ctypes).
+"""Shared memory as a Group: collectives and messages between CPU ranks of one host (csrc/shm/, loaded with ctypes).
 
 gloo sends every byte through a loopback socket and runs its own threads on the cores that should compute; here a rank copies
 what the others need into its slot and sums what it reads (measured by scripts/bench_comm_cpu.py, see docs/communication.md).
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.comm.group import DONE, Pending
+from frontier_llm.comm.group import DONE, Pending, listed
 from frontier_llm.errors import BackendError, RankFailure
 
-ABI = 1
+ABI = 2
 BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
 MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
 SLOT_BYTES = 512 * 1024  # one step of a collective; four of them per rank stay within a core's share of the cache
@@ -33,7 +32,7 @@ SPIN_NS = 50_000  # how long to poll before sleeping (a wake-up costs some 50 us
 SLICE_NS = 200_000_000  # between looks at the clock and at signals
 
 _LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libshm_collectives.so"
-_KINDS = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "broadcast": 3}
+_KINDS = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "broadcast": 3, "all_to_all": 4}
 _TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5, torch.uint8: 6,
 }  # fmt: skip
@@ -69,6 +68,7 @@ def _library() -> ctypes.CDLL:
         "receive": (whole, [pointer, number, pointer, size, whole]),
         "culprit": (whole, [pointer]),
         "progress": (size, [pointer, number]),
+        "is_missing": (number, [pointer, number]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"fl_shm_{name}")
@@ -77,24 +77,28 @@ def _library() -> ctypes.CDLL:
 
 
 def host_identity() -> bytes:
-    """32 bytes that are equal for two processes exactly when both see the same boot of the same kernel and the same /dev/shm."""
+    """32 bytes that are equal for two processes exactly when both see the same boot of one kernel, the same /dev/shm and process ids."""
     import hashlib
 
     boot = Path("/proc/sys/kernel/random/boot_id")
     memory = MEMORY_DIR.stat()
-    text = f"{boot.read_text(encoding='ascii') if boot.exists() else os.uname().nodename} {memory.st_dev} {memory.st_ino}"
+    text = f"{boot.read_text(encoding='ascii') if boot.exists() else os.uname().nodename} {memory.st_dev} {memory.st_ino} {os.readlink('/proc/self/ns/pid')}"
     return hashlib.sha256(text.encode()).digest()
 
 
 def create_memory() -> tuple[int, str]:
-    """(file descriptor, path) of a new empty region, readable by this user only; its creator unlinks it when all have opened it."""
-    path = str(MEMORY_DIR / f"frontier-llm-{secrets.token_hex(12)}")
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600), path
+    """(file descriptor, path for peers) of a new empty region, readable by this user only.
+
+    It never has a name of its own: a rank that is killed before all have opened it leaves nothing behind (named regions did, in one
+    of twenty kills at random instants of a start).
+    """
+    descriptor = os.open(MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def open_memory(path: str) -> int:
-    """The file descriptor of a region that a peer has created."""
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    """The file descriptor of a region that a peer has created and still holds."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 class _Collective:
@@ -163,6 +167,11 @@ class ShmGroup:
         assert x.numel() == len(self._ranks) * scattered.numel() and scattered.dtype == x.dtype
         return self._start("reduce_scatter", x, scattered, scattered.numel())
 
+    def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        assert arriving.shape == x.shape and arriving.dtype == x.dtype and x.numel() % len(self._ranks) == 0
+        return self._start("all_to_all", x, arriving, x.numel() // len(self._ranks))
+
     def broadcast_(self, x: Tensor, source: int) -> None:
         """See Group."""
         self._start("broadcast", x, x, x.numel(), root=source).wait()
@@ -226,14 +235,17 @@ class ShmGroup:
 
     def _raise(self, status: int, what: str, waited_s: float) -> None:
         culprit = _library().fl_shm_culprit(self._region)
-        peer = f"rank {culprit} of axis {self._name} (global rank {self._ranks[culprit]})" if culprit >= 0 else "a rank"
-        us = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]})"
+        peer = self._named([culprit]) if culprit >= 0 else "a rank"
+        us = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) among {listed(self._ranks)}"
         if status == _DEAD:
             raise RankFailure(f"{us}: {peer} has died or left", fix="its own log says why; look for the first rank that failed")
         if status == _PENDING:
-            steps = [_library().fl_shm_progress(self._region, rank) for rank in range(len(self._ranks))]
+            everyone = range(len(self._ranks))
+            steps = [_library().fl_shm_progress(self._region, rank) for rank in everyone]
+            if what not in ("send", "receive"):
+                peer = self._named([rank for rank in everyone if _library().fl_shm_is_missing(self._region, rank)]) or peer
             raise RankFailure(
-                f"{us}: no answer from {peer} within {waited_s:.0f} s; steps published by axis rank: {steps}",
+                f"{us}: no answer from {peer} within {waited_s:g} s; steps published by axis rank: {steps}",
                 fix=f"see what {peer} is doing (py-spy dump); raise train.timeout_s if it is only slow",
             )
         if status == _MISMATCH:
@@ -241,6 +253,9 @@ class ShmGroup:
         if status == _NO_SPACE:
             raise BackendError(f"{us}: no room in {MEMORY_DIR}", self._room_fix(), "comm")
         raise AssertionError(f"{us}: status {status}")
+
+    def _named(self, ranks: list[int]) -> str:
+        return ", ".join(f"rank {rank} of axis {self._name} (global rank {self._ranks[rank]})" for rank in ranks)
 
     @staticmethod
     def _room_fix() -> str:

@@ -37,7 +37,13 @@ class Straggler:
     usual_s: float
 
     def __str__(self) -> str:
-        return f"global rank {self.global_rank} computes {self.excess_s * 1e3:.0f} ms longer per step than the usual {self.usual_s * 1e3:.0f} ms"
+        slower = f"{self.excess_s * 1e3:.0f} ms longer per step than the usual {self.usual_s * 1e3:.0f} ms ({self.slowdown:.1f} times)"
+        return f"global rank {self.global_rank} computes {slower}"
+
+    @property
+    def slowdown(self) -> float:
+        """Its busy time over the usual one."""
+        return 1 + self.excess_s / self.usual_s
 
 
 def _spread(values: list[float], center: float) -> float:

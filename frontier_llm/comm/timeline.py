@@ -1,7 +1,7 @@
 """What a step's communication hides behind compute and what it exposes: measured intervals as a Chrome trace and as a figure.
 
 Rows of a rank: compute by action, blocked (exposed), and each call from its start to its end (in flight); in flight less blocked is
-hidden. On a GPU these are the host's times.
+hidden. A send is in flight unseen: nobody asks for its end before the schedule's. On a GPU these are the host's times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from frontier_llm.comm.ledger import Call, Ledger
 
 ROWS = ("compute", "blocked", "in flight")
-COLORS = {"compute": "#4c72b0", "blocked": "#c44e52", "in flight": "#8da0cb"}
+COLORS = {"forward": "#4c72b0", "backward": "#55a868", "other compute": "#b8b8b8", "blocked": "#c44e52", "in flight": "#8da0cb"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Timeline:
     def _observe(self, call: Call, begin: float, end: float) -> None:
         name = f"{call.axis} {call.operation}"
         self.intervals.append(Interval("blocked", name, begin, end))
-        if call.finished:
+        if call.finished and call.operation != "send":
             self.intervals.append(Interval("in flight", name, call.begun, end))
 
     def at(self, name: str) -> None:
@@ -55,13 +55,13 @@ class Timeline:
         self._action = (name, now) if name else None
 
     def exposed_and_hidden_s(self) -> dict[str, tuple[float, float]]:
-        """By axis and operation: (seconds this rank stood still, seconds that calls were in flight meanwhile it did not)."""
-        blocked: dict[str, float] = defaultdict(float)
-        flight: dict[str, float] = defaultdict(float)
+        """By axis and operation: (seconds this rank stood still, seconds that at least one call was in flight while it did not)."""
+        names: dict[str, dict[str, list[tuple[float, float]]]] = {row: defaultdict(list) for row in ROWS}
         for interval in self.intervals:
-            if interval.row != "compute":
-                (blocked if interval.row == "blocked" else flight)[interval.name] += interval.end - interval.begin
-        return {name: (blocked[name], max(flight[name] - blocked[name], 0.0)) for name in sorted(flight)}
+            names[interval.row][interval.name].append((interval.begin, interval.end))
+        blocked, flight = names["blocked"], names["in flight"]
+        exposed_s = {name: _covered_s(blocked[name]) for name in sorted({*blocked, *flight})}
+        return {name: (seconds, max(_covered_s(flight[name]) - seconds, 0.0)) for name, seconds in exposed_s.items()}
 
     def chrome_events(self) -> list[dict[str, Any]]:
         """Complete events ('X') for chrome://tracing and Perfetto; a process per rank, a thread per row."""
@@ -72,6 +72,15 @@ class Timeline:
         ]
 
 
+def _covered_s(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of (begin, end)."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
 def write_chrome_trace(path: Path, timelines: list[Timeline]) -> None:
     """One file with all given ranks."""
     events = [event for timeline in timelines for event in timeline.chrome_events()]
@@ -79,21 +88,38 @@ def write_chrome_trace(path: Path, timelines: list[Timeline]) -> None:
 
 
 def draw(path: Path, timelines: list[Timeline]) -> None:
-    """A figure (PNG, SVG or PDF): three rows per rank."""
+    """A figure (PNG, SVG or PDF): for each rank what it computes, when it stands still, and a row of what is in flight on each axis."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import patches, pyplot
 
     start = min(interval.begin for timeline in timelines for interval in timeline.intervals)
-    figure, axes = pyplot.subplots(figsize=(11, 0.5 + 1.1 * len(timelines)), layout="constrained")
-    labels = [f"rank {timeline.rank} {row}" for timeline in timelines for row in ROWS]
-    for index, timeline in enumerate(timelines):
-        for offset, row in enumerate(ROWS):
-            bars = [((i.begin - start) * 1e3, (i.end - i.begin) * 1e3) for i in timeline.intervals if i.row == row]
-            axes.broken_barh(bars, (index * len(ROWS) + offset - 0.4, 0.8), color=COLORS[row])
-    axes.set_yticks(range(len(labels)), labels)
+    rows = [(f"rank {timeline.rank} {label}", chosen) for timeline in timelines for label, chosen in _rows(timeline)]
+    figure, axes = pyplot.subplots(figsize=(12, 0.9 + 0.3 * len(rows)), layout="constrained")
+    for place, (_, intervals) in enumerate(rows):
+        for interval in intervals:
+            bar = ((interval.begin - start) * 1e3, (interval.end - interval.begin) * 1e3)
+            axes.broken_barh([bar], (place - 0.4, 0.8), color=COLORS[_kind(interval)], edgecolor="white", linewidth=0.4)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
+    handles = [patches.Patch(color=color, label=kind) for kind, color in COLORS.items()]
+    axes.legend(handles=handles, ncols=len(handles), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _rows(timeline: Timeline) -> list[tuple[str, list[Interval]]]:
+    """('computes', …), ('blocked', …), ('dp in flight', …) …"""
+    of = {row: [interval for interval in timeline.intervals if interval.row == row] for row in ROWS}
+    by_axis: dict[str, list[Interval]] = defaultdict(list)
+    for interval in of["in flight"]:
+        by_axis[interval.name.split(" ")[0]].append(interval)
+    return [("computes", of["compute"]), ("blocked", of["blocked"]), *((f"{axis} in flight", by_axis[axis]) for axis in sorted(by_axis))]
+
+
+def _kind(interval: Interval) -> str:
+    if interval.row != "compute":
+        return interval.row
+    return next((kind for kind in ("forward", "backward") if interval.name.startswith(kind)), "other compute")

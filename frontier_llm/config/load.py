@@ -6,8 +6,10 @@ same as `model: {base: gpt-22b}`. Values merge deeply, the nearer file wins, com
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -44,7 +46,7 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     shipped = configs_dir() / kind / f"{name}.yaml"
     if shipped.is_file():
         return shipped
-    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=suggest(name, available(kind)))
+    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=suggest(name, available(kind)) + "; or the path of a .yaml file")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -52,9 +54,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: not UTF-8, or a date that is none
-        raise ConfigError(f"cannot read: {error}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
+        said = str(error).replace('in "<unicode string>", ', "")
+        raise ConfigError(f"cannot read: {said}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"holds a {type(content).__name__}, not a mapping", where=str(path), fix="write `key: value` lines")
+        held = "nothing" if content is None else f"a {type(content).__name__}"
+        raise ConfigError(f"holds {held}, not a mapping", where=str(path), fix="write `key: value` lines")
     return content
 
 
@@ -138,13 +142,55 @@ def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
 
 
+# pydantic's kinds of errors in the words of a run file
+_RULES = {
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "model_type": "must be a section of keys",
+    "model_attributes_type": "must be a section of keys",
+    "dict_type": "must be a section of keys",
+    "tuple_type": "must be a list",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be {le} or less",
+    "literal_error": "must be {expected}",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
+}
+
+
 def _as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
-    where = ".".join(str(part) for part in error["loc"])
+    # a value that may be one of several types is located with the type's name, which no user has written
+    where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)\[", str(part)))
     if error["type"] == "extra_forbidden":
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
-    return Problem(where, f"{error['msg']}; got {error['input']!r}", "")
+    rule = _RULES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    near = ""
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        near = closest(error["input"], re.findall(r"'([^']*)'", rule))
+    return Problem(where, f"{rule}; got {error['input']!r}", f"did you mean {near!r}?" if near else "")
+
+
+def _joined(problems: list[Problem]) -> list[Problem]:
+    """One problem per place: alternatives that all failed are named together, unless the fault lies deeper inside one of them."""
+    found: dict[str, Problem] = {}
+    for problem in problems:
+        if any(other.where.startswith(f"{problem.where}.") for other in problems):
+            continue
+        other = found.get(problem.where)
+        if other is not None and "; got " in problem.what:
+            problem = replace(other, what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}")
+        found[problem.where] = problem
+    return list(found.values())
 
 
 def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T:
@@ -152,7 +198,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
     try:
         return model_type.model_validate(content)
     except ValidationError as error:
-        problems = [_as_problem(model_type, detail) for detail in error.errors()]
+        problems = _joined([_as_problem(model_type, detail) for detail in error.errors()])
         raise ConfigError([Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]) from None
 
 

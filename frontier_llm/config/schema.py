@@ -81,7 +81,8 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
-    zero: Literal[0, 1] = 1  # 1 = optimizer state split over dp
+    data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
+    zero: Literal[0, 1, 2, 3] = 1  # split over dp: 1 = optimizer state, 2 = and gradients, 3 = and weights (2 and 3: engine deepspeed)
     stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
 
 
@@ -95,6 +96,10 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
+    engine: Literal["native", "deepspeed"] = (
+        "native"  # who sums gradients and updates weights; deepspeed: ZeRO 1, or 2 and 3 without pipeline
+    )
+    deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4
     min_lr: NonNegativeFloat = 3e-5
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -107,9 +112,10 @@ class OptimizerConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Working precision; gradients always accumulate in fp32 (fp64 under fp64)."""
+    """Working precision; gradients always accumulate and are summed in fp32 (fp64 under fp64)."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    gradient_wire: Literal["full", "bf16"] = "full"  # what gradients travel as between replicas; bf16: half the bytes of fp32
     initial_loss_scale: PositiveFloat = 65536.0  # fp16 only
     loss_scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
     min_loss_scale: PositiveFloat = 1.0
@@ -147,12 +153,28 @@ class OpsConfig(Section):
     no_jit: bool = False  # any attempt to compile while training is an error
 
 
+class TimeoutConfig(Section):
+    """Seconds after which a collective or message of an axis fails; None = train.timeout_s."""
+
+    tp: PositiveFloat | None = None
+    pp: PositiveFloat | None = None
+    dp: PositiveFloat | None = None
+    tied: PositiveFloat | None = None
+    world: PositiveFloat | None = None
+
+
 class CommConfig(Section):
     """How bytes move between ranks."""
 
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"  # torch.distributed's: gloo on CPUs, nccl (= RCCL on ROCm) on GPUs
     transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
     overlap_gradients: bool = True  # a bucket's sum over dp starts under the last backward; False: after it, for comparison
+    overlap_messages: bool = True  # pipeline receives are posted one action ahead of their use; False: at their use, for comparison
+    bucket_elements: PositiveInt = 40_000_000  # of a bucket of gradients and weights; Megatron-LM's default, 160 MB of fp32
+    overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
+    tensor_chunks: PositiveInt = 1  # pieces in which sequence parallelism gathers and scatters beside its products
+    store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
+    timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 
@@ -167,12 +189,15 @@ class TrainConfig(Section):
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
+    save_lag_steps: NonNegativeInt | None = (
+        None  # training waits for a save still not on disk so many steps after its copy; None = interval / 10
+    )
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     tensorboard: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
-    timeout_s: PositiveFloat = 600.0  # of any collective
+    timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
 
 
 class GuardConfig(Section):
@@ -184,6 +209,7 @@ class GuardConfig(Section):
     rewind_steps: PositiveInt = 100  # go back at least so far before the spike
     rewind_skip_steps: PositiveInt = 200  # steps' worth of data that is left out, counted from where it went back to
     max_skips_in_row: PositiveInt = 100  # skipped steps after which the run stops
+    recompute_interval: NonNegativeInt = 0  # steps between computing one step twice on all replicas, to find wrong arithmetic; 0 = never
     replica_check_interval: NonNegativeInt = 100  # steps between comparisons of all copies, also before each save; 0 = never
 
 

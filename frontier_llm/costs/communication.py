@@ -18,7 +18,6 @@ from frontier_llm.costs.workload import DTYPE_BYTES
 from frontier_llm.schedule import Kind, build, channel_of
 from frontier_llm.topology import ParallelPlan, StageSpec
 
-BUCKET_NUMEL = 40_000_000  # elements of a gradient bucket, as the runtime cuts them
 ALIGNMENT = 128  # elements; each parameter and each rank's slice of a bucket start on a multiple
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
@@ -37,12 +36,14 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
-def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int = BUCKET_NUMEL) -> Traffic:
+def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic:
     """Everything that one rank of pipeline rank `pp_rank` moves in one training step."""
     traffic = Traffic()
     tensor_traffic(config, plan, pp_rank, traffic)
     pipeline_traffic(config, plan, pp_rank, traffic)
-    data_traffic(config, plan, pp_rank, traffic, bucket_numel)
+    data_traffic(config, plan, pp_rank, traffic)
+    if config.data.reset_at_documents and plan.grid.dp > 1:
+        traffic.add("dp", "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own samples
     world = plan.grid.world_size
     if world > 1:
         traffic.add("world", "all_reduce", 8, 2)  # loss and squared gradient norm, fp64
@@ -63,15 +64,18 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
     tokens = config.model.sequence_length * config.batch.micro_batch
     size = tokens * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
     statistics = STATISTICS * tokens * tp * (8 if config.precision.dtype == "fp64" else 4)
-    forwards = 2 if config.train.recompute == "full" else 1
+    forwards, pieces = 2 if config.train.recompute == "full" else 1, config.comm.tensor_chunks
     for chunk in range(plan.chunks):
         stage = plan.stage_of(pp_rank, chunk)
         n = stage.num_layers
         if plan.sequence_parallel:
-            gathers = 2 * n * forwards + 4 * n + stage.embedding + 2 * stage.head
-            scatters = 2 * n * forwards + 2 * n + stage.embedding + stage.head
-            traffic.add("tp", "all_gather", size, gathers * m)
-            traffic.add("tp", "reduce_scatter", size, scatters * m)
+            # beside products in chunks: before both pairs and the head, behind both pairs, and of the gradient before their backward
+            gathers, scatters = 2 * n * forwards + 2 * n + stage.head, 2 * n * forwards
+            traffic.add("tp", "all_gather", size // pieces, gathers * m * pieces)
+            traffic.add("tp", "reduce_scatter", size // pieces, scatters * m * pieces)
+            # whole, under the weight gradient: the input again and its gradient; and the embedding, which has no product
+            traffic.add("tp", "all_gather", size, (2 * n + stage.head + stage.embedding) * m)
+            traffic.add("tp", "reduce_scatter", size, (2 * n + stage.head + stage.embedding) * m)
         else:
             traffic.add("tp", "all_reduce", size, (2 * n * forwards + 2 * n + stage.embedding + stage.head) * m)
         if stage.head:
@@ -89,25 +93,32 @@ def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffi
             traffic.add(f"pp.{channel_of(action.kind, pp_rank, plan.grid.pp).value}", operation, size)
 
 
-def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, bucket_numel: int = BUCKET_NUMEL) -> None:
+def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
     """Gradients in fp32 (fp64 under fp64) bucket by bucket: summed over tp or the tied stages where they must be, then over dp.
 
-    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights over dp; otherwise one all-reduce.
+    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights over dp; otherwise one all-reduce. Gradients that
+    travel in 16 bits go by all-to-all and, without ZeRO, come back by all-gather.
     """
     dp = plan.grid.dp
     weight_bytes = DTYPE_BYTES[config.precision.dtype]
     gradient_bytes = max(4, weight_bytes)
-    for numel, extra in buckets(config.model, plan, pp_rank, bucket_numel):
+    wire = config.precision.gradient_wire
+    for numel, extra in buckets(config.model, plan, pp_rank, config.comm.bucket_elements):
         if extra:
             traffic.add(extra, "all_reduce", numel * gradient_bytes)
-        if dp > 1 and plan.zero:
-            traffic.add("dp", "reduce_scatter", numel * gradient_bytes)
+        if dp == 1:
+            continue
+        if wire != "full":
+            traffic.add("dp", "all_to_all", numel * DTYPE_BYTES[wire])
+        else:
+            traffic.add("dp", "reduce_scatter" if plan.zero else "all_reduce", numel * gradient_bytes)
+        if plan.zero:
             traffic.add("dp", "all_gather", numel * weight_bytes)
-        elif dp > 1:
-            traffic.add("dp", "all_reduce", numel * gradient_bytes)
+        elif wire != "full":
+            traffic.add("dp", "all_gather", numel * DTYPE_BYTES[wire])
 
 
-def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int = BUCKET_NUMEL) -> Iterator[tuple[int, str]]:
+def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int) -> Iterator[tuple[int, str]]:
     """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
     declared = [piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)]
     chunk_numel = ALIGNMENT * plan.grid.dp

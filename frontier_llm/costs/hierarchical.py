@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from frontier_llm.costs.collectives import node_ring_s, spread_s
+from frontier_llm.costs.collectives import PASSES, flat_s, node_s
 from frontier_llm.costs.workload import Number
 from frontier_llm.machine.rates import Rates
 
@@ -19,26 +19,35 @@ def rail_bytes(nodes: Number, per_node: Number, size_bytes: Number) -> Number:
     return (np.asarray(nodes, dtype=float) - 1) * size_bytes / (nodes * per_node)
 
 
-def hierarchical_s(rates: Rates, nodes: Number, per_node: Number, sharing: Number, size_bytes: Number, passes: int) -> Number:
-    """Seconds of a two-stage collective over nodes × per_node ranks, while `sharing` such groups use each node's NICs.
+def hierarchical_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str) -> Number:
+    """Seconds of a two-stage collective over `ranks`, `per_node` on each node, while `sharing` such groups use each node's NICs.
 
-    `passes` 2 = all-reduce, 1 = reduce-scatter or all-gather of `size_bytes` in total. Each rail gets 1/(per_node × sharing) of the
-    node's NICs; the stages follow each other (the engine overlaps them chunk by chunk, which this does not credit).
+    Each rail gets 1/(per_node x sharing) of the node's NICs; the stages follow each other (the engine overlaps them chunk by chunk,
+    which this does not credit).
     """
-    per_node = np.asarray(per_node, dtype=float)
-    inside = node_ring_s(rates, per_node, size_bytes, passes)
+    per_node, passes = np.minimum(np.asarray(per_node, dtype=float), ranks), PASSES[operation]
+    nodes = np.maximum(np.asarray(ranks, dtype=float) / per_node, 1.0)
+    inside = node_s(rates, per_node, size_bytes, operation)
     crowd = np.where(np.asarray(sharing) > 1, rates.network_crowding, 1.0)
     nic = rates.node_network_bytes_s * rates.network_efficiency * crowd / (per_node * sharing)
     between = passes * (rail_rounds(nodes) * rates.network_latency_s + rail_bytes(nodes, per_node, size_bytes) / nic)
-    return inside + np.where(np.asarray(nodes) > 1, between, 0.0)
+    return inside + np.where(nodes > 1, between, 0.0)
+
+
+def collective_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str) -> Number:
+    """The faster algorithm for this message size; flat where the software stack has no other (`Rates.hierarchical`)."""
+    flat = flat_s(rates, ranks, per_node, sharing, size_bytes, operation)
+    if not rates.hierarchical:
+        return flat
+    return np.minimum(flat, hierarchical_s(rates, ranks, per_node, sharing, size_bytes, operation))
 
 
 def crossover_bytes(
-    rates: Rates, nodes: int, per_node: int, sharing: int, passes: int, sizes: np.ndarray
+    rates: Rates, nodes: int, per_node: int, sharing: int, operation: str, sizes: np.ndarray
 ) -> list[tuple[float, str, float]]:
     """[(size, cheaper algorithm, seconds of flat / seconds of hierarchical), …] for message sizes: where one overtakes the other."""
-    flat = spread_s(rates, nodes * per_node, per_node, sharing, sizes, passes)
-    staged = hierarchical_s(rates, nodes, per_node, sharing, sizes, passes)
+    flat = flat_s(rates, nodes * per_node, per_node, sharing, sizes, operation)
+    staged = hierarchical_s(rates, nodes * per_node, per_node, sharing, sizes, operation)
     return [
         (float(size), "hierarchical" if two < one else "flat", float(one / two)) for size, one, two in zip(sizes, flat, staged, strict=True)
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from frontier_llm.costs.workload import Number
@@ -32,7 +34,21 @@ def gemm_s(M: Number, N: Number, K: Number, rates: Rates, batch: Number = 1, ali
         best = np.minimum(best, waves * 2 * rows * columns * inner / (rate * relative))
     moved = 2 * batch * (M * K + K * N + M * N)
     slow = np.where(aligned, 1.0, rates.unaligned_penalty)
-    return np.maximum(best * slow, moved / (rates.hbm_bytes_s * rates.hbm_efficiency)) + rates.kernel_s
+    seconds = np.maximum(best * slow, moved / (rates.hbm_bytes_s * rates.hbm_efficiency)) + rates.kernel_s
+    return seconds * _measured_over_formula(M, N, K, rates) if rates.gemm_shapes else seconds
+
+
+def _measured_over_formula(M: Number, N: Number, K: Number, rates: Rates) -> Number:
+    """How the products that were measured nearest to this shape compare with the formula: 1 far from all of them.
+
+    Weights fall with the squared distance in log2 of the three sizes; the formula itself counts as a sample two doublings away.
+    """
+    m, n, k, measured = np.array(rates.gemm_shapes).T
+    ratios = np.log(measured / gemm_s(m, n, k, replace(rates, gemm_shapes=())))
+    points = np.stack(np.broadcast_arrays(M, N, K), axis=-1)[..., None, :]
+    distance = np.sum(np.log2(points / np.stack([m, n, k], axis=-1)) ** 2, axis=-1)
+    weights = 1 / (distance + 1e-6)
+    return np.exp((weights * ratios).sum(axis=-1) / (weights.sum(axis=-1) + 1 / 4))
 
 
 def memory_s(moved_bytes: Number, kernels: Number, rates: Rates) -> Number:

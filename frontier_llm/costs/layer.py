@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from frontier_llm.costs.collectives import node_ring_s, spread_s
+from frontier_llm.costs.collectives import node_s
+from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import ALIGNMENT, flash_s, gemm_s, memory_s
 from frontier_llm.costs.workload import Number, Workload
 from frontier_llm.machine.rates import Rates
@@ -42,11 +43,11 @@ def tp_collective_s(w: Workload, rates: Rates) -> Number:
     """
     size = w.tokens * w.H * w.dtype_bytes
     tp = np.asarray(w.tp, dtype=float)
-    inside = node_ring_s(rates, np.minimum(tp, rates.node_devices), size, 2)
-    pair = np.where(np.asarray(w.sp) == 1, 2 * node_ring_s(rates, np.minimum(tp, rates.node_devices), size, 1), inside)
     per_node = np.minimum(tp, rates.node_devices)
-    across = spread_s(rates, tp, per_node, rates.node_devices / per_node, size, 2)
-    return np.where(tp <= rates.node_devices, pair, across) * (1 - rates.tp_overlap)
+    whole, gather, scatter = (node_s(rates, per_node, size, name) for name in ("all_reduce", "all_gather", "reduce_scatter"))
+    inside = np.where(np.asarray(w.sp) == 1, gather + scatter, whole)
+    across = collective_s(rates, tp, per_node, rates.node_devices / per_node, size, "all_reduce")
+    return np.where(tp <= rates.node_devices, inside, across) * (1 - rates.tp_overlap)
 
 
 def attention_core(w: Workload, rates: Rates) -> tuple[Number, Number]:
@@ -94,8 +95,11 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
     up = linear(T, H, (1 + np.asarray(w.gated)) * w.F / tp, rates, accumulate)
     down = linear(T, np.asarray(w.F) / tp, H, rates, accumulate)
     tp_s = 2 * tp_collective_s(w, rates)
-    # with sequence parallelism the backward of a column-parallel product gathers its input again
-    regather = np.where(np.asarray(w.sp) == 1, 2 * node_ring_s(rates, np.minimum(tp, rates.node_devices), T * H * w.dtype_bytes, 1), 0.0)
+    # with sequence parallelism the backward of a column-parallel product gathers its input again, under the input gradient
+    # where anything runs beside anything: half of it shows
+    regather = np.where(
+        np.asarray(w.sp) == 1, 2 * node_s(rates, np.minimum(tp, rates.node_devices), T * H * w.dtype_bytes, "all_gather"), 0.0
+    )
     terms: Terms = {
         "matrix products": (
             qkv[0] + out[0] + up[0] + down[0],
@@ -103,17 +107,19 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
         ),
         "attention": attention_core(w, rates),
         "norms, activation, residual": elementwise(w, rates),
-        "tp communication": (tp_s, tp_s + regather * (1 - rates.tp_overlap) * 0.5),
+        "tp communication": (tp_s, tp_s + regather * (1 - rates.tp_overlap) * (1.0 if rates.host_executes else 0.5)),
     }
     full, selective = np.asarray(w.recompute) == 2, np.asarray(w.recompute) == 1
     again = {key: np.where(full, value[0], 0.0) for key, value in terms.items()}
     again["attention"] = np.where(full | selective, terms["attention"][0], 0.0)
     terms["recompute"] = (0.0 * np.asarray(tp_s), sum(again.values()) * np.where(full, w.recompute_share, 1.0))
-    # the host dispatches ahead of the device; where it cannot keep up, the layer takes the host's time
+    # the host dispatches ahead of the device; where it cannot keep up, the layer takes the host's time. A CPU does one after the other
     forward, backward = (sum(term[side] for name, term in terms.items() if name != "tp communication") for side in (0, 1))
     backward = backward - np.where(full, tp_s * w.recompute_share, 0.0)
     host_forward = FORWARD_OPS * rates.launch_s
     host_backward = (BACKWARD_OPS + FORWARD_OPS * full + 6 * selective) * rates.launch_s
+    if rates.host_executes:
+        forward, backward = 0.0, 0.0
     terms["launch-bound"] = (np.maximum(host_forward - forward, 0.0), np.maximum(host_backward - backward, 0.0))
     return terms
 
@@ -138,17 +144,21 @@ def embedding_terms(w: Workload, rates: Rates) -> Terms:
 
 
 def head_terms(w: Workload, rates: Rates) -> Terms:
-    """Final norm, output head and cross-entropy; logits live in 16 bit, the loss reads and writes them in fp32."""
+    """Final norm, output head and cross-entropy over 16-bit logits.
+
+    Fused: read once forward, read and overwritten backward. By separate kernels, as Megatron has them (bytes per logit): to fp32 6,
+    maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward multiply 8, to 16 bit 6.
+    """
     T, v = w.tokens, np.asarray(w.V) / w.tp
     accumulate = accumulate_bytes(w, rates)
     product = linear(T, w.H, v, rates, accumulate)
-    logits = T * v * 4.0
-    passes = 2.0 if rates.fused else 4.0
+    logits = T * v
+    forward_bytes, backward_bytes = (2.0, 4.0) if rates.fused_cross_entropy else (38.0, 14.0)
     sum_s = np.where(np.asarray(w.sp) == 1, tp_collective_s(w, rates) / 2, tp_collective_s(w, rates) / 1)
-    stats_s = node_ring_s(rates, np.minimum(w.tp, rates.node_devices), 12.0 * T * np.asarray(w.tp), 1)
+    stats_s = node_s(rates, np.minimum(w.tp, rates.node_devices), 12.0 * T * np.asarray(w.tp), "all_gather")
     return {
         "head": (product[0] + np.where(np.asarray(w.sp) == 1, sum_s, 0.0), product[1] + sum_s),
-        "cross-entropy": (memory_s(passes * logits, 6, rates) + stats_s, memory_s(0.75 * passes * logits, 3, rates)),
+        "cross-entropy": (memory_s(forward_bytes * logits, 6, rates) + stats_s, memory_s(backward_bytes * logits, 3, rates)),
     }
 
 

@@ -65,7 +65,8 @@ def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embed
     zero, dp = np.asarray(w.zero), np.asarray(w.dp, dtype=float)
     size, tokens = w.dtype_bytes, w.tokens * 1.0
     sharded = np.where(zero >= 2, dp, 1.0)
-    gathered = np.where(zero >= 2, 2 * stage_parameters(w, 1, False, False) * size, 0.0)
+    # fully sharded: this layer's and the next one's weights, and a layer's gradients on their way out
+    gathered = np.where(zero >= 2, stage_parameters(w, 1, False, False) * (2 * size + rates.gradient_bytes), 0.0)
     # a fully sharded run keeps its fp32 weights as the only copy; otherwise 16-bit weights stand beside the fp32 master copy
     weights = np.where(zero >= 2, 0.0, parameters * size)
     state = STATE_BYTES if np.all(np.asarray(size) <= 2) else 2 * np.asarray(size)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from frontier_llm.costs.collectives import message_s, spread_s
+from frontier_llm.costs.collectives import message_s
+from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import memory_s
 from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms, totals, weight_gradient_s
 from frontier_llm.costs.parameters import stage_parameters
@@ -75,13 +76,17 @@ class StepTail:
 
 
 def gradient_reduction_s(w: Workload, rates: Rates, parameters: Number) -> tuple[Number, Number]:
-    """(reduce, gather) seconds of one stage's gradients over dp: all-reduce, or reduce-scatter and all-gather with ZeRO-1."""
+    """(reduce, gather) seconds of one stage's gradients over dp, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO-1."""
     place = placement(w, rates)
-    size = parameters * np.where(np.asarray(w.gradient_bytes) > 0, w.gradient_bytes, rates.gradient_bytes)
-    args = (w.dp, place.dp_per_node, place.dp_sharing)
-    summed = spread_s(rates, *args, size, 2)
-    scattered = spread_s(rates, *args, size, 1)
-    gathered = spread_s(rates, *args, parameters * np.asarray(w.dtype_bytes), 1)
+    element_bytes = np.where(np.asarray(w.gradient_bytes) > 0, w.gradient_bytes, rates.gradient_bytes)
+    buckets = np.maximum(parameters / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
+
+    def seconds(operation: str, size_bytes: Number) -> Number:
+        return buckets * collective_s(rates, w.dp, place.dp_per_node, place.dp_sharing, size_bytes / buckets, operation)
+
+    summed = seconds("all_reduce", parameters * element_bytes)
+    scattered = seconds("reduce_scatter", parameters * element_bytes)
+    gathered = seconds("all_gather", parameters * np.asarray(w.dtype_bytes))
     sharded = np.asarray(w.zero) >= 1
     return np.where(sharded, scattered, summed), np.where(sharded, gathered, 0.0)
 
@@ -100,11 +105,13 @@ def tail(w: Workload, rates: Rates, parameters: Number, last_backward_s: Number,
     reduce_s, gather_s = gradient_reduction_s(w, rates, parameters)
     windows = overlap_windows(w)
     owned = parameters / np.where(np.asarray(w.zero) >= 1, np.asarray(w.dp, dtype=float), 1.0)
-    update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(parameters * 2.0 * rates.gradient_bytes, 2, rates)
+    sharded = np.asarray(w.zero) >= 2  # gradients are cut like the state, and what moves has moved layer by layer
+    held = np.where(sharded, owned, parameters)
+    update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
     return StepTail(
-        reduce_s=np.maximum(reduce_s * (1 - rates.dp_overlap), reduce_s - windows * last_backward_s),
+        reduce_s=np.where(sharded, 0.0, exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap)),
         optimizer_s=update_s + rates.step_s,
-        gather_s=np.maximum(gather_s * (1 - rates.gather_overlap), gather_s - windows * first_forward_s),
+        gather_s=np.where(sharded, 0.0, exposed_s(gather_s, windows * first_forward_s, rates.gather_overlap)),
     )
 
 
@@ -112,25 +119,33 @@ def fsdp_layer_s(w: Workload, rates: Rates, parameters: Number) -> tuple[Number,
     """(forward, backward) seconds of a layer's all-gathers and reduce-scatter when weights are sharded too (zero 2, 3)."""
     place = placement(w, rates)
     args = (w.dp, place.dp_per_node, place.dp_sharing)
-    gather = spread_s(rates, *args, parameters * np.asarray(w.dtype_bytes), 1)
-    scatter = spread_s(rates, *args, parameters * rates.gradient_bytes, 1)
+    gather = collective_s(rates, *args, parameters * np.asarray(w.dtype_bytes), "all_gather")
+    scatter = collective_s(rates, *args, parameters * rates.gradient_bytes, "reduce_scatter")
     again = np.where(np.asarray(w.zero) == 3, gather, 0.0)  # SHARD_GRAD_OP keeps the weights until backward
     return gather, again + scatter
 
 
+def layer_s(w: Workload, rates: Rates) -> tuple[Number, Number]:
+    """(forward, backward) seconds of a layer; where weights are sharded, with what shows of gathering and scattering them beside it."""
+    forward, backward = totals(layer_terms(w, rates))
+    sharded = np.asarray(w.zero) >= 2
+    if not np.any(sharded):
+        return forward, backward
+    gather, scatter = fsdp_layer_s(w, rates, stage_parameters(w, 1, False, False))
+    shown = exposed_s(gather, forward, rates.dp_overlap), exposed_s(scatter, backward, rates.dp_overlap)
+    return forward + np.where(sharded, shown[0], 0.0), backward + np.where(sharded, shown[1], 0.0)
+
+
+def exposed_s(communication_s: Number, compute_s: Number, overlap: float) -> Number:
+    """What communication adds to the compute beside it: what does not fit under it, and at least the share that never overlaps."""
+    return np.maximum(communication_s * (1 - overlap), communication_s - compute_s)
+
+
 def step_s(w: Workload, rates: Rates) -> Number:
     """Seconds of one training step in closed form."""
-    per_layer = totals(layer_terms(w, rates))
+    per_layer = layer_s(w, rates)
     embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
-    layer_parameters = stage_parameters(w, 1, False, False)
-    sharded = np.asarray(w.zero) >= 2
-    if np.any(sharded):
-        gather, scatter = fsdp_layer_s(w, rates, layer_parameters)
-        per_layer = (
-            np.where(sharded, np.maximum(per_layer[0], gather), per_layer[0]),
-            np.where(sharded, np.maximum(per_layer[1], scatter), per_layer[1]),
-        )
-    layer_s = per_layer[0] + per_layer[1]
+    both = per_layer[0] + per_layer[1]
     ends = embedding[0] + embedding[1], head[0] + head[1]
     pp, v, m = (np.asarray(value, dtype=float) for value in (w.pp, w.chunks, w.m))
     layers = np.asarray(w.layers, dtype=float)
@@ -139,9 +154,9 @@ def step_s(w: Workload, rates: Rates) -> Number:
     last_layers = np.maximum(np.where(layers % pp == 0, most, np.floor(layers / pp)), np.minimum(least_last, most))
     message = 2 * p2p_s(w, rates)
     host = rates.microbatch_s
-    first = most * layer_s + ends[0] + np.where(pp == 1, ends[1], 0.0)
-    last = last_layers * layer_s + ends[1]
-    middle = np.where(pp > 2, most * layer_s, 0.0)
+    first = most * both + ends[0] + np.where(pp == 1, ends[1], 0.0)
+    last = last_layers * both + ends[1]
+    middle = np.where(pp > 2, most * both, 0.0)
     slowest = np.maximum(np.maximum(first, np.where(pp > 1, last, 0.0)), middle) + host
     if rates.blocking_messages:
         busiest = slowest + message * v
@@ -151,16 +166,12 @@ def step_s(w: Workload, rates: Rates) -> Number:
         hidden = (v > 1) | (np.asarray(w.schedule) == GPIPE)
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
-    ramp = (layers * layer_s + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
+    ramp = (layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
     # ZB-H1 (Qi et al. 2023): a stage's bubble shrinks by two weight gradients; a single microbatch can defer only its own
     split = np.asarray(w.schedule) == ZERO_BUBBLE
     deferred = (pp - 1) * most * weight_gradient_s(w, rates) * (1 + np.minimum((m - 1) / pp, 1.0))
     ramp = ramp - np.where(split, np.minimum(deferred, ramp), 0.0)
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
     parameters = stage_parameters(w, most, True, pp == 1)
-    parameters = np.where(sharded, 0.0, parameters)
     end = tail(w, rates, parameters, most * per_layer[1], most * per_layer[0])
-    sharded_update = memory_s(
-        np.where(sharded, stage_parameters(w, layers, True, True) / np.asarray(w.dp), 0.0) * rates.optimizer_bytes, 0, rates
-    )
-    return pipeline + end.reduce_s + end.optimizer_s + end.gather_s + sharded_update
+    return pipeline + end.reduce_s + end.optimizer_s + end.gather_s

@@ -16,6 +16,7 @@ Number = Any  # int, float or a numpy array of them; arrays of one workload broa
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 GPIPE, ZERO_BUBBLE = 0, 3
+FSDP = 3  # `Workload.zero` of runs that shard weights, gradients and optimizer state (parallel.data_mode: fsdp)
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -46,7 +47,7 @@ class Workload:
     m: Number  # microbatches per replica and step
     sp: Number  # 1 = sequence parallel
     recompute: Number  # 0 none, 1 selective (attention core), 2 full
-    zero: Number  # 0 | 1, and 3 for the fully sharded runs of others
+    zero: Number  # 0 | 1, 3 = fully sharded (FSDP), 2 = fully sharded but weights gathered once, as others have it
     dp_outer: Number  # 1 = axis order tp-pp-dp: stages are neighbours, replicas far apart
     schedule: Number = 1  # index into SCHEDULES
     dtype_bytes: Number = 2
@@ -120,8 +121,9 @@ def from_config(config: RunConfig, world_size: int) -> Workload:
         m=batch.global_batch // (batch.micro_batch * dp),
         sp=int(parallel.sequence_parallel and parallel.tensor > 1),
         recompute=RECOMPUTE[config.train.recompute],
-        zero=parallel.zero,
+        zero=FSDP if parallel.data_mode == "fsdp" else parallel.zero,
         dp_outer=int(parallel.axis_order == "tp-pp-dp"),
         schedule=SCHEDULES.index(parallel.schedule),
         dtype_bytes=DTYPE_BYTES[config.precision.dtype],
+        gradient_bytes=DTYPE_BYTES.get(config.precision.gradient_wire, 0),
     )

@@ -51,10 +51,11 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
         "samples": [_sample(dataset, document, codec, characters) for document in _spread(dataset.document_count, samples)],
     }
     if meta is not None:
-        per_token = math.log(2) * meta.bytes_per_token
         report |= {"tokenizer": meta.tokenizer, "tokenizer_digest": meta.tokenizer_digest, "vocab_size": meta.vocab_size, "eod": meta.eod}
-        report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token, "damaged": meta.damaged}
-        report["bits_per_byte_of_one_nat"] = 1 / per_token
+        report["damaged"] = meta.damaged
+        if meta.text_bytes:  # not known of imported tokens
+            report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token}
+            report["bits_per_byte_of_one_nat"] = 1 / (math.log(2) * meta.bytes_per_token)
     return report
 
 

@@ -28,7 +28,7 @@ SHARD_BYTES = 4 << 20
 class StdlibCorpus:
     """What `prepare` made: paths as a config wants them, and the records (with text bytes) of both splits."""
 
-    tokenizer: Path
+    tokenizer: str
     train: str  # prefixes
     validation: str
     train_meta: DatasetMeta
@@ -55,8 +55,10 @@ def held_out(path: Path, root: Path) -> bool:
     return int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
 
 
-def prepare(directory: str | Path, vocab_size: int = 4096, root: Path | None = None, workers: int | None = None) -> StdlibCorpus:
-    """Tokenizer, train and validation datasets in `directory`; what is there and still fits is used again.
+def prepare(
+    directory: str | Path, vocab_size: int = 4096, root: Path | None = None, workers: int | None = None, tokenizer: str | None = None
+) -> StdlibCorpus:
+    """Train and validation datasets in `directory`, and their tokenizer unless one is given; what is there and still fits is used again.
 
     Raises DataError when the library has no sources, or the directory cannot be written.
     """
@@ -66,13 +68,13 @@ def prepare(directory: str | Path, vocab_size: int = 4096, root: Path | None = N
     train = [path for path in files if not held_out(path, root)]
     validation = [path for path in files if held_out(path, root)]
     try:
-        model = _tokenizer(directory, train, vocab_size)
+        model = load_tokenizer(tokenizer) if tokenizer else _tokenizer(directory, train, vocab_size)
     except OSError as error:
         raise DataError(f"cannot write: {error.strerror or error}", where=str(directory), fix="choose a directory you can write") from error
     options = TokenizeOptions(shard_bytes=SHARD_BYTES)
     prefixes = {"train": train, "validation": validation}
     metas = {split: tokenize(paths, directory / split, model.name, options, workers) for split, paths in prefixes.items()}
-    return StdlibCorpus(Path(model.name), str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"])
+    return StdlibCorpus(model.name, str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"])
 
 
 def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer:

@@ -1,7 +1,7 @@
-"""A model class for lm-evaluation-harness: `python -m frontier_llm.inference.lm_eval_model --model frontier-llm --model_args …`.
+"""A model class for lm-evaluation-harness: `frontier-lm-eval --model frontier-llm --model_args path=runs/mine --tasks …`.
 
-lm_eval finds models that were registered before its command line runs; this module registers ours and then runs that command
-line with all its options. Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size.
+lm_eval 0.4 knows the models of its own table and those that were registered before its command line runs, and has no entry point for
+others. So the command `frontier-lm-eval` (`main` here) registers ours and then is lm_eval's command line, with all its options and models. Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size.
 In Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
 """
 
@@ -91,7 +91,12 @@ class FrontierLM(TemplateLM):
             stops = [until] if isinstance(until, str) else list(until)
             wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
             greedy = not options.get("do_sample", False)
-            sampling = Sampling(wanted, 0.0 if greedy else float(options.get("temperature", 1.0)), top_p=float(options.get("top_p", 1.0)))
+            sampling = Sampling(
+                wanted,
+                0.0 if greedy else float(options.get("temperature", 1.0)),
+                top_p=float(options.get("top_p", 1.0)),
+                min_p=float(options.get("min_p", 0.0)),
+            )
             room = self.max_length - min(wanted, self.max_length - 1)
             ids = self.tok_encode(context)
             prompt = context if len(ids) <= room else self.tokens.decode(ids[-room:])
@@ -108,7 +113,12 @@ def _device(wanted: str | None) -> torch.device:
     return torch.device("cpu")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """lm_eval's own command line, in a process that knows `--model frontier-llm`."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

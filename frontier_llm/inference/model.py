@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from frontier_llm.checkpoint.huggingface import WeightSource, load_weights
+from frontier_llm.checkpoint.source import WeightSource, load_weights
 from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
 from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
 from frontier_llm.model import Microbatch, Stage, working_dtype
 from frontier_llm.ops import select_ops
-from frontier_llm.tensor_parallel import LayerContext, ShardedParameter, WeightGradients
+from frontier_llm.tensor_parallel import LayerContext, WeightGradients, materialise
 from frontier_llm.topology import ParallelPlan, make_plan
 
 
@@ -97,19 +97,5 @@ def build_inference_model(
     attention = RememberingAttention(selected.attention)
     context = LayerContext(mesh.tp, False, replace(selected, attention=attention), WeightGradients(), working)
     stage = Stage(source.model, plan.stage_of(mesh.pp.rank, 0), context, device)
-    load_weights(source, _materialise(stage, device))
+    load_weights(source, materialise(stage, device))
     return InferenceModel(source.model, mesh, device, working, stage, attention)
-
-
-def _materialise(stage: Stage, device: torch.device) -> list[ShardedParameter]:
-    """Give every parameter of a stage on the meta device memory of its own."""
-    real: dict[ShardedParameter, ShardedParameter] = {}
-    for module in stage.modules():
-        for name, declared in module._parameters.items():
-            if not isinstance(declared, ShardedParameter):
-                continue
-            if declared not in real:
-                data = torch.empty(declared.spec.shape, dtype=declared.dtype, device=device)
-                real[declared] = ShardedParameter.create(data, declared.spec, declared.layer_accumulates, declared.uses)
-            module._parameters[name] = real[declared]
-    return list(real.values())

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel, WeightSource
+from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel
+from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +33,7 @@ def open_model(path: str | Path, verified: bool = False) -> OpenedModel:
     path = Path(path)
     if (path / CONFIG).is_file():
         source = HuggingFaceModel(path)
-        return OpenedModel(path, source, None, "fp32", _tokenizer_in(path))
+        return OpenedModel(path, source, None, "fp32", tokenizer_in(path))
     if (path / folder.MANIFEST).is_file():
         return _open_checkpoint(path, verified)
     for checkpoints in (path / "checkpoints", path):
@@ -72,5 +73,6 @@ def _open_checkpoint(path: Path, verified: bool) -> OpenedModel:
     return OpenedModel(path, source, source.config, source.config.precision.dtype, source.config.data.tokenizer)
 
 
-def _tokenizer_in(directory: Path) -> str | None:
+def tokenizer_in(directory: Path) -> str | None:
+    """The directory itself where it holds a tokenizer's file."""
     return str(directory) if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")) else None

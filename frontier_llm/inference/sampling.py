@@ -1,4 +1,4 @@
-"""From logits to the next token: repetition penalty, temperature, top-k, top-p, then one draw."""
+"""From logits to the next token: repetition penalty, temperature, top-k, top-p, min-p, then one draw."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from frontier_llm.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 switch these filters off."""
+    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch these filters off."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0  # arXiv:1909.05858: > 1 makes tokens that were seen less likely
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()  # end a row; not part of its text
@@ -30,6 +31,7 @@ class Sampling:
             ("temperature", self.temperature >= 0, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
             ("repetition_penalty", self.repetition_penalty > 0, "more than 0; 1 is off"),
         ]
         problems = [
@@ -53,7 +55,7 @@ class Sampler:
         if sampling.temperature == 0:
             return logits_BV.argmax(-1)
         ordered_BV, order_BV = (logits_BV / sampling.temperature).sort(dim=-1, descending=True, stable=True)
-        probabilities_BV = keep_likely(ordered_BV, sampling.top_k, sampling.top_p)
+        probabilities_BV = keep_likely(ordered_BV, sampling.top_k, sampling.top_p, sampling.min_p)
         cumulative_BV = probabilities_BV.cumsum(-1)
         draws_B = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators])
         # below the last kept token's cumulative sum, so that rounding cannot choose a token of probability 0
@@ -70,8 +72,10 @@ def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
-def keep_likely(ordered_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Probabilities, highest first, with 0 for all but the top k and the smallest head whose mass reaches p (arXiv:1904.09751)."""
+def keep_likely(ordered_BV: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """Probabilities, highest first, with 0 for all but the top k, of these the smallest head whose mass reaches p (arXiv:1904.09751),
+    and of these the ones at least min_p times as likely as the first (arXiv:2407.01082).
+    """
     if top_k:
         ordered_BV = ordered_BV.clone()
         ordered_BV[:, top_k:] = -torch.inf
@@ -79,6 +83,8 @@ def keep_likely(ordered_BV: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p < 1:
         before_BV = probabilities_BV.cumsum(-1) - probabilities_BV
         probabilities_BV = torch.where(before_BV < top_p, probabilities_BV, 0)
+    if min_p:
+        probabilities_BV = torch.where(probabilities_BV >= min_p * probabilities_BV[:, :1], probabilities_BV, 0)
     return probabilities_BV
 
 

@@ -48,11 +48,6 @@ def link_gbps(one: int, other: int) -> float:
     return LINK_GBPS * LINKS.get((min(one, other), max(one, other)), 0)
 
 
-def link_matrix() -> list[list[float]]:
-    """8 x 8, GB/s per direction."""
-    return [[link_gbps(one, other) if one != other else 0.0 for other in range(8)] for one in range(8)]
-
-
 def best_ring(gcds: Sequence[int]) -> tuple[tuple[int, ...], float]:
     """(order, GB/s of its slowest link) of the single ring through these GCDs with the fastest bottleneck.
 
@@ -85,18 +80,3 @@ def bus_limit_gbps(gcds: Sequence[int]) -> float:
         for side in combinations(members, size)
     )
     return min(sum(link_gbps(one, other) for one in side for other in rest) for side, rest in cuts)
-
-
-def tp_groups(tp: int) -> list[tuple[int, ...]]:
-    """The tensor-parallel groups of a node when local rank = GCD and tp is innermost."""
-    return [tuple(range(start, start + tp)) for start in range(0, 8, tp)]
-
-
-def cpu_map(gcds: Sequence[int] = range(8)) -> str:
-    """For `srun --cpu-bind=map_cpu:`: one core per local rank, the second of its GCD's region (the first belongs to the system)."""
-    return ",".join(str(NODE[gcd].usable_cores[0]) for gcd in gcds)
-
-
-def cpu_masks(gcds: Sequence[int] = range(8)) -> str:
-    """For `srun --cpu-bind=mask_cpu:`: the seven usable cores of each local rank's GCD."""
-    return ",".join(hex(sum(1 << core for core in NODE[gcd].usable_cores)) for gcd in gcds)

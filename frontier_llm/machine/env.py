@@ -42,6 +42,16 @@ _NODE_LOCAL = "/tmp/miopen-${SLURM_JOB_ID:-0}-${SLURM_LOCALID:-0}"  # noqa: S108
 
 _ROCM = (
     Variable(
+        "GPU_MAX_HW_QUEUES",
+        "8",
+        "a hardware queue for each communicator: with the default of 4, streams share queues, and a receive that is posted ahead holds "
+        "up what its sender waits for (schedule/queues.py)",
+        "ROCm/rocm-systems#8916, ROCm/rccl#2191",
+    ),
+    Variable(
+        "TORCH_NCCL_HIGH_PRIORITY", "1", "streams of another priority have queues of their own: compute never waits behind them", TORCH
+    ),
+    Variable(
         "HSA_FORCE_FINE_GRAIN_PCIE", "1", "peer-to-peer through the large BAR; without it RCCL falls back to staging in host memory", HPE
     ),
     Variable(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from frontier_llm.config.load import available, find_file, merge, read_yaml
 from frontier_llm.errors import ConfigError, Problem, suggest
-from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.machine.schema import Machine, Number
 
 GIB = 1024**3
@@ -137,9 +138,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         network_crowding=network.crowding.value,
         network_latency_s=network.latency_us.value * 1e-6,
         network_hop_s=network.hop_us.value * 1e-6,
-        table_nodes=tuple(map(float, table.time_us)) if table else (),
-        table_bytes=tuple(map(float, table.message_bytes)) if table else (),
-        table_seconds=tuple(tuple(us * 1e-6 for us in row) for row in table.time_us.values()) if table else (),
+        all_reduce_table=_table(table.time_us, table.message_bytes) if table else None,
         gemm_efficiency=s.gemm_efficiency.value,
         gemm_k_half=s.gemm_k_half.value,
         unaligned_penalty=s.unaligned_penalty.value,
@@ -154,6 +153,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         dropout=s.dropout,
         fused_softmax=s.fused_softmax,
         fused=s.fused,
+        fused_cross_entropy=s.fused_cross_entropy,
         gradient_bytes=s.gradient_bytes,
         accumulate_bytes=s.accumulate_bytes,
         optimizer_bytes=s.optimizer_bytes,
@@ -165,7 +165,20 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         fabric_share=s.fabric_share.value,
         reserve_bytes=s.reserve_gib.value * GIB,
         fragmentation=s.fragmentation.value,
+        bucket_parameters=s.bucket_parameters,
+        hierarchical=s.hierarchical,
+        node_tables={name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()}
+        if node.collectives
+        else {},
+        gemm_shapes=tuple((M, N, K, us * 1e-6) for M, N, K, us in device.gemm_shapes.mnk_us) if device.gemm_shapes else (),
+        contention=tuple(sorted(node.contention.share.items())) if node.contention else (),
+        host_executes=device.host_executes,
     )
+
+
+def _table(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, ...]) -> Table:
+    seconds = tuple(tuple(us * 1e-6 for us in row) for row in time_us.values())
+    return Table(tuple(map(float, time_us)), tuple(map(float, message_bytes)), seconds)
 
 
 # field of Rates → (section, key) of the machine file; for `--explain` and for writing fitted values back

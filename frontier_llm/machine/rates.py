@@ -5,7 +5,17 @@ A machine file says where each number comes from; `Rates` is that file boiled do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured seconds of a collective: rows by nodes or ranks, columns by message size."""
+
+    rows: tuple[float, ...]
+    sizes_bytes: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -29,10 +39,7 @@ class Rates:
     network_crowding: float  # further factor when several communicators of a node share its NICs at the same time
     network_latency_s: float  # fixed part of one collective or message across nodes
     network_hop_s: float  # per ring step across nodes (ring-only reduce-scatter and all-gather)
-    # measured all-reduce times: table_nodes x table_bytes -> seconds, eight ranks per node in one communicator; empty = ring formula
-    table_nodes: tuple[float, ...]
-    table_bytes: tuple[float, ...]
-    table_seconds: tuple[tuple[float, ...], ...]
+    all_reduce_table: Table | None  # over nodes, every device of a node in one communicator; None = ring formula
     # compute
     gemm_efficiency: float  # of peak, for a large, well-shaped matrix product
     gemm_k_half: float  # inner dimension at which a product reaches half of that
@@ -49,6 +56,7 @@ class Rates:
     dropout: bool
     fused_softmax: bool  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
     fused: bool  # norm, bias+activation, residual in one kernel each
+    fused_cross_entropy: bool  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
     gradient_bytes: int  # in which the gradients are summed over dp
     accumulate_bytes: float  # moved per parameter to add one microbatch's gradient
     optimizer_bytes: float  # moved per owned parameter by the optimizer step
@@ -60,3 +68,10 @@ class Rates:
     fabric_share: float  # of the fabric's bandwidth that this stack's collectives reach
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations
+    bucket_parameters: float  # gradients are summed over dp in pieces of so many parameters; 0 = all at once
+    hierarchical: bool  # collectives that span nodes may go in two stages, and do where that is faster
+    # measured on this very machine (`calibrate`); empty elsewhere
+    node_tables: Mapping[str, Table] = field(default_factory=dict)  # collectives inside a node, by operation; rows by ranks
+    gemm_shapes: tuple[tuple[float, float, float, float], ...] = ()  # M, N, K, seconds
+    contention: tuple[tuple[int, float], ...] = ()  # (busy devices of a node, time of their kernels / time when all are busy)
+    host_executes: bool = False  # the device is the host: dispatching an operation does not run ahead of it

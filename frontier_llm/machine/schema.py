@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -19,6 +20,14 @@ class Number(Section):
     source: Annotated[str, Field(min_length=3)]
 
 
+class GemmShapes(Section):
+    """Measured matrix products: what `costs.kernels.gemm_s` gives for these very shapes, and leans on near them."""
+
+    tag: Tag
+    source: str
+    mnk_us: tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat], ...]
+
+
 class Device(Section):
     """What one rank runs on. On MI250X that is one of the package's two dies (a GCD), never the package."""
 
@@ -27,6 +36,31 @@ class Device(Section):
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
     compute_units: Number  # SMs or CUs
+    gemm_shapes: GemmShapes | None = None
+    host_executes: bool = False  # a CPU: the cores that dispatch operations are those that run them
+
+
+class CollectiveTables(Section):
+    """Measured medians of collectives inside a node: operation → ranks → one time per message size."""
+
+    tag: Tag
+    source: str
+    message_bytes: tuple[PositiveInt, ...]
+    time_us: dict[Literal["all_reduce", "reduce_scatter", "all_gather"], dict[PositiveInt, tuple[PositiveFloat, ...]]]
+
+    @model_validator(mode="after")
+    def _rectangular(self) -> CollectiveTables:
+        for rows in self.time_us.values():
+            check_rectangle(rows, self.message_bytes, "ranks", least_rows=1)
+        return self
+
+
+class Contention(Section):
+    """How devices of a node slow each other down: busy devices → time of a kernel over its time when all are busy."""
+
+    tag: Tag
+    source: str
+    share: dict[PositiveInt, PositiveFloat]
 
 
 class Node(Section):
@@ -39,6 +73,9 @@ class Node(Section):
     fabric_gbps: dict[PositiveInt, Number]  # bus bandwidth, GB/s, that collectives of so many neighbours reach
     fabric_latency_us: Number
     fabric_hop_us: Number
+    collectives: CollectiveTables | None = None
+    contention: Contention | None = None
+    links: Literal["mi250x"] | None = None  # the map of direct links between devices, where machine/affinity.py has it
 
 
 class Network(Section):
@@ -60,14 +97,19 @@ class AllReduceTable(Section):
 
     @model_validator(mode="after")
     def _rectangular(self) -> AllReduceTable:
-        short = [nodes for nodes, row in self.time_us.items() if len(row) != len(self.message_bytes)]
-        if short:
-            raise ValueError(f"rows for {short} nodes do not have {len(self.message_bytes)} entries, one per message size")
-        if list(self.message_bytes) != sorted(set(self.message_bytes)) or list(self.time_us) != sorted(self.time_us):
-            raise ValueError("message sizes and node counts must rise")
-        if len(self.message_bytes) < 2 or len(self.time_us) < 2:
-            raise ValueError("a table needs at least two message sizes and two node counts to interpolate")
+        check_rectangle(self.time_us, self.message_bytes, "nodes", least_rows=2)
         return self
+
+
+def check_rectangle(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, ...], rows: str, least_rows: int) -> None:
+    """Raise ValueError unless a table can be interpolated: full rows, rising axes, at least two message sizes."""
+    short = [row for row, times in time_us.items() if len(times) != len(message_bytes)]
+    if short:
+        raise ValueError(f"rows for {short} {rows} do not have {len(message_bytes)} entries, one per message size")
+    if list(message_bytes) != sorted(set(message_bytes)) or list(time_us) != sorted(time_us):
+        raise ValueError(f"message sizes and {rows} must rise")
+    if len(message_bytes) < 2 or len(time_us) < least_rows:
+        raise ValueError(f"a table needs at least two message sizes and {least_rows} rows of {rows} to interpolate")
 
 
 class Stack(Section):
@@ -79,11 +121,14 @@ class Stack(Section):
     dropout: bool = False
     fused_softmax: bool = True
     fused: bool = True
+    fused_cross_entropy: bool = True
     gradient_bytes: Literal[2, 4] = 4
     accumulate_bytes: NonNegativeFloat = 8.0
     optimizer_bytes: NonNegativeFloat = 30.0
     p2p_split: bool = False
     blocking_messages: bool = False
+    bucket_parameters: NonNegativeFloat = 0.0
+    hierarchical: bool = False
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
@@ -130,6 +175,7 @@ class Machine(Section):
     node: Node
     network: Network
     allreduce: AllReduceTable | None = None
+    algorithms: str | None = None  # the table in configs/algorithms that runs on this machine use (comm.algorithms)
     default_stack: str
     stacks: dict[str, Stack]
     operations: Operations | None = None

@@ -11,13 +11,8 @@ from torch import Tensor
 class Microbatch:
     """Token ids with the sequence first, so that sequence parallelism cuts contiguous messages."""
 
-    tokens_SB: Tensor  # int64
-    targets_SB: Tensor  # int64, the next tokens
+    tokens_SB: Tensor | None = None  # int64; needed by the stage that embeds
+    targets_SB: Tensor | None = None  # int64, the next tokens; needed by the stage with the head
     documents_BS: Tensor | None = None  # document number of each position; None = one document per sequence
     loss_mask_SB: Tensor | None = None  # False where a target does not count; None = all count
     positions_SB: Tensor | None = None  # where each token stands, when tokens are fed one by one; None = counted from the start
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(S, B)."""
-        return self.tokens_SB.shape[0], self.tokens_SB.shape[1]

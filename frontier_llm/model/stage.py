@@ -54,9 +54,9 @@ class Stage(nn.Module):
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Embedding and blocks: (S or s, B, H)."""
-        positions = self._positions(batch)
         if x is None:
             x = self._embed(batch)
+        positions = self._positions(batch, x.shape[0] * (self.context.tp.size if self.context.sequence_parallel else 1))
         for block in self.blocks:
             x = recompute(lambda x, block=block: block(x, positions), x) if self.recompute_blocks else block(x, positions)
         return x
@@ -70,6 +70,7 @@ class Stage(nn.Module):
 
     def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
         """-log p(target) of each token, (S, B)."""
+        assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
         return vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
 
@@ -82,10 +83,10 @@ class Stage(nn.Module):
 
     def _real_rows(self, weight_vH: ShardedParameter) -> int:
         """Rows of this rank's slice that stand for a token; the rest is padding and never enters a logit."""
-        return min(weight_vH.shape[0], self.model.vocab_size - weight_vH.spec.offset[0])
+        return min(weight_vH.shape[0], self.model.vocab_size - weight_vH.shape[0] * self.context.tp.rank)
 
     def _embed(self, batch: Microbatch) -> Tensor:
-        assert self.token_embedding is not None
+        assert self.token_embedding is not None and batch.tokens_SB is not None
         x = vocab_parallel_embedding(batch.tokens_SB, self.token_embedding, self.context)
         if self.position_embedding is None:
             return x
@@ -95,11 +96,11 @@ class Stage(nn.Module):
             return x + self.position_embedding[first : first + x.shape[0], None]
         return x + nn.functional.embedding(index_SB[first : first + x.shape[0]], self.position_embedding)
 
-    def _positions(self, batch: Microbatch) -> Positions:
+    def _positions(self, batch: Microbatch, sequence: int) -> Positions:
         rope = self._rope
         if rope is not None:
             index_SB = _given_positions(batch)
-            index = slice(0, batch.shape[0]) if index_SB is None else index_SB
+            index = slice(0, sequence) if index_SB is None else index_SB
             rope = rope[0][index], rope[1][index]
         return Positions(rope, self._alibi_slopes_a, batch.documents_BS)
 

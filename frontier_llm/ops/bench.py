@@ -1,66 +1,156 @@
-"""Times each op against plain eager torch at a model's shapes, interleaved: the two take turns, because a busy machine moves both."""
+"""Times each op against other ways to compute the same at a model's shapes; the ways take turns, because a busy machine moves them all.
+
+A way that fails (a back-end that lacks a shape, no memory) is reported with its error, and the others go on.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frontier_llm.config.schema import ModelConfig
+from frontier_llm.ops import sdpa
 from frontier_llm.ops.face import Ops
+
+SDPA_BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_CALLS_ON_GPU = 10
+
+Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Best times of one op, forward and backward together where it has both."""
+class Timing:
+    """Best time of one op done in one way, forward and backward together where it has both."""
 
     op: str
-    ours_s: float
-    eager_s: float
+    way: str  # "ours", "eager", "compiled", "sdpa-…"
+    seconds: float  # nan when it failed
     bytes_moved: int  # what must at least be read and written; 0 for products
     flops: float  # 0 for what is bound by memory
+    error: str = ""
 
 
-Case = tuple[str, Callable[[], Any], Callable[[], Any], int, float]
+@dataclass(frozen=True)
+class Case:
+    """One op: the ways to compute it, each a function that does it once."""
+
+    ways: Mapping[str, Run]
+    bytes_moved: int = 0
+    flops: float = 0.0
 
 
-def compare(ops: Ops, model: ModelConfig, micro_batch: int, dtype: torch.dtype, device: str, rounds: int = 7) -> list[Comparison]:
-    """Every op at the shapes of one microbatch on one rank; `rounds` turns each, the best counts."""
-    results = []
-    for name, ours, eager, size, flops in _cases(ops, model, micro_batch, dtype, torch.device(device)):
-        best = [float("inf"), float("inf")]
-        for turn in range(rounds + 1):
-            for index, run in enumerate((ours, eager)):
-                seconds = _seconds(run, device)
-                if turn:  # the first turn warms up
-                    best[index] = min(best[index], seconds)
-        results.append(Comparison(name, best[0], best[1], size, flops))
-    return results
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of one microbatch on one rank, and tensors of them."""
+
+    model: ModelConfig
+    micro_batch: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        """Tokens N = S * B."""
+        return self.model.sequence_length * self.micro_batch
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers."""
+        return torch.randn(*shape, dtype=dtype or self.dtype, device=self.device)
+
+    def leaf(self, *shape: int) -> Tensor:
+        """Normal numbers that want a gradient."""
+        return self.random(*shape).requires_grad_()
+
+
+def compare(
+    ops: Ops,
+    model: ModelConfig,
+    micro_batch: int,
+    dtype: torch.dtype,
+    device: str,
+    rounds: int = 7,
+    compiler: Callable[..., Any] | None = None,
+) -> Iterator[Timing]:
+    """Every op at the shapes of one microbatch on one rank; `rounds` turns each, the best counts.
+
+    With a `compiler` (torch.compile, say) the only way is the eager one through it, named "compiled".
+    """
+    shapes = Shapes(model, micro_batch, dtype, torch.device(device))
+    for name, build in _CASES.items():
+        try:
+            case = build(ops, shapes, compiler)
+        except (RuntimeError, TypeError) as error:
+            yield Timing(name, "all", float("nan"), 0, 0.0, _first_line(error))
+        else:
+            yield from _take_turns(name, case, device, rounds)
+
+
+def _take_turns(name: str, case: Case, device: str, rounds: int) -> list[Timing]:
+    best, failed = dict.fromkeys(case.ways, float("inf")), {}
+    for turn in range(rounds + 1):
+        for way, run in case.ways.items():
+            if way in failed:
+                continue
+            try:
+                seconds = seconds_of(run, device)
+            except Exception as error:
+                failed[way] = _first_line(error)
+                best[way] = float("nan")
+            else:
+                best[way] = min(best[way], seconds) if turn else best[way]  # the first turn warms up
+    return [Timing(name, way, best[way], case.bytes_moved, case.flops, failed.get(way, "")) for way in case.ways]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def copy_bandwidth(device: str, size_bytes: int = 256 * 2**20) -> float:
     """Bytes read and written per second by a plain copy: the ceiling of the ops that are bound by memory."""
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size_bytes / min(_seconds(lambda: target.copy_(source), device) for _ in range(5))
+    return 2 * size_bytes / min(seconds_of(lambda: target.copy_(source), device) for _ in range(5))
 
 
-def _seconds(run: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+def gemm_rate(device: str, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of torch's product of two square matrices of random numbers: the ceiling of the products."""
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / min(seconds_of(lambda: left @ right, device) for _ in range(5))
 
 
-def _trained(function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor]) -> Callable[[], None]:
+def seconds_of(run: Run, device: str) -> float:
+    """Wall time of one call; on a GPU the mean of ten that are queued together, by the GPU's own clock."""
+    if device != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event.record()
+    for _ in range(_CALLS_ON_GPU):
+        run()
+    end_event.record()
+    torch.cuda.synchronize()
+    return begin_event.elapsed_time(end_event) / 1e3 / _CALLS_ON_GPU
+
+
+def _trained(function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor]) -> Run:
     """Forward and backward of a differentiable op."""
 
     def run() -> None:
@@ -72,102 +162,164 @@ def _trained(function: Callable[..., Any], inputs: list[Tensor], grads: list[Ten
     return run
 
 
-def _cases(ops: Ops, model: ModelConfig, micro_batch: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """(name, ours, eager, bytes, flops) of each op."""
-    grouped = model.num_kv_heads != model.heads
-    S, B, H, A, D = model.sequence_length, micro_batch, model.hidden, model.heads, model.dim_per_head
-    N, width = S * B, torch.finfo(dtype).bits // 8
+def _differentiable(
+    ours: Callable[..., Any],
+    eager: Callable[..., Any],
+    inputs: list[Tensor],
+    grads: list[Tensor],
+    compiler: Callable[..., Any] | None,
+    **size: Any,
+) -> Case:
+    functions = {"ours": ours, "eager": eager} if compiler is None else {"compiled": compiler(eager)}
+    return Case({way: _trained(function, inputs, grads) for way, function in functions.items()}, **size)
 
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
 
-    def grad(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device)
+def _attention(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, alibi: bool) -> Case:
+    model, B, S = shapes.model, shapes.micro_batch, shapes.model.sequence_length
+    A, G, D = model.heads, model.num_kv_heads, model.dim_per_head
+    slopes = 2.0 ** (-8.0 * torch.arange(1, A + 1, device=shapes.device) / A) if alibi else None
+    inputs, grads = [shapes.leaf(S, B, A, D), shapes.leaf(S, B, G, D), shapes.leaf(S, B, G, D)], [shapes.random(S, B, A, D)]
+    ours = partial(ops.attention, scale=D**-0.5, alibi_slopes_a=slopes)
+    eager = partial(sdpa.attention, scale=D**-0.5, alibi_slopes_a=slopes)
+    flops = 7.0 * S * S * B * A * D  # half of a square: 2 products forward, 5 backward
+    case = _differentiable(ours, eager, inputs, grads, compiler, flops=flops)
+    if compiler or alibi:
+        return case
 
-    q, k, v = leaf(S, B, A, D), leaf(S, B, model.num_kv_heads, D), leaf(S, B, model.num_kv_heads, D)
-    x, residual, weight = leaf(N, H), leaf(N, H), leaf(H)
-    gate_up, wide, bias = leaf(N, 2, model.ffn_hidden), leaf(N, model.ffn_hidden), leaf(model.ffn_hidden)
-    angle = torch.randn(S, D // 2, device=device)
-    cos, sin, cos2, sin2 = angle.cos(), angle.sin(), *(f(angle).repeat(1, 2)[:, None, None].to(dtype) for f in (torch.cos, torch.sin))
+    def forced(backend: SDPBackend, *inputs: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return eager(*inputs)
 
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).permute(2, 0, 1, 3)
+    backends = {way: _trained(partial(forced, backend), inputs, grads) for way, backend in SDPA_BACKENDS.items()}
+    return Case({**case.ways, **backends}, flops=flops)
 
-    def eager_rope(q: Tensor) -> Tensor:
-        first, second = q.chunk(2, -1)
-        return q * cos2 + torch.cat((-second, first), -1) * sin2
 
-    def eager_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
+    N, H, eps = shapes.rows, shapes.model.hidden, shapes.model.norm_eps
+    ours, eager = (lambda x, w: ops.rms_norm(x, w, eps)), (lambda x, w: F.rms_norm(x, (H,), w, eps))
+    return _differentiable(
+        ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], compiler, bytes_moved=5 * N * H * shapes.width
+    )
+
+
+def _layer_norm(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
+    N, H, eps = shapes.rows, shapes.model.hidden, shapes.model.norm_eps
+    ours, eager = (lambda x, w: ops.layer_norm(x, w, None, eps)), (lambda x, w: F.layer_norm(x, (H,), w, None, eps))
+    return _differentiable(
+        ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], compiler, bytes_moved=5 * N * H * shapes.width
+    )
+
+
+def _add_norm(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
+    N, H, eps = shapes.rows, shapes.model.hidden, shapes.model.norm_eps
+
+    def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return F.rms_norm(total, (H,), weight, model.norm_eps), total
+        return F.rms_norm(total, (H,), weight, eps), total
 
-    def pair(
-        name: str,
-        ours: Callable[..., Any],
-        eager: Callable[..., Any],
-        inputs: list[Tensor],
-        grads: list[Tensor],
-        size: int,
-        flops: float = 0.0,
-    ) -> Case:
-        return name, _trained(ours, inputs, grads), _trained(eager, inputs, grads), size, flops
-
-    rows, row = N * H * width, [grad(N, H)]
-    attention = [q, k, v]
-    return [
-        pair("attention", lambda q, k, v: ops.attention(q, k, v, scale=D**-0.5), sdpa, attention, [grad(S, B, A, D)], 0, 7.0 * S * S * B * A * D),
-        pair("rms_norm", lambda x, w: ops.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (H,), w, 1e-5), [x, weight], row, 5 * rows),
-        pair("layer_norm", lambda x, w: ops.layer_norm(x, w, None, 1e-5), lambda x, w: F.layer_norm(x, (H,), w, None, 1e-5), [x, weight], row, 5 * rows),
-        pair("add_norm", lambda x, r, w: ops.add_norm(x, r, w, None, 1e-5, "rmsnorm"), eager_add_norm, [x, residual, weight], row * 2, 8 * rows),
-        pair("rope", lambda q: ops.rope(q, cos, sin), eager_rope, [q], [grad(S, B, A, D)], 4 * q.numel() * width),
-        pair("swiglu", ops.swiglu, lambda y: F.silu(y[:, 0]) * y[:, 1], [gate_up], [grad(N, model.ffn_hidden)], 4 * gate_up.numel() * width),
-        pair("gelu", lambda y, b: ops.gelu(y, b, False), lambda y, b: F.gelu(y + b), [wide, bias], [grad(N, model.ffn_hidden)], 5 * wide.numel() * width),
-        *_buffer_cases(ops, model, N, dtype, device),
-    ]  # fmt: skip
+    inputs, grads = [shapes.leaf(N, H), shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H), shapes.random(N, H)]
+    ours = lambda x, r, w: ops.add_norm(x, r, w, None, eps, "rmsnorm")  # noqa: E731
+    return _differentiable(ours, eager, inputs, grads, compiler, bytes_moved=8 * N * H * shapes.width)
 
 
-def _buffer_cases(ops: Ops, model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Cross-entropy, products and the passes over flat buffers."""
-    width, H = torch.finfo(dtype).bits // 8, model.hidden
-    logits = torch.randn(rows, model.vocab_size, dtype=dtype, device=device)
-    targets = torch.randint(0, model.vocab_size, (rows,), device=device)
-    ones, leaf = torch.ones(rows, device=device), logits.clone().requires_grad_()
+def _rope(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
+    S, D = shapes.model.sequence_length, shapes.model.dim_per_head
+    shape, angle = (S, shapes.micro_batch, shapes.model.heads, D), torch.randn(S, D // 2, device=shapes.device)
+    cos, sin = angle.cos(), angle.sin()
+    wide_cos, wide_sin = (f(angle).repeat(1, 2)[:, None, None].to(shapes.dtype) for f in (torch.cos, torch.sin))
 
-    def loss() -> None:
+    def eager(q: Tensor) -> Tensor:
+        first, second = q.chunk(2, -1)
+        return q * wide_cos + torch.cat((-second, first), -1) * wide_sin
+
+    inputs = [shapes.leaf(*shape)]
+    return _differentiable(
+        lambda q: ops.rope(q, cos, sin), eager, inputs, [shapes.random(*shape)], compiler, bytes_moved=4 * inputs[0].numel() * shapes.width
+    )
+
+
+def _swiglu(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
+    N, ffn = shapes.rows, shapes.model.ffn_hidden
+    inputs, grads = [shapes.leaf(N, 2, ffn)], [shapes.random(N, ffn)]
+    return _differentiable(ops.swiglu, lambda y: F.silu(y[:, 0]) * y[:, 1], inputs, grads, compiler, bytes_moved=8 * N * ffn * shapes.width)
+
+
+def _gelu(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, approximate: str) -> Case:
+    N, ffn = shapes.rows, shapes.model.ffn_hidden
+    ours, eager = (lambda y, b: ops.gelu(y, b, approximate == "tanh")), (lambda y, b: F.gelu(y + b, approximate=approximate))
+    inputs, grads = [shapes.leaf(N, ffn), shapes.leaf(ffn)], [shapes.random(N, ffn)]
+    return _differentiable(
+        ours, eager, inputs, grads, compiler, bytes_moved=6 * N * ffn * shapes.width
+    )  # the bias' gradient reads once more
+
+
+def _cross_entropy(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
+    rows, vocab, device = shapes.rows, shapes.model.vocab_size, shapes.device
+    logits, targets, ones = shapes.random(rows, vocab), torch.randint(0, vocab, (rows,), device=device), torch.ones(rows, device=device)
+    leaf = logits.clone().requires_grad_()
+
+    def ours() -> None:
         stats = ops.cross_entropy_stats(logits, targets, 0)
         ops.cross_entropy_backward_(logits, targets, 0, stats[0] + stats[1].log(), ones)
 
-    def eager_loss() -> None:
-        F.cross_entropy(leaf.float(), targets).backward()
+    def plain(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), targets)
+
+    function = plain if compiler is None else compiler(plain)
+
+    def eager() -> None:
+        function(leaf).backward()
         leaf.grad = None
 
-    x, weight, grad = (
-        torch.randn(shape, dtype=dtype, device=device) for shape in ((rows, H), (model.ffn_hidden, H), (rows, model.ffn_hidden))
-    )
-    main_grad = torch.zeros(model.ffn_hidden, H, device=device)
-    count = 4 * H * model.ffn_hidden
-    master, gradient, exp_avg, exp_avg_sq = (torch.zeros(count, device=device) for _ in range(4))
-    low, parameter = torch.zeros(count, dtype=dtype, device=device), torch.zeros(count, device=device).requires_grad_()
-    parameter.grad = gradient
-    optimizer = torch.optim.AdamW([parameter], foreach=True)
+    return Case({"ours": ours, "eager": eager} if compiler is None else {"compiled": eager}, bytes_moved=3 * logits.numel() * shapes.width)
 
-    def adamw() -> None:
-        options: dict[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        ops.adamw_(master, gradient, exp_avg, exp_avg_sq, low, step=1, grad_scale=1.0, **options)
+
+def _product(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, which: str) -> Case:
+    rows, hidden, ffn = shapes.rows, shapes.model.hidden, shapes.model.ffn_hidden
+    x, weight, grad = shapes.random(rows, hidden), shapes.random(ffn, hidden), shapes.random(rows, ffn)
+    main_grad = torch.zeros(ffn, hidden, device=shapes.device)
+    ways: dict[str, tuple[Run, Run]] = {
+        "linear": (lambda: ops.linear(x, weight), lambda: F.linear(x, weight)),
+        "linear_input_gradient": (lambda: ops.linear_input_gradient(grad, weight), lambda: grad @ weight),
+        "weight_gradient": (lambda: ops.accumulate_weight_gradient_(main_grad, grad, x), lambda: main_grad.add_(grad.t() @ x)),
+    }
+    ours, eager = ways[which]
+    return Case({"ours": ours, "eager": eager} if compiler is None else {"compiled": compiler(eager)}, flops=2.0 * rows * hidden * ffn)
+
+
+def _flat_buffer(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, which: str) -> Case:
+    count, device = 8 * shapes.model.hidden * shapes.model.ffn_hidden, shapes.device
+    first, second, third, fourth = (torch.zeros(count, device=device) for _ in range(4))
+    low = torch.zeros(count, dtype=shapes.dtype, device=device)
+    parameter = torch.zeros(count, device=device).requires_grad_()
+    parameter.grad = second
+    optimizer = torch.optim.AdamW([parameter], foreach=True)
+    options: dict[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def eager_adamw() -> None:
         optimizer.step()
         low.copy_(parameter.detach())
 
-    flops = 2.0 * rows * H * model.ffn_hidden
-    small = torch.randn(count, dtype=dtype, device=device)
-    return [
-        ("cross_entropy", loss, eager_loss, 3 * logits.numel() * width, 0.0),
-        ("linear", lambda: ops.linear(x, weight), lambda: F.linear(x, weight), 0, flops),
-        ("linear_input_gradient", lambda: ops.linear_input_gradient(grad, weight), lambda: grad @ weight, 0, flops),
-        ("weight_gradient", lambda: ops.accumulate_weight_gradient_(main_grad, grad, x), lambda: main_grad.add_(grad.t() @ x), 0, flops),
-        ("adamw", adamw, eager_adamw, count * (28 + width), 0.0),
-        ("sum_of_squares", lambda: ops.sum_of_squares(gradient), lambda: gradient.double().square().sum(), count * 4, 0.0),
-        ("accumulate", lambda: ops.accumulate_(exp_avg, small), lambda: exp_avg.add_(small), count * (8 + width), 0.0),
-    ]
+    ways: dict[str, tuple[Run, Run, int]] = {
+        "adamw": (lambda: ops.adamw_(first, second, third, fourth, low, step=1, grad_scale=1.0, **options), eager_adamw, 28 + shapes.width),
+        "sum_of_squares": (lambda: ops.sum_of_squares(second), lambda: second.double().square().sum(), 4),
+        "accumulate": (lambda: ops.accumulate_(first, low), lambda: first.add_(low), 8 + shapes.width),
+    }
+    ours, eager, size = ways[which]
+    return Case({"ours": ours, "eager": eager} if compiler is None else {"compiled": compiler(eager)}, bytes_moved=count * size)
+
+
+_CASES: dict[str, Callable[[Ops, Shapes, Callable[..., Any] | None], Case]] = {
+    "attention": partial(_attention, alibi=False),
+    "attention_alibi": partial(_attention, alibi=True),
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "add_norm": _add_norm,
+    "rope": _rope,
+    "swiglu": _swiglu,
+    "gelu": partial(_gelu, approximate="none"),
+    "gelu_tanh": partial(_gelu, approximate="tanh"),
+    "cross_entropy": _cross_entropy,
+    **{name: partial(_product, which=name) for name in ("linear", "linear_input_gradient", "weight_gradient")},
+    **{name: partial(_flat_buffer, which=name) for name in ("adamw", "sum_of_squares", "accumulate")},
+}

@@ -14,9 +14,11 @@ from torch.autograd import Function
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops.gpu_attention import attention as _attention
+from frontier_llm.ops.kernel_table import NORM_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 
-_ROWS_PER_STRIP = 64  # of the partial sums of weight gradients
+# Rows whose partial sums of a weight's or bias' gradient one program keeps: enough programs to fill a GPU, few enough partial sums.
+_ROWS_PER_STRIP = 32
 
 
 def _blocks(count: int, block: int) -> int:
@@ -35,45 +37,45 @@ class _Norm(Function):
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         mean = torch.empty(rows if centred else 0, dtype=torch.float32, device=x.device)
         low = [None if p is None else p.to(x.dtype).contiguous() for p in (weight, bias)]
+        long, variant = _norm_variant(centred, columns)
         kernels.launch(
-            "norm_forward", x.dtype, _norm_variant(centred, columns), (rows, 1, 1),
+            f"norm_forward{long}", x.dtype, variant, (rows, 1, 1),
             x, residual, *low, out, total, mean, scale, columns, eps, int(residual is not None), int(bias is not None),
         )  # fmt: skip
         ctx.save_for_backward(total, weight, mean, scale)
-        ctx.kernels, ctx.has_residual, ctx.bias_dtype = kernels, residual is not None, None if bias is None else bias.dtype
+        ctx.kernels, ctx.centred, ctx.has_residual, ctx.bias_dtype = (
+            kernels,
+            centred,
+            residual is not None,
+            None if bias is None else bias.dtype,
+        )
         return (out, total) if residual is not None else out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, mean, scale = ctx.saved_tensors
         grad, grad_total = grad_outputs[0].contiguous(), grad_outputs[1].contiguous() if ctx.has_residual else None
-        columns, rows, centred = total.shape[-1], scale.numel(), mean.numel() > 0
-        grad_x = torch.empty_like(total)
-        ctx.kernels.launch(
-            "norm_backward", total.dtype, _norm_variant(centred, columns), (rows, 1, 1),
-            grad, grad_total, total, weight.to(total.dtype).contiguous(), mean, scale, grad_x, columns, int(grad_total is not None),
-        )  # fmt: skip
-        strips, variant = _blocks(rows, _ROWS_PER_STRIP), "layernorm" if centred else "rmsnorm"
-        partial = torch.empty(2, strips, columns, dtype=torch.float32, device=total.device)
-        grid = (_blocks(columns, ctx.kernels.block("norm_weight_gradient", variant, "BLOCK")), strips, 1)
-        ctx.kernels.launch(
-            "norm_weight_gradient", total.dtype, variant, grid,
-            grad, total, mean, scale, partial[0], partial[1], rows, columns, _ROWS_PER_STRIP,
-        )  # fmt: skip
-        grad_weight, grad_bias = partial.sum(1)
-        return (
-            grad_x,
-            grad_x if ctx.has_residual else None,
-            grad_weight.to(weight.dtype),
-            None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype),
-            None,
-            None,
-            None,
-        )
+        columns, rows, dtype, launch = total.shape[-1], scale.numel(), total.dtype, ctx.kernels.launch
+        grad_x, low, strips = torch.empty_like(total), weight.to(dtype).contiguous(), _blocks(rows, _ROWS_PER_STRIP)
+        partial = torch.empty(1 + ctx.centred, strips, columns, dtype=torch.float32, device=total.device)
+        inputs = (grad, grad_total, total, low, mean, scale, grad_x)
+        partials = (partial[0], partial[-1], rows, columns, _ROWS_PER_STRIP)
+        long, variant = _norm_variant(ctx.centred, columns)
+        if long:
+            launch("norm_backward_long", dtype, variant, (rows, 1, 1), *inputs, columns, int(ctx.has_residual))
+            grid = (_blocks(columns, ctx.kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
+            launch("norm_weight_gradient_long", dtype, variant, grid, grad, total, mean, scale, *partials)
+        else:
+            launch("norm_backward", dtype, variant, (strips, 1, 1), *inputs, *partials, int(ctx.has_residual))
+        sums = partial.sum(1)
+        grad_bias = None if ctx.bias_dtype is None else sums[1].to(ctx.bias_dtype)
+        return grad_x, grad_x if ctx.has_residual else None, sums[0].to(weight.dtype), grad_bias, None, None, None
 
 
-def _norm_variant(centred: bool, columns: int) -> str:
-    return f"{'layernorm' if centred else 'rmsnorm'}-{1024 if columns <= 1024 else 4096}"
+def _norm_variant(centred: bool, columns: int) -> tuple[str, str]:
+    """Suffix of the kernels' names and the variant for rows of this length."""
+    kind, block = "layernorm" if centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
+    return ("_long", kind) if block is None else ("", f"{kind}-{block}")
 
 
 class _Rope(Function):
@@ -138,17 +140,15 @@ class _Gelu(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (x, bias), grad, kernels = ctx.saved_tensors, grad_outputs[0].contiguous(), ctx.kernels
         columns, grad_x = x.shape[-1], torch.empty_like(x)
-        grid = _rows_grid(x, kernels, "gelu_backward", ctx.variant)
-        low = None if bias is None else bias.to(x.dtype).contiguous()
-        kernels.launch("gelu_backward", x.dtype, ctx.variant, grid, grad, x, low, grad_x, columns, int(bias is not None))
-        if bias is None:
-            return grad_x, None, None, None
-        rows = x.numel() // columns
+        rows = x.numel() // max(1, columns)
         strips = _blocks(rows, _ROWS_PER_STRIP)
-        partial = torch.empty(strips, columns, dtype=torch.float32, device=x.device)
-        grid = (_blocks(columns, kernels.block("column_sums", "any", "BLOCK")), strips, 1)
-        kernels.launch("column_sums", x.dtype, "any", grid, grad_x, partial, rows, columns, _ROWS_PER_STRIP)
-        return grad_x, partial.sum(0).to(bias.dtype), None, None
+        partial = torch.empty(0 if bias is None else strips, columns, dtype=torch.float32, device=x.device)
+        kernels.launch(
+            "gelu_backward", x.dtype, ctx.variant, (strips, _blocks(columns, kernels.block("gelu_backward", ctx.variant, "BLOCK")), 1),
+            grad, x, None if bias is None else bias.to(x.dtype).contiguous(), grad_x, partial, rows, columns, _ROWS_PER_STRIP,
+            int(bias is not None),
+        )  # fmt: skip
+        return grad_x, None if bias is None else partial.sum(0).to(bias.dtype), None, None
 
 
 class GpuOps:
@@ -157,9 +157,18 @@ class GpuOps:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(
+        self,
+        q_SBaD: Tensor,
+        k_SBgD: Tensor,
+        v_SBgD: Tensor,
+        *,
+        scale: float,
+        alibi_slopes_a: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention, bf16 and fp16, head dims up to 256 that are multiples of 16."""
-        return _attention(q, k, v, kernels=self.kernels, **options)
+        return _attention(self.kernels, q_SBaD, k_SBgD, v_SBgD, scale, alibi_slopes_a, documents_BS)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim."""

@@ -14,14 +14,13 @@ from frontier_llm.ops.prebuilt import Kernels
 
 
 def attention(
+    kernels: Kernels,
     q_SBaD: Tensor,
     k_SBgD: Tensor,
     v_SBgD: Tensor,
-    *,
-    kernels: Kernels,
     scale: float,
-    alibi_slopes_a: Tensor | None = None,
-    documents_BS: Tensor | None = None,
+    alibi_slopes_a: Tensor | None,
+    documents_BS: Tensor | None,
 ) -> Tensor:
     """o_SBaD; see `reference.attention`. Raises BackendError for a head dim that no kernel has."""
     head_dim = q_SBaD.shape[-1]

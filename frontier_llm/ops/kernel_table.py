@@ -9,12 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# target: (Triton's back-end, its name for the architecture, threads of a wave or warp, bytes of LDS or shared memory per block)
-ARCHITECTURES: dict[str, tuple[str, str | int, int, int]] = {
-    "gfx90a": ("hip", "gfx90a", 64, 65536),
-    "gfx942": ("hip", "gfx942", 64, 65536),
-    "sm_80": ("cuda", 80, 32, 166912),
-    "sm_90": ("cuda", 90, 32, 232448),
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GPU that kernels are built for. A core is AMD's compute unit or NVIDIA's SM: 4 SIMDs with 512 registers a lane each."""
+
+    backend: str  # "hip" or "cuda"
+    target: str | int  # Triton's name
+    wave: int  # threads of a wave or warp
+    block_shared_bytes: int  # LDS or shared memory that one block may have
+    core_shared_bytes: int
+    block_overhead_bytes: int  # shared memory that the driver keeps for itself per block
+    max_waves: int  # per SIMD
+
+    def waves_per_simd(self, warps: int, registers: int, shared_bytes: int) -> float:
+        """Waves of one kernel that a SIMD holds at a time: what registers, shared memory and the hardware's limit leave."""
+        by_registers = min(self.max_waves, 512 // (-(-registers // 8) * 8)) * 4 // warps
+        by_shared = self.core_shared_bytes // max(1, shared_bytes + self.block_overhead_bytes)
+        return min(by_registers, by_shared) * warps / 4
+
+
+# AMD CDNA2 and CDNA3 instruction set guides; CUDA C++ programming guide, table of compute capabilities
+ARCHITECTURES: dict[str, Architecture] = {
+    "gfx90a": Architecture("hip", "gfx90a", 64, 65536, 65536, 0, 8),
+    "gfx942": Architecture("hip", "gfx942", 64, 65536, 65536, 0, 8),
+    "sm_80": Architecture("cuda", 80, 32, 166912, 167936, 1024, 16),
+    "sm_90": Architecture("cuda", 90, 32, 232448, 233472, 1024, 16),
 }
 DTYPES = ("bf16", "fp16", "fp32")
 
@@ -29,182 +49,195 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """One argument of a Triton function. `by16`: the aligned build assumes a multiple of 16 (bytes of an address, or the integer itself)."""
+
+    name: str
+    kind: str  # "*T" points to the kernel's dtype, "*fp32" …, "i32", "i64", "fp32"
+    by16: bool
+
+
+@dataclass(frozen=True)
 class Kernel:
-    """One Triton function: `arguments` are (name, type) in order, without the constants."""
+    """One Triton function: its arguments in order, without the constants.
+
+    Each variant is built once assuming its `by16` arguments (16-byte accesses: as fast as memory) and, unless `aligned_only`, once without.
+    The launcher looks at the arguments and takes the one that fits.
+    """
 
     name: str
     module: str  # of frontier_llm.ops.triton
-    arguments: tuple[tuple[str, str], ...]
+    arguments: tuple[Argument, ...]
     dtypes: tuple[str, ...] = DTYPES
+    aligned_only: bool = False
+
+    @property
+    def builds(self) -> tuple[bool, ...]:
+        """The alignments it is built for."""
+        return (True,) if self.aligned_only else (True, False)
 
     def signature(self, dtype: str) -> dict[str, str]:
         """Argument types with T put in."""
-        return {name: kind.replace("T", dtype) for name, kind in self.arguments}
+        return {argument.name: argument.kind.replace("T", dtype) for argument in self.arguments}
 
 
-def _arguments(text: str) -> tuple[tuple[str, str], ...]:
-    """'x:*T rows:i32' as pairs."""
-    return tuple((name, kind) for name, kind in (item.split(":") for item in text.split()))
+def _arguments(text: str) -> tuple[Argument, ...]:
+    """'x:*T:16 rows:i32', which is also how Triton writes signatures."""
+    items = (item.split(":") for item in text.split())
+    return tuple(Argument(name, kind, by16=rest == ["16"]) for name, kind, *rest in items)
 
 
-_ATTENTION_INPUTS = "q:*T k:*T v:*T slopes:*fp32 documents:*i32"
-_QKV_STRIDES = "q_s:i32 q_b:i32 q_a:i32 k_s:i32 k_b:i32 k_g:i32 v_s:i32 v_b:i32 v_g:i32"
-_HALVES = ("bf16", "fp16")
+def _attention(name: str, arguments: str) -> Kernel:
+    return Kernel(name, "attention", _arguments(arguments), ("bf16", "fp16"), aligned_only=True)
+
+
+_ATTENTION_INPUTS = "q:*T:16 k:*T:16 v:*T:16 slopes:*fp32 documents:*i32"
+_SIZES = "sequence:i32 heads:i32 group:i32 head_dim:i32:16"
+
+
+def _strides(*tensors: str) -> str:
+    """Sequence, batch and head stride of each."""
+    return " ".join(f"{tensor}_{dim}:i32:16" for tensor in tensors for dim in ("s", "b", "a"))
+
+
+_NORM_FORWARD = (
+    "x:*T:16 residual:*T:16 weight:*T:16 bias:*T:16 out:*T:16 total:*T:16 mean:*fp32 scale:*fp32 "
+    "columns:i32:16 eps:fp32 has_residual:i32 has_bias:i32"
+)
+_NORM_BACKWARD = "grad:*T:16 grad_total:*T:16 total:*T:16 weight:*T:16 mean:*fp32 scale:*fp32 grad_x:*T:16"
+_PARTIALS = "partial_weight:*fp32:16 partial_bias:*fp32:16 rows:i32 columns:i32:16 rows_per_program:i32"
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel(
-            "norm_forward",
-            "norm",
-            _arguments(
-                "x:*T residual:*T weight:*T bias:*T out:*T total:*T mean:*fp32 scale:*fp32 columns:i32 eps:fp32 has_residual:i32 has_bias:i32"
-            ),
-        ),
+        Kernel("norm_forward", "norm", _arguments(_NORM_FORWARD)),
+        Kernel("norm_forward_long", "norm", _arguments(_NORM_FORWARD)),
         Kernel(
             "norm_backward",
             "norm",
-            _arguments("grad:*T grad_total:*T total:*T weight:*T mean:*fp32 scale:*fp32 grad_x:*T columns:i32 has_grad_total:i32"),
+            _arguments(f"{_NORM_BACKWARD} {_PARTIALS} has_grad_total:i32"),
         ),
-        Kernel(
-            "norm_weight_gradient",
-            "norm",
-            _arguments(
-                "grad:*T total:*T mean:*fp32 scale:*fp32 partial_weight:*fp32 partial_bias:*fp32 rows:i32 columns:i32 rows_per_program:i32"
-            ),
-        ),
+        Kernel("norm_backward_long", "norm", _arguments(f"{_NORM_BACKWARD} columns:i32:16 has_grad_total:i32")),
+        Kernel("norm_weight_gradient_long", "norm", _arguments(f"grad:*T:16 total:*T:16 mean:*fp32 scale:*fp32 {_PARTIALS}")),
         Kernel(
             "rope",
             "pointwise",
             _arguments(
-                "x:*T cos:*fp32 sin:*fp32 out:*T sign:fp32 batch:i32 heads:i32 head_dim:i32 half:i32 "
-                "x_s:i32 x_b:i32 x_a:i32 angle_s:i32 angle_b:i32"
+                "x:*T:16 cos:*fp32:16 sin:*fp32:16 out:*T:16 sign:fp32 batch:i32 heads:i32 head_dim:i32:16 half:i32:16 "
+                "x_s:i32:16 x_b:i32:16 x_a:i32:16 angle_s:i32:16 angle_b:i32:16"
             ),
         ),
-        Kernel("swiglu_forward", "pointwise", _arguments("x:*T out:*T columns:i32")),
-        Kernel("swiglu_backward", "pointwise", _arguments("grad:*T x:*T grad_x:*T columns:i32")),
-        Kernel("gelu_forward", "pointwise", _arguments("x:*T bias:*T out:*T columns:i32 has_bias:i32")),
-        Kernel("gelu_backward", "pointwise", _arguments("grad:*T x:*T bias:*T grad_x:*T columns:i32 has_bias:i32")),
-        Kernel("column_sums", "pointwise", _arguments("x:*T partial:*fp32 rows:i32 columns:i32 rows_per_program:i32")),
+        Kernel("swiglu_forward", "pointwise", _arguments("x:*T:16 out:*T:16 columns:i32:16")),
+        Kernel("swiglu_backward", "pointwise", _arguments("grad:*T:16 x:*T:16 grad_x:*T:16 columns:i32:16")),
+        Kernel("gelu_forward", "pointwise", _arguments("x:*T:16 bias:*T:16 out:*T:16 columns:i32:16 has_bias:i32")),
+        Kernel(
+            "gelu_backward",
+            "pointwise",
+            _arguments(
+                "grad:*T:16 x:*T:16 bias:*T:16 grad_x:*T:16 partial_bias:*fp32:16 rows:i32 columns:i32:16 rows_per_program:i32 has_bias:i32"
+            ),
+        ),
         Kernel(
             "cross_entropy_stats",
             "loss",
-            _arguments("logits:*T targets:*i64 stats:*fp32 rows:i32 columns:i32 row_stride:i32 first_vocab:i32"),
+            _arguments("logits:*T:16 targets:*i64 stats:*fp32 rows:i32 columns:i32:16 row_stride:i32:16 first_vocab:i32"),
         ),
         Kernel(
             "cross_entropy_backward",
             "loss",
-            _arguments("logits:*T targets:*i64 logsumexp:*fp32 grad_loss:*fp32 columns:i32 row_stride:i32 first_vocab:i32"),
+            _arguments("logits:*T:16 targets:*i64 logsumexp:*fp32 grad_loss:*fp32 columns:i32:16 row_stride:i32:16 first_vocab:i32"),
         ),
         Kernel(
             "adamw",
             "optimizer",
             _arguments(
-                "master:*fp32 grad:*fp32 exp_avg:*fp32 exp_avg_sq:*fp32 weights:*T grad_scale:*fp32 count:i64 "
+                "master:*fp32:16 grad:*fp32:16 exp_avg:*fp32:16 exp_avg_sq:*fp32:16 weights:*T:16 grad_scale:*fp32 count:i64:16 "
                 "step_size:fp32 beta1:fp32 beta2:fp32 eps:fp32 keep:fp32 root:fp32 write_weights:i32"
             ),
         ),
-        Kernel("squares", "optimizer", _arguments("x:*T partial:*fp64 count:i64 per_program:i32")),
-        Kernel("accumulate", "optimizer", _arguments("main_grad:*fp32 grad:*T count:i64")),
+        Kernel("squares", "optimizer", _arguments("x:*T:16 partial:*fp64 count:i64:16 per_program:i32:16")),
+        Kernel("accumulate", "optimizer", _arguments("main_grad:*fp32:16 grad:*T:16 count:i64:16")),
         Kernel(
             "embedding_backward",
             "optimizer",
-            _arguments("main_grad:*fp32 rows:*i64 order:*i64 grad:*T tokens:i32 columns:i32 vocab_rows:i32"),
+            _arguments("main_grad:*fp32:16 rows:*i64 order:*i64 grad:*T:16 tokens:i32 columns:i32:16 vocab_rows:i32"),
         ),
-        Kernel(
+        _attention(
             "attention_forward",
-            "attention",
-            _arguments(
-                f"{_ATTENTION_INPUTS} o:*T logsumexp:*fp32 scale:fp32 sequence:i32 heads:i32 group:i32 head_dim:i32 "
-                f"{_QKV_STRIDES} o_s:i32 o_b:i32 o_a:i32"
-            ),
-            _HALVES,
+            f"{_ATTENTION_INPUTS} o:*T:16 logsumexp:*fp32 scale:fp32 {_SIZES} {_strides('q', 'k', 'v', 'o')}",
         ),
-        Kernel(
+        _attention(
             "attention_delta",
-            "attention",
-            _arguments("o:*T grad_o:*T delta:*fp32 sequence:i32 heads:i32 head_dim:i32 o_s:i32 o_b:i32 o_a:i32 g_s:i32 g_b:i32 g_a:i32"),
-            _HALVES,
+            f"o:*T:16 grad_o:*T:16 delta:*fp32 sequence:i32 heads:i32 head_dim:i32:16 {_strides('o', 'g')}",
         ),
-        Kernel(
+        _attention(
             "attention_grad_kv",
-            "attention",
-            _arguments(
-                f"{_ATTENTION_INPUTS} grad_o:*T logsumexp:*fp32 delta:*fp32 grad_k:*T grad_v:*T scale:fp32 sequence:i32 heads:i32 group:i32 "
-                f"head_dim:i32 {_QKV_STRIDES} g_s:i32 g_b:i32 g_a:i32 gk_s:i32 gk_b:i32 gk_g:i32"
-            ),
-            _HALVES,
+            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32 delta:*fp32 grad_k:*T:16 grad_v:*T:16 scale:fp32 {_SIZES} "
+            f"{_strides('q', 'k', 'v', 'g', 'gk')}",
         ),
-        Kernel(
+        _attention(
             "attention_grad_q",
-            "attention",
-            _arguments(
-                f"{_ATTENTION_INPUTS} grad_o:*T logsumexp:*fp32 delta:*fp32 grad_q:*T scale:fp32 sequence:i32 heads:i32 group:i32 "
-                f"head_dim:i32 {_QKV_STRIDES} g_s:i32 g_b:i32 g_a:i32 gq_s:i32 gq_b:i32 gq_a:i32"
-            ),
-            _HALVES,
+            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32 delta:*fp32 grad_q:*T:16 scale:fp32 {_SIZES} "
+            f"{_strides('q', 'k', 'v', 'g', 'gq')}",
         ),
     )
 }
 
-# Arguments that are always multiples of 16 (elements or bytes): the compiler may then use 16-byte accesses. ops/gpu.py keeps the promise.
-ALIGNED = frozenset(
-    {"head_dim", "q_s", "q_b", "q_a", "k_s", "k_b", "k_g", "v_s", "v_b", "v_g", "o_s", "o_b", "o_a", "g_s", "g_b", "g_a"}
-    | {"gk_s", "gk_b", "gk_g", "gq_s", "gq_b", "gq_a"}
-)
-# kernels whose pointers may start anywhere: slices of flat buffers, shards of logits
-UNALIGNED_KERNELS = frozenset({"adamw", "squares", "accumulate", "cross_entropy_stats", "cross_entropy_backward"})
-
-# (BLOCK_M, BLOCK_N, warps, stages) of the attention kernels by padded head dim: blocks as large as the registers hold without a spill,
-# found by compiling (tests/unit/ops/test_build.py holds them to it). AMD: 64 KiB of LDS, so one stage.
-_ATTENTION_BLOCKS: dict[str, dict[str, dict[int, tuple[int, int, int, int]]]] = {
-    "hip": {
-        "attention_forward": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
-        "attention_grad_kv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
-        "attention_grad_q": {64: (64, 64, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
-        "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
-    },
-    "cuda": {
-        "attention_forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "attention_grad_kv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 1)},
-        "attention_grad_q": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
-    },
+# (BLOCK_M, BLOCK_N, warps, stages) of the attention kernels by padded head dim: blocks as large as the registers hold, found by compiling
+# (tests/unit/ops/test_build.py holds them to it); scripts/tune_attention.py times the alternatives on a GPU. AMD: 64 KiB of LDS, so one stage.
+_AttentionBlocks = dict[str, dict[int, tuple[int, int, int, int]]]
+_CDNA: _AttentionBlocks = {
+    "attention_forward": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
+    "attention_grad_kv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+    "attention_grad_q": {64: (128, 64, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
+    "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
 }
+_AMPERE: _AttentionBlocks = {
+    "attention_forward": {64: (128, 64, 8, 2), 128: (128, 32, 8, 1), 256: (64, 32, 8, 2)},
+    "attention_grad_kv": {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
+    "attention_grad_q": {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)},
+    "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
+}
+_HOPPER: _AttentionBlocks = {
+    "attention_forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    "attention_grad_kv": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 32, 8, 1)},
+    "attention_grad_q": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+    "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
+}
+ATTENTION_BLOCKS = {"gfx90a": _CDNA, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
+NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
 
 
 def variants(kernel: str, architecture: str) -> dict[str, Variant]:
     """Every variant of a kernel for an architecture, by name."""
-    vendor = ARCHITECTURES[architecture][0]
-    return dict(_variants(kernel, vendor))
+    return dict(_variants(kernel, ATTENTION_BLOCKS[architecture], ARCHITECTURES[architecture].wave))
 
 
-def _variants(kernel: str, vendor: str) -> Iterator[tuple[str, Variant]]:
-    if kernel in _ATTENTION_BLOCKS[vendor]:
+def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[tuple[str, Variant]]:
+    if kernel in attention:
         for head_dim in HEAD_DIMS:
-            block_m, block_n, warps, stages = _ATTENTION_BLOCKS[vendor][kernel][head_dim]
+            block_m, block_n, warps, stages = attention[kernel][head_dim]
             if kernel == "attention_delta":
                 yield f"d{head_dim}", Variant({"BLOCK_M": block_m, "BLOCK_D": head_dim}, warps)
                 continue
             for extras in (0, 1):
                 constants = {"EXTRAS": extras, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": head_dim}
                 yield f"d{head_dim}{'-extras' if extras else ''}", Variant(constants, warps, stages)
-    elif kernel == "norm_weight_gradient":
-        for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
-            yield name, Variant({"CENTRED": centred, "BLOCK": 256}, 2)
+    elif kernel in ("norm_forward", "norm_backward"):
+        for block in NORM_BLOCKS:
+            for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
+                yield f"{name}-{block}", Variant({"CENTRED": centred, "BLOCK": block}, 4 if block == NORM_BLOCKS[0] else 512 // wave)
     elif kernel.startswith("norm_"):
+        block, warps = (256, 2) if kernel == "norm_weight_gradient_long" else (4096, 8)
         for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
-            for block in (1024, 4096):  # rows longer than the block take several turns
-                yield f"{name}-{block}", Variant({"CENTRED": centred, "BLOCK": block}, 4 if block == 1024 else 8)
+            yield name, Variant({"CENTRED": centred, "BLOCK": block}, warps)
     elif kernel == "rope":
         for half in (32, 64, 128):
             yield f"r{half}", Variant({"BLOCK_HEADS": 512 // half, "BLOCK_HALF": half}, 4)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):
             yield name, Variant({"TANH": tanh, "BLOCK": 1024}, 4)
-    elif kernel == "column_sums":
-        yield "any", Variant({"BLOCK": 256}, 2)
     else:
         block = {"cross_entropy_stats": 4096, "cross_entropy_backward": 4096}.get(kernel, 1024)
         yield "any", Variant({"BLOCK": block}, 8 if block == 4096 else 4)

@@ -57,8 +57,9 @@ def prebuilt_architectures() -> dict[str, str]:
 def kernel_report(architecture: str) -> list[dict[str, Any]]:
     """The built code objects of an architecture with the facts of their compilation; raises BackendError when there are none.
 
-    waves_per_simd is what the registers allow on CDNA (512 vector registers a lane and SIMD, in steps of 8, at most 8 waves); 0 elsewhere.
+    waves_per_simd is the occupancy that registers and shared memory allow (at most 8 on CDNA, 16 on NVIDIA).
     """
-    lines = read_manifest(architecture)["kernels"]
-    amd = architecture.startswith("gfx")
-    return [{**line, "waves_per_simd": max(1, min(8, 512 // (-(-line["vgprs"] // 8) * 8))) if amd else 0} for line in lines]
+    machine = ARCHITECTURES.get(architecture)
+    lines = read_manifest(architecture)["kernels"]  # names the architectures that there are
+    assert machine
+    return [{**line, "waves_per_simd": machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])} for line in lines]

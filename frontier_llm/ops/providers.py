@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,7 +13,7 @@ from importlib import metadata
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import native, prebuilt
+from frontier_llm.ops import native, prebuilt, reference
 from frontier_llm.ops.face import GROUPS, Op
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -47,8 +48,13 @@ class Provider:
 
 
 def functions_of(implementation: object) -> dict[str, Op]:
-    """The ops that a module or object has, by name."""
-    return {op: getattr(implementation, op) for ops in GROUPS.values() for op in ops if hasattr(implementation, op)}
+    """The ops that a module or object has, by name. Raises TypeError for one whose parameters differ from the face's, which `reference` declares."""
+    functions = {op: getattr(implementation, op) for ops in GROUPS.values() for op in ops if hasattr(implementation, op)}
+    for op, function in functions.items():
+        here, face = (inspect.signature(f).parameters for f in (function, getattr(reference, op)))
+        if [(p.name, p.kind) for p in here.values()] != [(p.name, p.kind) for p in face.values()]:
+            raise TypeError(f"{op}({', '.join(here)}) of {implementation!r}: the face's is ({', '.join(face)})")
+    return functions
 
 
 def _module(name: str) -> Callable[[], Mapping[str, Op]]:

@@ -1,17 +1,22 @@
-"""ZeRO-1 AdamW (Rajbhandari et al. 2020, arXiv:1910.02054) in three phases: own slice of the gradient, update it, gather weights."""
+"""ZeRO-1 AdamW (Rajbhandari et al. 2020, arXiv:1910.02054) in three phases: own slice of the gradient, update it, gather weights.
+
+Buckets are updated in the order in which the next forward needs them, and each gather starts as soon as its update is done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import Mesh, all_reduce_, start_all_gather_into
+from frontier_llm.comm import Mesh, all_reduce_
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
+from frontier_llm.optim.state import KINDS, StateRectangle, state_of_run
+from frontier_llm.topology import ShardSpec
 
 
 @dataclass
@@ -26,10 +31,13 @@ class BucketState:
 class AdamW:
     """Updates the slices that this rank owns. With fp32 or fp64 weights the master copy *is* the slice of the weights."""
 
-    def __init__(self, buckets: Sequence[Bucket], config: OptimizerConfig, mesh: Mesh, ops: Ops) -> None:
-        """Masters are copied from the weights: build after the weights have been initialised."""
+    def __init__(self, buckets: Sequence[Bucket], config: OptimizerConfig, mesh: Mesh, ops: Ops, overlap_gather: bool = False) -> None:
+        """Masters are copied from the weights: build after the weights have been initialised.
+
+        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets).
+        """
         self.buckets, self.updates = buckets, 0
-        self._config, self._mesh, self._ops = config, mesh, ops
+        self._config, self._mesh, self._ops, self._overlap_gather = config, mesh, ops, overlap_gather
         self.states = [_new_state(bucket) for bucket in buckets]
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
 
@@ -50,8 +58,7 @@ class AdamW:
         """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor)."""
         self.updates += 1
         beta1, beta2 = self._config.betas
-        gathers = []
-        for bucket, state in zip(self.buckets, self.states, strict=True):
+        for bucket, state in sorted(zip(self.buckets, self.states, strict=True), key=lambda pair: pair[0].first_use):
             self._ops.adamw_(
                 state.master,
                 bucket.own(bucket.gradients),
@@ -66,20 +73,58 @@ class AdamW:
                 step=self.updates,
                 grad_scale=grad_scale,
             )
-            gathers.append(start_all_gather_into(bucket.weights, bucket.own(bucket.weights), bucket.owner))
-        for gather in gathers:
-            gather.wait()
+            bucket.spread()
+        if not self._overlap_gather:
+            self.settle()
 
-    def masters_from_weights(self) -> None:
-        """Take new masters from the weights, e.g. after an import."""
+    def settle(self) -> None:
+        """Wait for every gather under way: before a rank looks at parameters that it holds without their module, and before it leaves."""
+        for bucket in self.buckets:
+            bucket.settle()
+
+    @property
+    def sharded(self) -> bool:
+        """See Optimizer."""
+        return self.buckets[0].owner.size > 1
+
+    @property
+    def device(self) -> torch.device:
+        """See Optimizer."""
+        return self.buckets[0].weights.device
+
+    def state(self) -> list[StateRectangle]:
+        """See Optimizer. Saved is one of dp equal parts, with ZeRO or without, so that all ranks share the work."""
+        return [part for bucket, state in zip(self.buckets, self.states, strict=True) for part in _state_of(bucket, state)]
+
+    def weights(self) -> list[tuple[ShardSpec, Tensor]]:
+        """See Optimizer."""
+        return [(parameter.spec, parameter.data) for bucket in self.buckets for parameter in bucket.parameters]
+
+    def weights_from_masters(self) -> None:
+        """See Optimizer."""
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            state.master.copy_(bucket.own(bucket.weights))
+            own = bucket.own(bucket.weights)
+            if own.data_ptr() != state.master.data_ptr():
+                own.copy_(state.master)
+            bucket.spread()
+        self.settle()
 
 
 def _new_state(bucket: Bucket) -> BucketState:
     own = bucket.own(bucket.weights)
     master = own if own.dtype == bucket.gradients.dtype else own.to(bucket.gradients.dtype)
     return BucketState(master, torch.zeros_like(master), torch.zeros_like(master))
+
+
+def _state_of(bucket: Bucket, state: BucketState) -> Iterator[StateRectangle]:
+    size = bucket.weights.numel() // bucket.reduced.size
+    mine, sharded = bucket.reduced.rank, bucket.owner.size > 1
+    for share in (mine,) if sharded else range(bucket.reduced.size):
+        shift = 0 if sharded else share * size
+        for run in bucket.ranges(share * size, (share + 1) * size):
+            first = shift + run.position
+            flat = {kind: getattr(state, kind)[first : first + run.stop - run.start] for kind in KINDS}
+            yield from state_of_run(run.spec, run.start, run.stop, run.spec.counted and share == mine, flat)
 
 
 def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:

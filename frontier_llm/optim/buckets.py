@@ -3,18 +3,21 @@
 A bucket is the unit of communication: its gradients are reduce-scattered in one call as soon as its last contribution of the step
 is in, its weights are all-gathered in one call after the update. Buckets are filled in the order in which backward completes
 them (the reverse of the forward order), so that the first reductions start while most of backward is still to come.
+
+A gather may still be under way when the next forward begins. Whoever takes a bucket's weights, or a parameter from its module, waits
+for that bucket alone: there is no other way to reach them, so nothing has to know when weights are complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from frontier_llm.comm import Axis
+from frontier_llm.comm import DONE, Axis, Pending, start_all_gather_into
 from frontier_llm.tensor_parallel import ShardedParameter
 from frontier_llm.topology import ShardSpec
 
@@ -38,12 +41,29 @@ class Bucket:
 
     parameters: list[ShardedParameter]
     offsets: list[int]  # of each parameter in the bucket
-    weights: Tensor  # [numel], working precision
+    flat_weights: Tensor  # [numel], working precision; complete when nothing is `arriving`
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
     decay: bool
     extra_sum: str | None  # "tp" or "tied": summed over that axis before dp
     owner: Axis  # dp with ZeRO-1; otherwise a single rank, which owns everything
     reduced: Axis  # dp
+    first_use: int = 0  # position of its earliest parameter in the order of the forward pass
+    arriving: Pending = field(default=DONE, repr=False)  # the all-gather of its weights
+
+    @property
+    def weights(self) -> Tensor:
+        """[numel], working precision, on every rank the same."""
+        self.settle()
+        return self.flat_weights
+
+    def spread(self) -> None:
+        """Begin to gather every owner's slice of the weights."""
+        self.arriving = start_all_gather_into(self.weights, self.own(self.weights), self.owner)
+
+    def settle(self) -> None:
+        """Wait for the gather under way, if there is one."""
+        pending, self.arriving = self.arriving, DONE
+        pending.wait()
 
     def own(self, flat: Tensor) -> Tensor:
         """This rank's slice of a bucket-long tensor."""
@@ -63,8 +83,22 @@ class Bucket:
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Which parameters' elements this rank's optimizer state covers."""
-        size = self.weights.numel() // self.owner.size
+        size = self.flat_weights.numel() // self.owner.size
         return self.ranges(size * self.owner.rank, size * (self.owner.rank + 1))
+
+
+class _Parameters(dict[str, nn.Parameter | None]):
+    """A module's parameters. A layer reaches one as `self.weight`, which nn.Module looks up here: its bucket must have arrived by then."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], buckets: Mapping[nn.Parameter, Bucket]) -> None:
+        super().__init__(parameters)
+        self._buckets = buckets
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._buckets[parameter].settle()
+        return parameter
 
 
 def _sort_key(parameter: ShardedParameter) -> tuple[bool, str]:
@@ -97,19 +131,27 @@ def build_buckets(stages: Sequence[nn.Module], dp: Axis, zero: int, device: torc
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]
-    placed: dict[ShardedParameter, ShardedParameter] = {}
-    buckets = [_allocate(group, placed, dp, zero, device) for group in _pack(declared[::-1], bucket_numel)]
-    for stage in stages:
-        for module in stage.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = placed[parameter]  # type: ignore[index]
+    position = {parameter: index for index, parameter in enumerate(declared)}
+    placed: dict[nn.Parameter, ShardedParameter] = {}
+    bucket_of: dict[nn.Parameter, Bucket] = {}
+    buckets = []
+    for group in _pack(declared[::-1], bucket_numel):
+        bucket = _allocate(group, dp, zero, device)
+        bucket.first_use = min(position[parameter] for parameter in group)
+        placed.update(zip(group, bucket.parameters, strict=True))
+        bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+        buckets.append(bucket)
+    for module in _distinct_modules(stages):
+        own = {name: None if parameter is None else placed[parameter] for name, parameter in module._parameters.items()}
+        module._parameters = _Parameters(own, bucket_of)
     return buckets
 
 
-def _allocate(
-    parameters: list[ShardedParameter], placed: dict[ShardedParameter, ShardedParameter], dp: Axis, zero: int, device: torch.device
-) -> Bucket:
+def _distinct_modules(stages: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    yield from dict.fromkeys(module for stage in stages for module in stage.modules())
+
+
+def _allocate(parameters: list[ShardedParameter], dp: Axis, zero: int, device: torch.device) -> Bucket:
     sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters]
     offsets = [sum(sizes[:index]) for index in range(len(sizes))]
     chunk = ALIGNMENT * dp.size
@@ -123,7 +165,6 @@ def _allocate(
         shape = declared.spec.shape
         parameter = ShardedParameter.create(weights[view].view(shape), declared.spec, declared.layer_accumulates, declared.uses)
         parameter.main_grad = gradients[view].view(shape)
-        placed[declared] = parameter
         real.append(parameter)
     spec = parameters[0].spec
     owner = dp if zero else Axis(dp.name, 0, 1, (dp.ranks[dp.rank],), None, dp.ledger)

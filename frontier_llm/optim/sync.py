@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frontier_llm.comm import Axis, Mesh, Pending, start_all_reduce_, start_reduce_scatter_into
+import torch
+
+from frontier_llm.comm import (
+    Axis,
+    Mesh,
+    Pending,
+    start_all_reduce_,
+    start_narrow_all_reduce_,
+    start_narrow_reduce_scatter_,
+    start_reduce_scatter_into,
+)
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.tensor_parallel import ShardedParameter
 
@@ -19,18 +29,26 @@ class GradientSync:
     `uses` contributions per microbatch, so the count is known and no schedule needs special treatment.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, microbatches: int, overlap: bool = True) -> None:
-        self._buckets, self._mesh, self._overlap = buckets, mesh, overlap
+    def __init__(
+        self, buckets: Sequence[Bucket], mesh: Mesh, microbatches: int, overlap: bool = True, wire: torch.dtype | None = None
+    ) -> None:
+        """`wire` is what gradients travel as over dp; None = as they are."""
+        self._buckets, self._mesh, self._overlap, self._wire = buckets, mesh, overlap, wire
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self._expected = {id(bucket): microbatches * sum(parameter.uses for parameter in bucket.parameters) for bucket in buckets}
         self._missing: dict[int, int] = {}
         self._pending: list[Pending] = []
 
-    def begin(self) -> None:
-        """Zero the gradients and expect a new step's contributions."""
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The flat buffers, one for each bucket."""
+        return [bucket.gradients for bucket in self._buckets]
+
+    def begin(self, reduce: bool = True) -> None:
+        """Zero the gradients and expect a new step's contributions; without `reduce` they stay this rank's own (no `finish` follows)."""
         for bucket in self._buckets:
             bucket.gradients.zero_()
-        self._missing = dict(self._expected)
+        self._missing = dict(self._expected) if reduce else dict.fromkeys(self._expected, 0)  # 0 only goes down: never complete
         self._pending = []
 
     def accumulated(self, parameter: ShardedParameter) -> None:
@@ -57,6 +75,9 @@ class GradientSync:
 
     def _start_sum(self, bucket: Bucket) -> Pending:
         """Over dp: with ZeRO-1 each rank needs only the slice it will update."""
+        if self._wire is not None:
+            start = start_narrow_all_reduce_ if bucket.owner.size == 1 else start_narrow_reduce_scatter_
+            return start(bucket.gradients, bucket.reduced, self._wire)
         if bucket.owner.size == 1:
             return start_all_reduce_(bucket.gradients, bucket.reduced)
         return start_reduce_scatter_into(bucket.own(bucket.gradients), bucket.gradients, bucket.owner)

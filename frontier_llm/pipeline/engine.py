@@ -6,6 +6,7 @@ which on the last stage is the microbatch's share of the loss.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -45,6 +46,7 @@ class Activation:
 class _Flight:
     """What lives between actions, by (chunk, microbatch)."""
 
+    unposted: deque[Action] = field(default_factory=deque)  # receives, in the order in which the peers send
     receives: dict[tuple[Kind, int, int], Receive] = field(default_factory=dict)
     inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -64,13 +66,14 @@ class Engine:
         channels: Mapping[str, Axis],
         deferral: Deferral,
         activation: Activation,
+        post_ahead: bool = True,
         on_action: Callable[[Action | None], object] = lambda action: None,
     ) -> None:
-        """`stages[chunk]` are this rank's virtual stages; `on_action` is told each action before it is played, and None
-        after the last (timelines)."""
+        """`stages[chunk]` are this rank's virtual stages; `post_ahead` posts receives where the schedule has them, otherwise only at
+        their use; `on_action` is told each action before it is played, and None after the last (timelines)."""
         assert len(stages) == schedule.chunks and pp.size == schedule.stages
         self._schedule, self._stages, self._pp, self._channels = schedule, stages, pp, channels
-        self._deferral, self._activation = deferral, activation
+        self._deferral, self._activation, self._post_ahead = deferral, activation, post_ahead
         self.on_action = on_action
         self._play = {
             Kind.FORWARD: self._forward,
@@ -105,7 +108,7 @@ class Engine:
         key = (action.chunk, action.microbatch)
         x = None
         if previous_stage(self._pp.rank, action.chunk, self._pp.size) is not None:
-            x = self._flight.receives.pop((Kind.RECV_FORWARD, *key)).wait().requires_grad_()
+            x = self._arrived(Kind.RECV_FORWARD, *key).requires_grad_()
         y = self._stages[action.chunk](x, action.microbatch)
         if self._is_last(action.chunk):
             self._flight.losses.append(y.detach())
@@ -114,10 +117,7 @@ class Engine:
     def _backward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
         x, y = self._flight.inputs.pop(key), self._flight.outputs.pop(key)
-        if self._is_last(action.chunk):
-            grad_y = torch.full_like(y, self._loss_scale)
-        else:
-            grad_y = self._flight.receives.pop((Kind.RECV_BACKWARD, *key)).wait()
+        grad_y = torch.full_like(y, self._loss_scale) if self._is_last(action.chunk) else self._arrived(Kind.RECV_BACKWARD, *key)
         torch.autograd.backward(y, grad_y)
         if x is not None:
             assert x.grad is not None
@@ -141,7 +141,17 @@ class Engine:
         self._sends.start(message.contiguous(), self._channel(kind), peer_of(kind, self._pp.rank, self._pp.size))
 
     def _receive(self, action: Action) -> None:
-        """Post a receive; the F, B or I that needs it waits."""
+        """The F, B or I that needs the message waits for it."""
+        self._flight.unposted.append(action)
+        if self._post_ahead:
+            self._post(self._flight.unposted.popleft())
+
+    def _arrived(self, kind: Kind, chunk: int, microbatch: int) -> Tensor:
+        while (kind, chunk, microbatch) not in self._flight.receives:
+            self._post(self._flight.unposted.popleft())
+        return self._flight.receives.pop((kind, chunk, microbatch)).wait()
+
+    def _post(self, action: Action) -> None:
         shape, dtype, device = self._activation.shape, self._activation.dtype, self._activation.device
         peer = peer_of(action.kind, self._pp.rank, self._pp.size)
         receive = post_receive(shape, dtype, device, self._channel(action.kind), peer)

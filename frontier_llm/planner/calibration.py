@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, Protocol
 
 import numpy as np
 
 from frontier_llm.config import RunConfig
+from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import elementwise
 from frontier_llm.costs.time import step_s
 from frontier_llm.costs.workload import Workload, from_config
 from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.rates import Table
 from frontier_llm.planner.fit import minimise, soften
 
 STACK = "frontier-llm"
@@ -29,22 +32,27 @@ class Measured(Protocol):
     gemm: list[tuple[int, int, int, float]]
     attention: list[tuple[int, int, int, int, float, float]]
     elementwise_s: float
+    tensor: int
     copy: tuple[float, float]
     dispatch_s: float
     adamw: tuple[float, float]
-    all_reduce: list[tuple[int, float]]
-    steps: list[tuple[int, float]]
+    collectives: list[tuple[str, int, int, float]]
+    contention: list[tuple[int, float]]
+    steps: list[tuple[int, int, float]]
 
 
 def calibrated_rates(samples: Measured, config: RunConfig, start: Rates) -> Rates:
     """`start` with every constant that the samples show.
 
-    Products: the peak is the best rate seen, then efficiency and k-half by least squares over all shapes. Attention, elementwise,
-    optimizer: the efficiency that makes the formula give the measured time. All-reduce: bandwidth from the largest message,
-    latency from the smallest. What whole steps of 1 and 4 microbatches take beyond the prediction is host time per microbatch and
-    per step.
+    Products: the measured shapes themselves, and for others the best rate seen with efficiency and k-half by least squares.
+    Attention, elementwise, optimizer: the efficiency that makes the formula give the measured time. Collectives: tables, and the
+    latency and bandwidth of messages from the smallest and the largest all-reduce. Whole steps: see `_fit_steps`.
     """
-    M, N, K, seconds = (np.array(column, dtype=float) for column in zip(*samples.gemm, strict=True))
+    shapes: dict[tuple[int, int, int], list[float]] = {}
+    for rows, columns, inner, seconds in samples.gemm:
+        shapes.setdefault((rows, columns, inner), []).append(seconds)
+    products = tuple((float(M), float(N), float(K), float(np.median(times))) for (M, N, K), times in shapes.items())
+    M, N, K, seconds = np.array(products).T
     found = replace(
         start,
         peak_flops=float(np.max(2 * M * N * K / seconds)),
@@ -52,18 +60,29 @@ def calibrated_rates(samples: Measured, config: RunConfig, start: Rates) -> Rate
         memory_bytes=samples.memory_bytes,
         hbm_efficiency=1.0,
         kernel_s=samples.dispatch_s,
-        launch_s=0.0 if samples.device == "cpu" else start.launch_s,
+        launch_s=0.0,
+        host_executes=samples.device == "cpu",
+        accumulate_bytes=0.0,  # the measured weight gradients include it
         node_devices=samples.ranks,
         microbatch_s=0.0,
         step_s=0.0,
+        contention=_shares(samples),
     )
-    found = _fit_products(found, M, N, K, seconds)
+    found = replace(_fit_products(found, M, N, K, seconds), gemm_shapes=products)
     found = _fit_attention(found, samples)
-    workload = _workload(config, samples.ranks, 1)
-    found = _fit_elementwise(found, samples, workload)
-    if samples.all_reduce:
-        found = _fit_all_reduce(found, samples)
-    return _fit_host(found, samples, config)
+    found = _fit_elementwise(found, samples, workload_of(config, samples.tensor, config.batch.micro_batch, 1))
+    if samples.collectives:
+        found = _fit_collectives(found, samples)
+    elements, update_s = samples.adamw
+    found = replace(found, optimizer_bytes=update_s / elements * found.hbm_bytes_s * found.hbm_efficiency)
+    return _fit_steps(found, samples, config)
+
+
+def _shares(samples: Measured) -> tuple[tuple[int, float], ...]:
+    """Busy ranks → time of their kernels over the time when all are busy; never shorter with more of them busy."""
+    busy, seconds = zip(*sorted(samples.contention), strict=True)
+    rising = np.maximum.accumulate(seconds)
+    return tuple((count, float(one / rising[-1])) for count, one in zip(busy, rising, strict=True))
 
 
 def _fit_products(found: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, seconds: np.ndarray) -> Rates:
@@ -90,26 +109,72 @@ def _fit_elementwise(found: Rates, samples: Measured, workload: Workload) -> Rat
     return replace(found, hbm_efficiency=float(min(bare / measured, 1.0)))
 
 
-def _fit_all_reduce(found: Rates, samples: Measured) -> Rates:
-    small, large = samples.all_reduce[0], samples.all_reduce[-1]
-    n = samples.ranks
-    latency = small[1]
-    bus = 2 * (n - 1) / n * large[0] / max(large[1] - latency, 1e-9)
-    return replace(found, fabric_size=(2, max(n, 3)), fabric_bytes_s=(bus, bus), fabric_latency_s=latency, fabric_hop_s=0.0)
+def _fit_collectives(found: Rates, samples: Measured) -> Rates:
+    times = {(operation, ranks, size): seconds for operation, ranks, size, seconds in samples.collectives}
+    operations, groups, sizes = (sorted({key[0] for key in times}), sorted({key[1] for key in times}), sorted({key[2] for key in times}))
+    tables = {
+        operation: Table(
+            tuple(map(float, groups)),
+            tuple(map(float, sizes)),
+            tuple(tuple(times[operation, ranks, size] for size in sizes) for ranks in groups),
+        )
+        for operation in operations
+    }
+    n, latency, large = groups[0], times["all_reduce", groups[0], sizes[0]], times["all_reduce", groups[0], sizes[-1]]
+    bus = 2 * (n - 1) / n * sizes[-1] / max(large - latency, 1e-9)
+    return replace(
+        found,
+        node_tables=tables,
+        fabric_size=(2, max(samples.ranks, 3)),
+        fabric_bytes_s=(bus, bus),
+        fabric_latency_s=latency,
+        fabric_hop_s=0.0,
+    )
 
 
-def _fit_host(found: Rates, samples: Measured, config: RunConfig) -> Rates:
-    elements, update_s = samples.adamw
-    found = replace(found, optimizer_bytes=update_s / elements * found.hbm_bytes_s * found.hbm_efficiency)
-    rest = [(m, seconds - float(step_s(_workload(config, samples.ranks, m), found))) for m, seconds in samples.steps]
-    (few, low), (many, high) = rest[0], rest[-1]
-    per_microbatch = max((high - low) / (many - few), 0.0)
-    return replace(found, microbatch_s=per_microbatch, step_s=max(low - few * per_microbatch, 0.0))
+def _fit_steps(found: Rates, samples: Measured, config: RunConfig) -> Rates:
+    """What whole steps on one rank take beyond the sum of their kernels, as three constants that act differently.
+
+    A share of the kernels' time (operands that a loop of one kernel finds in the cache, a step must fetch), the host's time per
+    operation (grows with microbatches, not with their size), and a fixed time per step. Least squares, none below zero.
+    """
+    rows, rest = [], []
+    for B, m, seconds in samples.steps:
+        w = workload_of(config, 1, B, m)
+        kernels = float(step_s(w, found))
+        operations = (float(step_s(w, replace(found, launch_s=1e-3))) - kernels) / 1e-3
+        rows.append((kernels / seconds, operations * 1e-5 / seconds, 1e-2 / seconds))
+        rest.append(1 - kernels / seconds)
+    share, launch, step = (float(one) for one in non_negative(np.array(rows), np.array(rest)))
+    slower = 1 + share
+    return replace(
+        found,
+        gemm_efficiency=found.gemm_efficiency / slower,
+        gemm_shapes=tuple((M, N, K, seconds * slower) for M, N, K, seconds in found.gemm_shapes),
+        flash_efficiency=found.flash_efficiency / slower,
+        hbm_efficiency=found.hbm_efficiency / slower,
+        launch_s=launch * 1e-5,
+        step_s=step * 1e-2,
+    )
 
 
-def _workload(config: RunConfig, ranks: int, microbatches: int) -> Workload:
-    batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * microbatches})
-    parallel = config.parallel.model_copy(update={"tensor": ranks, "pipeline": 1, "data": None})
+def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """argmin |a x - b| over x >= 0: the best of the least-squares solutions on every subset of columns that is non-negative."""
+    columns = a.shape[1]
+    best, best_error = np.zeros(columns), float(b @ b)
+    for chosen in (list(some) for size in range(1, columns + 1) for some in combinations(range(columns), size)):
+        x = np.zeros(columns)
+        x[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
+        error = float(np.sum((a @ x - b) ** 2))
+        if np.all(x >= 0) and error < best_error:
+            best, best_error = x, error
+    return best
+
+
+def workload_of(config: RunConfig, ranks: int, B: int, m: int) -> Workload:
+    """The run's model on `ranks` tensor-parallel ranks, `m` microbatches of `B` sequences per step."""
+    batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m})
+    parallel = ParallelConfig(tensor=ranks)
     return from_config(config.model_copy(update={"batch": batch, "parallel": parallel}), ranks)
 
 
@@ -119,9 +184,10 @@ def machine_content(samples: Measured, config: RunConfig, when: str) -> dict[str
     source = (
         f"frontier-llm calibrate, {when}: {samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
     )
+    provenance = {"tag": "measured", "source": source}
 
-    def number(value: float, tag: str = "measured") -> dict[str, Any]:
-        return {"value": float(f"{value:.5g}"), "tag": tag, "source": source}
+    def number(value: float) -> dict[str, Any]:
+        return {"value": rounded(value), **provenance}
 
     stack: Mapping[str, float] = {
         "gemm_efficiency": found.gemm_efficiency,
@@ -135,6 +201,22 @@ def machine_content(samples: Measured, config: RunConfig, when: str) -> dict[str
         "step_us": found.step_s * 1e6,
     }
     fabric = dict(zip(found.fabric_size, found.fabric_bytes_s, strict=True))
+    node: dict[str, Any] = {
+        "devices": number(samples.ranks),
+        "fabric_gbps": {size: number(speed / 1e9) for size, speed in fabric.items()},
+        "fabric_latency_us": number(found.fabric_latency_s * 1e6),
+        "fabric_hop_us": number(found.fabric_hop_s * 1e6),
+        "contention": {**provenance, "share": {count: rounded(share) for count, share in found.contention}},
+    }
+    if found.node_tables:
+        node["collectives"] = {
+            **provenance,
+            "message_bytes": [int(size) for size in found.node_tables["all_reduce"].sizes_bytes],
+            "time_us": {
+                operation: {int(row): [rounded(one * 1e6) for one in times] for row, times in zip(table.rows, table.seconds, strict=True)}
+                for operation, table in found.node_tables.items()
+            },
+        }
     return {
         "base": "local",
         "title": f"this computer, calibrated {when}",
@@ -143,32 +225,48 @@ def machine_content(samples: Measured, config: RunConfig, when: str) -> dict[str
             "peak_tflops": number(found.peak_flops / 1e12),
             "memory_gib": number(found.memory_bytes / 2**30),
             "memory_gbps": number(found.hbm_bytes_s / 1e9),
+            "host_executes": found.host_executes,
+            "gemm_shapes": {
+                **provenance,
+                "mnk_us": [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in found.gemm_shapes],
+            },
         },
-        "node": {
-            "devices": number(samples.ranks),
-            "fabric_gbps": {size: number(speed / 1e9) for size, speed in fabric.items()},
-            "fabric_latency_us": number(found.fabric_latency_s * 1e6),
-            "fabric_hop_us": number(found.fabric_hop_s * 1e6),
-        },
+        "node": node,
         "stacks": {
-            STACK: {**{key: number(value) for key, value in stack.items()}, "optimizer_bytes": float(f"{found.optimizer_bytes:.4g}")}
+            STACK: {
+                **{key: number(value) for key, value in stack.items()},
+                "optimizer_bytes": rounded(found.optimizer_bytes),
+                "accumulate_bytes": found.accumulate_bytes,
+            }
         },
     }
+
+
+def rounded(value: float) -> float:
+    """Five digits."""
+    return float(f"{value:.5g}")
 
 
 def report(samples: Measured, config: RunConfig) -> str:
     """The calibrated constants and how well they give back the samples."""
     found = calibrated_rates(samples, config, rates(load_machine("local")))
-    M, N, K, seconds = (np.array(column, dtype=float) for column in zip(*samples.gemm, strict=True))
-    errors = np.asarray(gemm_s(M, N, K, found)) / seconds - 1
+    M, N, K, seconds = np.array(found.gemm_shapes).T
+    rate = 2 * M * N * K / seconds / 1e12
     lines = [
-        f"matrix products: up to {found.peak_flops / 1e12:.3g} TFLOP/s per rank; formula against {len(errors)} samples: mean error {100 * np.mean(np.abs(errors)):.0f} %",
+        f"matrix products: {len(rate)} shapes, {rate.min():.3g} to {rate.max():.3g} TFLOP/s per rank",
         f"memory {found.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach {100 * found.hbm_efficiency:.0f} % of it",
         f"one operation costs {found.kernel_s * 1e6:.1f} us to dispatch",
     ]
-    if samples.all_reduce:
+    for name, table in found.node_tables.items():
+        row, size = int(table.rows[0]), table.sizes_bytes[-1]
+        seconds = table.seconds[0]
         lines.append(
-            f"all-reduce over {samples.ranks} ranks: {found.fabric_latency_s * 1e6:.0f} us + {found.fabric_bytes_s[0] / 1e9:.2g} GB/s bus bandwidth"
+            f"{name.replace('_', '-')} over {row} ranks: {seconds[0] * 1e6:.0f} us at 1 KiB, {size / seconds[-1] / 1e9:.2g} GB/s at 16 MiB"
         )
-    lines.append(f"host: {found.microbatch_s * 1e3:.2g} ms per microbatch, {found.step_s * 1e3:.2g} ms per step")
+    if len(found.contention) > 1:
+        lines.append(f"with one of {samples.ranks} ranks busy its kernels take {100 * found.contention[0][1]:.0f} % of their time")
+    lines.append(f"within a step: {found.launch_s * 1e6:.0f} us of the host per operation, {found.step_s * 1e3:.2g} ms per step")
+    for B, m, seconds in samples.steps:
+        predicted = float(step_s(workload_of(config, 1, B, m), found))
+        lines.append(f"  {m} x {B} sequences on one rank: {seconds:.3f} s, from these constants {100 * (predicted / seconds - 1):+.1f} %")
     return "\n".join(lines)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.workload import RECOMPUTE, SCHEDULES, Workload, model_numbers
+from frontier_llm.costs.workload import DTYPE_BYTES, FSDP, GPIPE, RECOMPUTE, SCHEDULES, ZERO_BUBBLE, Workload, model_numbers
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
 from frontier_llm.topology.plan import tp_limit
 
@@ -20,7 +21,7 @@ MAX_CHUNKS = 8
 # --fix key → the layout field it fixes
 FIXABLE = {
     "tensor": "tp", "pipeline": "pp", "data": "dp", "chunks": "chunks", "micro_batch": "B", "sequence_parallel": "sp", "recompute": "recompute",
-    "zero": "zero", "schedule": "schedule", "axis_order": "dp_outer",
+    "zero": "zero", "data_mode": "zero", "schedule": "schedule", "axis_order": "dp_outer", "gradient_wire": "gradient_bytes",
 }  # fmt: skip
 
 
@@ -49,18 +50,24 @@ def enumerate_layouts(
             block = _options(model, tp, pp, dp, global_batch // dp, fixed)
             if block.size:
                 rows.append(block)
-    return _workload(model, np.concatenate(rows) if rows else np.zeros((0, 11)), dtype_bytes)
+    found = _workload(model, np.concatenate(rows) if rows else np.zeros((0, 11)), dtype_bytes)
+    return replace(found, gradient_bytes=fixed.get("gradient_bytes", 0))
 
 
 def _options(model: ModelConfig, tp: int, pp: int, dp: int, per_replica: int, fixed: Mapping[str, Any]) -> np.ndarray:
     """Rows tp, pp, dp, chunks, B, m, sp, recompute, zero, dp_outer, schedule of one (tp, pp, dp)."""
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
-    plays: list[tuple[int, int]] = [(1, SCHEDULES.index("1f1b")), (1, SCHEDULES.index("gpipe"))]
+    plays: list[tuple[int, int]] = [(1, SCHEDULES.index("1f1b"))]
+    if pp > 1 or fixed.get("schedule") == GPIPE:  # without a pipeline all schedules are one
+        plays += [(1, GPIPE)]
     if pp > 1:
-        plays += [(1, SCHEDULES.index("zb-h1"))]
+        plays += [(1, ZERO_BUBBLE)]
         most = min(model.layers // pp, MAX_CHUNKS)
         plays += [(v, SCHEDULES.index("interleaved")) for v in range(2, most + 1)]
     sequence = [0, 1] if tp > 1 and model.sequence_length % tp == 0 else [0]
+    # what topology.plan refuses: sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
+    sharded = [FSDP] if pp == 1 and not fixed.get("gradient_bytes") else []
+    modes = [0, 1, *sharded] if dp > 1 else [1]
     orders = [0, 1] if pp > 1 and dp > 1 else [0]
     rows = [
         (tp, pp, dp, v, B, per_replica // B, sp, recompute, zero, order, play)
@@ -69,7 +76,7 @@ def _options(model: ModelConfig, tp: int, pp: int, dp: int, per_replica: int, fi
             [(v, play) for v, play in plays if fixed.get("chunks", v) == v and fixed.get("schedule", play) == play],
             _kept(sequence, fixed, "sp"),
             _kept(sorted(RECOMPUTE.values()), fixed, "recompute"),
-            _kept([0, 1] if dp > 1 else [1], fixed, "zero"),
+            _kept(modes, fixed, "zero"),
             _kept(orders, fixed, "dp_outer") or ([0] if len(orders) == 1 else []),
         )
     ]
@@ -117,6 +124,10 @@ def _value(name: str, text: str) -> int:
         return SCHEDULES.index(text)
     if name == "axis_order":
         return AXIS_ORDERS.index(text)
+    if name == "data_mode":
+        return {"zero": 1, "fsdp": FSDP}[text]
+    if name == "gradient_wire":
+        return {"full": 0, "bf16": DTYPE_BYTES["bf16"]}[text]
     if name == "sequence_parallel":
         return {"true": 1, "false": 0, "1": 1, "0": 0}[text.lower()]
     value = int(text)
@@ -131,6 +142,8 @@ def _valid(name: str) -> str:
         "schedule": SCHEDULES,
         "axis_order": AXIS_ORDERS,
         "sequence_parallel": ["true", "false"],
+        "data_mode": ["zero", "fsdp"],
+        "gradient_wire": ["full", "bf16"],
     }
     return ", ".join(choices[name]) if name in choices else "a whole number"
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from frontier_llm.machine import Rates
 from frontier_llm.planner.candidates import parse_fixed
-from frontier_llm.planner.report import layout_words, table
+from frontier_llm.planner.report import WIDTH, layout_words, step_words, table, wrapped
 from frontier_llm.planner.search import Search, search
-from frontier_llm.units import GIB, format_seconds
+from frontier_llm.units import GIB
 
 FIELDS = ("tp", "pp", "chunks", "B", "sp", "recompute", "zero", "dp_outer", "schedule")
 
 
-def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str]) -> str:
+def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
     """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all else free."""
     changes = parse_fixed(list(words))
     best = found.best
@@ -23,6 +23,8 @@ def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequ
         kept.pop("chunks")
     exact = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **kept, **changes}, top=1)
     free = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **changes}, top=1)
+    if all(getattr(best.workload, name) == value for name, value in changes.items()):
+        return f"what if {' '.join(words)}: the choice has that already"
     lines = [f"what if {' '.join(words)}"]
     for title, other in (("all else as chosen", exact), ("all else re-planned", free)):
         if not other.plans:
@@ -35,8 +37,10 @@ def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequ
             continue
         plan = other.best
         lines.append(
-            f"  {title}: {format_seconds(plan.step_s)} per step ({100 * (plan.step_s / best.step_s - 1):+.1f} %), "
+            f"  {title}: {step_words(plan.step_s)} per step ({100 * (plan.step_s / best.step_s - 1):+.1f} %), "
             f"{plan.peak_bytes / GIB:.1f} GiB ({(plan.peak_bytes - best.peak_bytes) / GIB:+.1f}), bubble {100 * plan.played.bubble:.1f} %: {layout_words(plan)}"
         )
     shown = [best, *(other.best for other in (exact, free) if other.plans)]
-    return "\n".join([*lines, table(shown)])
+    if exact.plans and free.plans and exact.best.workload == free.best.workload:
+        shown.pop()
+    return wrapped("\n".join([*lines, table(shown, width)]), width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import yaml
 
-from frontier_llm.config import load_model, load_run
-from frontier_llm.machine import Machine
+from frontier_llm.config import available, load_model, load_run
+from frontier_llm.costs.workload import DTYPE_BYTES, FSDP
+from frontier_llm.machine import Machine, Rates
+from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.candidates import AXIS_ORDERS
-from frontier_llm.planner.report import RECOMPUTE_NAMES, layout_words
+from frontier_llm.planner.report import RECOMPUTE_NAMES, layout_words, nodes
 from frontier_llm.planner.search import Search
 from frontier_llm.topology import make_plan
 from frontier_llm.topology.stages import balanced
@@ -21,7 +24,7 @@ SITES = ("frontier", "lumi", "local")
 SCRIPTS = {"gpt-1t": "slurm/train_1t.sbatch", "gpt-175b": "slurm/train_175b.sbatch", "gpt-22b": "slurm/train_22b.sbatch"}
 
 
-def run_content(model_name: str, machine_name: str, found: Search, name: str) -> dict[str, Any]:
+def run_content(model_name: str, machine_name: str, machine: Machine, found: Search, rates: Rates, name: str) -> dict[str, Any]:
     """The run file's mapping for the search's choice."""
     plan = found.best
     w = plan.workload
@@ -29,7 +32,7 @@ def run_content(model_name: str, machine_name: str, found: Search, name: str) ->
         "tensor": int(w.tp),
         "pipeline": int(w.pp),
         "schedule": plan.schedule,
-        "zero": int(w.zero),
+        **({"data_mode": "fsdp"} if w.zero == FSDP else {"zero": int(w.zero)}),
         "axis_order": AXIS_ORDERS[int(w.dp_outer)],
     }
     if w.chunks > 1:
@@ -44,29 +47,45 @@ def run_content(model_name: str, machine_name: str, found: Search, name: str) ->
         "machine": machine_name,
         "parallel": parallel,
         "batch": {"global_batch": found.global_batch, "micro_batch": int(w.B)},
+        **({"precision": {"gradient_wire": "bf16"}} if w.gradient_bytes == DTYPE_BYTES["bf16"] else {}),
         "train": {"run_dir": f"runs/{name}", "recompute": RECOMPUTE_NAMES[int(w.recompute)]},
+        **({"comm": {"algorithms": machine.algorithms}} if machine.algorithms and uses_hierarchical(plan, rates) else {}),
     }
 
 
-def emit(path: Path, model_name: str, machine_name: str, machine: Machine, found: Search) -> str:
-    """Write the run file, check that it loads and that its layout is legal, and return the command that submits it.
+def emit(path: Path, model_name: str, machine_name: str, machine: Machine, found: Search, rates: Rates, run: str | None = None) -> str:
+    """Write the run file, check that it loads and that its layout is legal, and return the command that starts or submits it.
 
-    `model_name` and `machine_name` are what the user typed: names of shipped files, or paths.
+    `model_name`, `machine_name` and `run` are what the user typed: names of shipped files, or paths. With a `run` the file starts
+    from it and says every choice of the layout, so that none of the run's own is left.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
-    content = run_content(model_name, machine_name, found, name)
-    if found.model.sequence_length != load_model(model_name).sequence_length:
-        content["model"] = {"base": model_name, "sequence_length": found.model.sequence_length}
+    if run:
+        content = {"base": _reference(run, path.parent), **run_content("", machine_name, machine, found, rates, name)}
+        del content["model"]
+        w = found.best.workload
+        mode = "fsdp" if w.zero == FSDP else "zero"
+        content["parallel"] |= {"data": int(w.dp), "chunks": int(w.chunks), "sequence_parallel": bool(w.sp), "data_mode": mode}
+    else:
+        content = run_content(model_name, machine_name, machine, found, rates, name)
+        if found.model.sequence_length != load_model(model_name).sequence_length:
+            content["model"] = {"base": model_name, "sequence_length": found.model.sequence_length}
     best = found.best
     head = (
         f"# {layout_words(best)}\n"
-        f"# planned for {found.nodes} nodes of {machine.name}: {best.step_s:.4g} s per step simulated, "
+        f"# planned for {nodes(found.nodes)} of {machine.name}: {best.step_s:.4g} s per step simulated, "
         f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / 2**30:.1f} GiB on the fullest rank\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
     make_plan(load_run(str(path)), found.nodes * machine.devices_per_node)
-    return f"wrote {path}\n{submit_command(path, machine, found.nodes, content)}"
+    start = f"frontier-llm train {path}" if run and found.nodes == 1 else submit_command(path, machine, found.nodes, content)
+    return f"wrote {path}\n{start}"
+
+
+def _reference(run: str, folder: Path) -> str:
+    """How a file in `folder` names the run it starts from: shipped ones by name, others by the way there."""
+    return run if run in available("runs") else os.path.relpath(run, folder)
 
 
 def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[str, Any]) -> str:
@@ -77,7 +96,11 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]
     script = SCRIPTS.get(str(content["model"]))
     if script and site == "frontier":
-        words = [f"{section}.{key}={_word(value)}" for section in ("parallel", "batch") for key, value in content[section].items()]
+        words = [
+            f"{section}.{key}={_word(value)}"
+            for section in ("parallel", "batch", "precision", "comm")
+            for key, value in content.get(section, {}).items()
+        ]
         lines.append(
             f"sbatch --account=PROJECT --nodes={nodes} {script} " + " ".join([*words, f"train.recompute={content['train']['recompute']}"])
         )

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.time import step_s
+from frontier_llm.costs.time import placement, step_s
 from frontier_llm.costs.workload import Number, Workload
 from frontier_llm.machine import Machine, Rates, rates
 from frontier_llm.planner import report
+from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
 from frontier_llm.planner.candidates import enumerate_layouts
 from frontier_llm.planner.search import Plan, Search
 from frontier_llm.schedule import Kind
+from frontier_llm.units import format_bytes
 
 COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#f58518", Kind.BACKWARD_INPUT: "#e45756", Kind.BACKWARD_WEIGHT: "#eeca3b"}
 SHOWN_ACTIONS = 6000  # a timeline beyond this is a solid block
@@ -28,7 +30,7 @@ ORNL = {"gpt-175b": (1024, 1.0, 0.89), "gpt-1t": (3072, 1.0, 0.87)}
 
 
 def write_figures(directory: Path, found: Search, machine: Machine, stack: str, numbers: Rates) -> list[Path]:
-    """pipeline.png, memory.png, throughput.png, scaling.png and index.html."""
+    """pipeline.png, memory.png, throughput.png, scaling.png, where gradients cross nodes collectives.png, and index.html."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,6 +43,8 @@ def write_figures(directory: Path, found: Search, machine: Machine, stack: str, 
         "throughput": lambda figure: draw_throughput(figure, found, numbers),
         "scaling": lambda figure: draw_scaling(figure, found, machine, numbers),
     }
+    if gradient_choices(found.best, numbers):
+        drawings["collectives"] = lambda figure: draw_collectives(figure, found.best, numbers)
     paths = []
     for name, draw in drawings.items():
         figure = plt.figure(figsize=(12, 4.5), layout="constrained")
@@ -63,9 +67,18 @@ def _html(found: Search, machine: Machine, stack: str, numbers: Rates, paths: li
     title = html.escape(f"{found.model.name} on {found.nodes} nodes of {machine.name}")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f'<body style="font-family:sans-serif;max-width:1200px;margin:auto"><h1>{title}</h1><p>Every figure is simulated.</p>{pictures}'
+        f'<body style="font-family:sans-serif;max-width:1200px;margin:auto;padding:0 1rem"><h1>{title}</h1><p>Every figure is simulated.</p>{pictures}'
         f"<h2>report</h2><pre>{words}</pre></body></html>\n"
     )
+
+
+def plain_log2(axes: Any, values: Number) -> None:
+    """A logarithmic axis that is labelled with the powers of two themselves, some eight of them."""
+    axes.set_xscale("log", base=2)
+    powers = range(int(np.ceil(np.log2(np.min(values)))), int(np.log2(np.max(values))) + 1)
+    axes.set_xticks([2**power for power in powers][:: max(1, len(powers) // 8 + 1)])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.minorticks_off()
 
 
 def draw_pipeline(figure: Any, plan: Plan) -> None:
@@ -87,8 +100,10 @@ def draw_pipeline(figure: Any, plan: Plan) -> None:
                 label=kind.name.lower() if stage == 0 and bars else None,
             )
     axes.invert_yaxis()
+    axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set(xlabel="seconds (simulated)", ylabel="pipeline rank", title=report.layout_words(plan))
-    axes.legend(loc="upper right", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
 
 
 def draw_memory(figure: Any, plan: Plan) -> None:
@@ -102,8 +117,10 @@ def draw_memory(figure: Any, plan: Plan) -> None:
             axes.bar(ranks, size, bottom=bottom, label=name, width=0.9)
             bottom += size
     axes.axhline(plan.limit_bytes / 2**30, color="black", linestyle="--", label="device")
-    axes.set(xlabel="pipeline rank", ylabel="GiB", title="memory per pipeline rank")
-    axes.legend(fontsize=8, ncols=2)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.set(xlabel="pipeline rank", ylabel="GiB", ylim=(0, 1.08 * plan.limit_bytes / 2**30), title="memory per pipeline rank")
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
 
 
 def draw_throughput(figure: Any, found: Search, numbers: Rates) -> None:
@@ -117,11 +134,30 @@ def draw_throughput(figure: Any, found: Search, numbers: Rates) -> None:
         values = np.asarray(getattr(layouts, field))
         axis = np.unique(values)
         axes.plot(axis, [speed[values == value].max() for value in axis], "o-")
-        axes.set_xscale("log", base=2)
+        plain_log2(axes, axis)
         axes.set(xlabel=label, title=f"best over all else, by {label}")
         if field == "tp":
             axes.axvline(numbers.node_devices, color="grey", linestyle=":")
             axes.set_ylabel("tokens/s per device")
+
+
+def draw_collectives(figure: Any, plan: Plan, numbers: Rates) -> None:
+    """Each collective of a gradient bucket against the nodes of its group, up to the whole machine: one ring and two stages."""
+    place, sizes = placement(plan.workload, numbers), bucket_bytes(plan, numbers)
+    for axes, (operation, size) in zip(np.atleast_1d(figure.subplots(1, len(sizes), sharey=True)), sizes.items(), strict=True):
+        nodes, flat, staged = times_by_nodes(numbers, int(place.dp_per_node), int(place.dp_sharing), size, operation)
+        axes.plot(nodes, 1e3 * flat, "o-", label="one ring, or RCCL's tree")
+        axes.plot(nodes, 1e3 * staged, "s-", label="two stages")
+        axes.axvline(float(plan.workload.dp / place.dp_per_node), color="grey", linestyle=":", label="this plan")
+        plain_log2(axes, nodes)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(
+            xlabel="nodes of a group",
+            ylabel="milliseconds" if axes.get_subplotspec().is_first_col() else "",
+            title=f"{operation.replace('_', '-')} of {format_bytes(size)}",
+        )
+        axes.legend(fontsize=8)
 
 
 def scaling_points(found: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -149,6 +185,11 @@ def draw_scaling(figure: Any, found: Search, machine: Machine, numbers: Rates) -
         point = ORNL.get(found.model.name)
         if point:
             axes.plot([point[0]], [point[1 if weak else 2]], "k*", markersize=14, label="ORNL, measured (its own baseline)")
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="devices", title="weak scaling" if weak else f"strong scaling, global batch {found.global_batch}", ylim=(0, 1.1))
+        plain_log2(axes, scaling_points(found, numbers, weak)[0])
+        axes.set(
+            xlabel="devices",
+            ylabel="efficiency" if weak else "",
+            title="weak scaling" if weak else f"strong scaling, global batch {found.global_batch}",
+            ylim=(0, 1.1),
+        )
         axes.legend(fontsize=8)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms, totals, weight_gradient_s
+from frontier_llm.costs.layer import embedding_terms, head_terms, totals, weight_gradient_s
 from frontier_llm.costs.parameters import stage_parameters
-from frontier_llm.costs.time import p2p_s, placement, tail
+from frontier_llm.costs.time import layer_s, p2p_s, tail
 from frontier_llm.costs.workload import Workload
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import Action, Kind, Timeline, build, simulate, virtual_stage
@@ -53,12 +53,12 @@ class Played:
     @property
     def bubble(self) -> float:
         """Share of the pipeline's time in which an average rank waits, messages included."""
-        return 1 - float(np.mean(self.busy_s)) / self.pipeline_s
+        return max(1 - float(np.mean(self.busy_s)) / self.pipeline_s, 0.0)
 
 
 def stage_times(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
     """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
-    forward, backward = (float(value) for value in totals(layer_terms(w, rates)))
+    forward, backward = (float(value) for value in layer_s(w, rates))
     weight = float(weight_gradient_s(w, rates))
     embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
     host = rates.microbatch_s / 2 / float(w.chunks) + (float(p2p_s(w, rates)) if rates.blocking_messages else 0.0)
@@ -80,12 +80,14 @@ def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec,
     message = 0.0 if rates.blocking_messages else float(p2p_s(w, rates))
     round_size = pp if v > 1 else 1
     length = m
-    if schedule_name != "gpipe" and m > pp + 2 * STEADY_MICROBATCHES + round_size:  # GPipe's phases do not alternate: played whole
+    if (
+        schedule_name != "gpipe" and not rates.contention and m > pp + 2 * STEADY_MICROBATCHES + round_size
+    ):  # GPipe's phases do not alternate: played whole
         # 1F1B is in its stride after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
     while True:
-        timeline = _simulate(schedule_name, pp, length, v, times, message)
+        timeline = _contended(_simulate(schedule_name, pp, length, v, times, message), w, rates)
         period = 0.0 if length == m else _period(timeline, times, v, round_size)
         if period is not None:
             break
@@ -110,6 +112,26 @@ def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...],
         return seconds[stage, action.chunk, action.kind]
 
     return simulate(build(name, pp, m, v), duration, message)
+
+
+def _contended(timeline: Timeline, w: Workload, rates: Rates) -> Timeline:
+    """The timeline on devices that slow each other down: at each moment all that are busy lose the same factor, so time itself is stretched.
+
+    Durations are those with all devices of the node busy; `Rates.contention` says what they are with fewer.
+    """
+    if not rates.contention:
+        return timeline
+    counts, shares = zip(*rates.contention, strict=True)
+    starts, ends = (np.sort(np.concatenate(times)) for times in (timeline.start_s, timeline.end_s))
+    moments = np.unique(np.concatenate([[0.0], starts, ends]))
+    busy = np.searchsorted(starts, moments, side="right") - np.searchsorted(ends, moments, side="right")
+    devices = busy * float(w.tp * w.dp)
+    speed = np.where(devices > 0, np.interp(devices, counts, shares), 1.0)
+    stretched = np.concatenate([[0.0], np.cumsum(np.diff(moments) * speed[:-1])])
+    return Timeline(
+        timeline.schedule,
+        *(tuple(list(np.interp(stage, moments, stretched)) for stage in times) for times in (timeline.start_s, timeline.end_s)),
+    )
 
 
 def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
@@ -173,8 +195,3 @@ def _with_tail(
         optimizer, gather = max(optimizer, float(end.optimizer_s)), max(gather, float(end.gather_s))
     pipeline = max(ends)
     return Played(timeline, pipeline, busy, ends, finish - pipeline, optimizer, gather, message, times)
-
-
-def neighbours_share_node(w: Workload, rates: Rates) -> bool:
-    """Whether pipeline messages stay inside a node."""
-    return bool(placement(w, rates).pp_inside)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms
 from frontier_llm.costs.parameters import total_parameters
-from frontier_llm.costs.workload import RECOMPUTE
+from frontier_llm.costs.time import layer_s
+from frontier_llm.costs.workload import DTYPE_BYTES, FSDP, RECOMPUTE
 from frontier_llm.machine import Machine, Rates, provenance
+from frontier_llm.machine.load import PLACES
+from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.candidates import AXIS_ORDERS
+from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
-from frontier_llm.planner.search import Plan, Search, memory_summary, utilisations
+from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.units import GIB, format_count, format_seconds
 
+WIDTH = 140  # columns of a report that is not shown on a terminal
 RECOMPUTE_NAMES = {code: name for name, code in RECOMPUTE.items()}
 
 # which numbers of the machine file each line of the breakdown rests on
@@ -27,6 +34,7 @@ SOURCES = {
     "embedding": ("hbm_efficiency",),
     "head": ("gemm_efficiency",),
     "cross-entropy": ("hbm_efficiency",),
+    "sharded weights and gradients": ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
     "host per microbatch": ("microbatch_s",),
     "bubble and messages": ("node_network_bytes_s", "network_efficiency"),
     "gradient reduction": ("node_network_bytes_s", "network_efficiency", "dp_overlap"),
@@ -42,13 +50,24 @@ def layout_words(plan: Plan) -> str:
     parts = [
         f"TP{int(w.tp)} PP{int(w.pp)}{chunks} DP{int(w.dp)}",
         f"microbatch {int(w.B)} x {int(w.m)}",
-        plan.schedule,
+        plan.schedule if w.pp > 1 else "",
         "sequence parallel" if w.sp else "",
         f"recompute {RECOMPUTE_NAMES[int(w.recompute)]}",
-        f"ZeRO-{int(w.zero)}",
-        AXIS_ORDERS[int(w.dp_outer)],
+        "FSDP" if w.zero == FSDP else f"ZeRO-{int(w.zero)}",
+        "bf16 gradient sums" if w.gradient_bytes == DTYPE_BYTES["bf16"] else "",
+        AXIS_ORDERS[int(w.dp_outer)] if w.pp > 1 and w.dp > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def step_words(seconds: float) -> str:
+    """Three digits, in seconds however many: steps are compared with each other."""
+    return f"{seconds:.0f} s" if seconds >= 100 else format_seconds(seconds) if seconds < 10 else f"{seconds:.1f} s"
+
+
+def nodes(number: int) -> str:
+    """'1 node', '2 nodes'."""
+    return f"{number} node{'s' if number > 1 else ''}"
 
 
 def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
@@ -70,6 +89,8 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     ):
         if present:
             parts.update({name: m * float(forward + backward) for name, (forward, backward) in terms.items()})
+    beside = sum(layer_s(w, rates)) - sum(sum(term) for term in layer_terms(w, rates).values())
+    parts["sharded weights and gradients"] = m * layers * float(beside)
     parts["host per microbatch"] = m * rates.microbatch_s
     parts["bubble and messages"] = played.pipeline_s - played.busy_s[busiest]
     parts["gradient reduction"] = played.reduce_s
@@ -78,18 +99,23 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     return parts
 
 
-def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates) -> str:
+def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width: int = WIDTH) -> str:
     """The step as a table: seconds, share, and the numbers behind each line with tag and source; then the memory lines."""
-    lines = ["where the step goes (busiest pipeline rank, simulated)"]
+    lines, seen = (
+        ["where the step goes (busiest pipeline rank, simulated), and the numbers of the machine file behind each line"],
+        set[str](),
+    )
     for name, seconds in breakdown(plan, rates).items():
         if seconds < 1e-4 * plan.step_s:
             continue
         lines.append(f"  {name:28s} {format_seconds(seconds):>10s}  {100 * seconds / plan.step_s:5.1f} %")
         for field in SOURCES[name]:
-            number = provenance(machine, stack, field, int(plan.workload.tp))
-            lines.append(f"      {field} = {number.value:g} [{number.tag}] {number.source}")
+            number, key = provenance(machine, stack, field, int(plan.workload.tp)), PLACES[field][1]
+            said = "" if field in seen else f" {number.source}"
+            lines.append(f"      {key} = {number.value:g} [{number.tag}]{said}")
+            seen.add(field)
     if machine.allreduce:
-        lines.append(f"      all-reduce table [{machine.allreduce.tag}] {machine.allreduce.source}")
+        lines.append(f"  all-reduce times between nodes [{machine.allreduce.tag}] {machine.allreduce.source}")
     rank, memory = memory_summary(plan)
     lines.append(f"memory of the fullest rank (stage {rank})")
     for name, size in memory.items():
@@ -97,43 +123,55 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates) -> st
         if size > 0:
             lines.append(f"  {name:28s} {size / GIB:8.2f} GiB  [{tag}]")
     lines.append(f"  {'total':28s} {plan.peak_bytes / GIB:8.2f} GiB of {plan.limit_bytes / GIB:.0f}")
-    return "\n".join(lines)
+    return wrapped("\n".join(lines), width)
 
 
-def table(plans: tuple[Plan, ...] | list[Plan]) -> str:
-    """One line per plan."""
-    head = f"  {'#':>2} {'TP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} {'SP':2} {'recompute':9} {'Z':1} {'step':>9} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}  bound by"
-    rows = [head]
+def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
+    """One line per plan; what binds it goes on a line of its own where `width` columns do not hold both."""
+    head = f"  {'#':>2} {'TP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} {'SP':2} {'recompute':9} {'Z':1} {'step':>9} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}"
+    rows = [f"{head}  bound by" if len(head) + 45 <= width else head]
     for index, plan in enumerate(plans, 1):
         w = plan.workload
-        rows.append(
+        row = (
             f"  {index:>2} {int(w.tp):>3} {int(w.pp):>3} {int(w.chunks):>2} {int(w.dp):>5} {int(w.B):>3} {int(w.m):>5} {plan.schedule:11} "
-            f"{'y' if w.sp else 'n':2} {RECOMPUTE_NAMES[int(w.recompute)]:9} {int(w.zero):1} {format_seconds(plan.step_s):>9} "
-            f"{plan.tokens_per_s_per_device:>9.1f} {100 * plan.played.bubble:>6.1f}% {plan.peak_bytes / GIB:>5.1f}  {plan.binding}"
+            f"{'y' if w.sp else 'n':2} {RECOMPUTE_NAMES[int(w.recompute)]:9} {int(w.zero):1} {step_words(plan.step_s):>9} "
+            f"{plan.tokens_per_s_per_device:>9.1f} {100 * plan.played.bubble:>6.1f}% {plan.peak_bytes / GIB:>5.1f}"
         )
+        rows += [f"{row}  {plan.binding}"] if len(rows[0]) > len(head) else [row, f"     bound by {plan.binding}"]
     return "\n".join(rows)
 
 
-def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None) -> str:
-    """The report that people read."""
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most `width` columns; what is carried over stands four columns further in."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(line, width, subsequent_indent=indent + 4 * " ", drop_whitespace=True) if len(line) > width else [line]
+    return "\n".join(lines)
+
+
+def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
+    """The report that people read, in `width` columns."""
     best, model = found.best, found.model
     use = utilisations(best, model, rates)
     w = best.workload
     lines = [
-        f"{model.name} ({format_count(total_parameters(model))} parameters) on {found.nodes} nodes of {machine.name}: "
+        f"{model.name} ({format_count(total_parameters(model))} parameters) on {nodes(found.nodes)} of {machine.name}: "
         f"{found.nodes * machine.devices_per_node} devices, {machine.device.name}",
         f"global batch {found.global_batch} sequences = {format_count(float(w.step_tokens))} tokens",
         f"{found.legal} legal layouts, {found.fitting} fit, {found.dominated} of these dominated; {len(found.plans)} finalists simulated",
         "",
         f"choice: {layout_words(best)}",
-        f"  {format_seconds(best.step_s)} per step (simulated), {best.tokens_per_s_per_device:.1f} tokens/s per device, "
+        f"  {step_words(best.step_s)} per step (simulated), {best.tokens_per_s_per_device:.1f} tokens/s per device, "
         f"{best.tokens_per_s_per_device * float(w.devices):,.0f} in all",
         f"  MFU {100 * use['mfu']:.1f} % ({use['mfu'] * rates.peak_flops / 1e12:.1f} TFLOP/s, full attention counted; causal {100 * use['mfu_causal']:.1f} %), "
         f"HFU {100 * use['hfu']:.1f} % (recomputation counted)",
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
+        *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
+        *gradient_words(best, rates),
         "",
-        table(found.plans),
+        table(found.plans, width),
     ]
     if len(found.plans) > 1:
         lines += [
@@ -149,12 +187,14 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None) ->
         )
     if run is not None:
         lines += ["", *campaign_lines(run)]
-    return "\n".join(lines)
+    return wrapped("\n".join(lines), width)
 
 
 def _why(best: Plan, other: Plan) -> str:
     """The largest difference between two plans, in a few words."""
     a, b = best.played, other.played
+    if other.step_s < best.step_s:
+        return f"its overlap is an estimate, so it would have to win by {100 * RESOLUTION:.0f} %"
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:
         return "a tie within what the model resolves"
     gaps = {
@@ -195,6 +235,7 @@ def as_dict(plan: Plan, model: ModelConfig, rates: Rates) -> dict[str, Any]:
         "sequence_parallel": bool(w.sp),
         "recompute": RECOMPUTE_NAMES[int(w.recompute)],
         "zero": int(w.zero),
+        "data_mode": "fsdp" if w.zero == FSDP else "zero",
         "axis_order": AXIS_ORDERS[int(w.dp_outer)],
         "stage_layers": [stage.num_layers for stage in plan.stages],
         "step_s": plan.step_s,
@@ -227,7 +268,14 @@ def search_as_dict(found: Search, machine: Machine, stack: str, rates: Rates, ru
         "fitting": found.fitting,
         "dominated": found.dominated,
         "simulated": True,
-        "plans": [as_dict(plan, found.model, rates) for plan in found.plans],
+        "plans": [
+            {
+                **as_dict(plan, found.model, rates),
+                "links": axis_links(plan, machine, rates),
+                "collectives": [vars(one) for one in gradient_choices(plan, rates)],
+            }
+            for plan in found.plans
+        ],
         "rejected": list(found.rejected),
         "across_nodes": None if found.across is None else as_dict(found.across, found.model, rates),
         "campaign": None

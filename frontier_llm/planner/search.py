@@ -12,7 +12,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.costs.memory import peak_memory, stage_memory
 from frontier_llm.costs.time import step_s
-from frontier_llm.costs.workload import SCHEDULES, Workload
+from frontier_llm.costs.workload import FSDP, SCHEDULES, Workload
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import count, enumerate_layouts
 from frontier_llm.planner.pipeline import Played, play
@@ -22,6 +22,7 @@ TARGET_TOKENS = 16 * 2**20  # of the default global batch
 WARN_SHARE = 0.95  # of the device's memory
 FINALISTS = 8
 NEAR = 1.06  # finalists lie within this factor of the closed form's best
+RESOLUTION = 0.03  # of a step: plans closer than this are not told apart by the data sets (3-6 % off, docs/planner.md)
 ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search
 
 
@@ -133,7 +134,7 @@ def search(
     kept, kept_memory = layouts.at(fits), memory[fits]
     seconds = np.asarray(step_s(kept, rates), dtype=float)
     plans = _finalists(model, kept, seconds, rates, top)
-    plans = [replace(plan, binding=_binding(plan, kept, seconds)) for plan in plans]
+    plans = [replace(plan, binding=_binding(plan, layouts, kept)) for plan in plans]
     across = _best_across(model, rates, devices, global_batch, fixed, dtype_bytes) if cross_node else None
     return replace(
         result,
@@ -164,7 +165,12 @@ def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, rates: R
             continue  # exact stages hold more than the even spread assumed
         spent += sum(len(actions) for actions in plan.played.timeline.schedule.actions)
         plans.append(plan)
-    return sorted(plans, key=lambda plan: plan.step_s)
+    return sorted(plans, key=_preference)
+
+
+def _preference(plan: Plan) -> float:
+    """Seconds of the step; FSDP must win by more than the model resolves, since its overlap is an estimate and not simulated."""
+    return plan.step_s * (1 + RESOLUTION if plan.workload.zero == FSDP else 1.0)
 
 
 def _plain(w: Workload) -> Workload:
@@ -178,11 +184,11 @@ def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
     return int((memory[order] >= best_before).sum())
 
 
-def _binding(plan: Plan, kept: Workload, seconds: np.ndarray) -> str:
+def _binding(plan: Plan, legal: Workload, kept: Workload) -> str:
     """What holds this plan back: the memory wall, or the largest cost that is not arithmetic."""
     w = plan.workload
     reasons = []
-    if w.tp > 1 and not np.any(kept.tp < w.tp):
+    if np.any(legal.tp < w.tp) and not np.any(kept.tp < w.tp):
         reasons.append(f"TP{int(w.tp)}: {plan.limit_bytes / 2**30:.0f} GiB")
     shares = overheads(plan)
     name = max(shares, key=lambda key: shares[key])
@@ -215,11 +221,11 @@ def _rejections(layouts: Workload, memory: np.ndarray, fits: np.ndarray, rates: 
             lines.append(
                 f"TP{tp:.0f}: none of {int(family.sum())} layouts fits; the smallest needs {need:.1f} of {rates.memory_bytes / 2**30:.0f} GiB"
             )
-    for mode, name in ((0, "no recomputation"), (1, "selective recomputation")):
+    for mode, name in ((0, "without recomputation"), (1, "with selective recomputation")):
         family = layouts.recompute == mode
         out = int((family & ~fits).sum())
         if out:
-            lines.append(f"{name}: {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / 2**30:.0f} GiB")
+            lines.append(f"{name} {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / 2**30:.0f} GiB")
     return lines
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.scaling.harvest import Row, as_csv, as_json
+from frontier_llm.units import format_count, format_seconds
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def draw(rows: Sequence[Row], path: Path, dpi: int = 140) -> None:
             color = _COLORS[number % len(_COLORS)]
             _plot_series(throughput, efficiency, name, [row for row in own if _series_name(row) == name], color)
         _plot_published(efficiency, mode)
-        _finish(throughput, efficiency, mode)
+        _finish(throughput, efficiency, mode, sorted({row.devices for row in own}))
     figure.savefig(path, dpi=dpi)
 
 
@@ -73,14 +74,21 @@ def _plot_series(throughput: Any, efficiency: Any, name: str, rows: list[Row], c
         throughput.errorbar(devices, rates, yerr=spread, capsize=3, label=name, **style)
         ideal = [rates[0] / devices[0] * count for count in devices]
         throughput.plot(devices, ideal, color=color, linewidth=0.8, alpha=0.5, label="ideal")
-        efficiency.plot(devices, [100 * (row.efficiency or 0.0) for row in done], label=name, **style)
+        shares = [100 * (row.efficiency or 0.0) for row in done]
+        half = [share * (row.ci95_percent or 0.0) / 100 for row, share in zip(done, shares, strict=True)]
+        efficiency.errorbar(devices, shares, yerr=half, capsize=3, label=name, **style)
     predicted = sorted((row for row in rows if row.predicted_efficiency and not simulated), key=lambda row: row.devices)
     if predicted:
         counts = [row.devices for row in predicted]
-        values = [100 * (row.predicted_efficiency or 0.0) for row in predicted]
-        efficiency.plot(
-            counts, values, color=color, linestyle=":", marker="s", markerfacecolor="none", label=f"{rows[0].model}, planner (simulated)"
-        )
+        dotted = {
+            "color": color,
+            "linestyle": ":",
+            "marker": "s",
+            "markerfacecolor": "none",
+            "label": f"{rows[0].model}, planner (simulated)",
+        }
+        throughput.plot(counts, [row.predicted_tokens_per_s for row in predicted], **dotted)
+        efficiency.plot(counts, [100 * (row.predicted_efficiency or 0.0) for row in predicted], **dotted)
     for row in rows:
         if not row.tokens_per_s:
             efficiency.plot([row.devices], [2], color=color, marker="x", markersize=9)
@@ -100,15 +108,18 @@ def _plot_published(efficiency: Any, mode: str) -> None:
         )
 
 
-def _finish(throughput: Any, efficiency: Any, mode: str) -> None:
-    for axis in (throughput, efficiency):
+def _finish(throughput: Any, efficiency: Any, mode: str, devices: list[int]) -> None:
+    """Axes, ticks at the device counts that occur, legends."""
+    for axis, extra in ((throughput, set()), (efficiency, {point.devices for point in PUBLISHED if point.mode == mode})):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("devices (GCDs on MI250X)")
+        axis.set_xticks(sorted({*devices, *extra}))
+        axis.minorticks_off()
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.grid(alpha=0.3)
     throughput.set_yscale("log", base=2)
     throughput.set_ylabel("tokens/s")
-    throughput.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
+    throughput.yaxis.set_major_formatter(lambda value, _: format_count(value))
     throughput.set_title(f"{mode} scaling: throughput")
     efficiency.set_ylabel("efficiency per device, %")
     efficiency.set_ylim(0, 112)
@@ -122,21 +133,22 @@ def _finish(throughput: Any, efficiency: Any, mode: str) -> None:
 def page(rows: Sequence[Row], png: bytes) -> str:
     """A self-contained HTML page: the figure, the table, the sources."""
     image = base64.b64encode(png).decode()
-    names = list(asdict(rows[0]))
-    header = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    header = "".join(f"<th>{html.escape(title)}</th>" for title, _ in _COLUMNS)
     body = "\n".join(
-        f'<tr class="{_class(row)}">' + "".join(f"<td>{_cell(asdict(row)[name])}</td>" for name in names) + "</tr>" for row in rows
+        f'<tr class="{_class(row)}">' + "".join(f"<td>{html.escape(text(row))}</td>" for _, text in _COLUMNS) + "</tr>" for row in rows
     )
     sources = "".join(f"<li>{html.escape(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Scaling</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #222 }}
-img {{ max-width: 100% }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; font-size: 12px }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: right }} tr.bad td {{ background: #fdecea }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px; padding: 0 1rem; color: #222 }}
+img {{ max-width: 100% }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; font-size: 13px; width: 100% }}
+th, td {{ border-bottom: 1px solid #ddd; padding: .3rem .45rem; text-align: right; white-space: nowrap }} tr.bad td {{ background: #fdecea }}
+th:first-child, td:first-child, th:last-child, td:last-child {{ text-align: left }} td:last-child {{ white-space: normal; min-width: 12rem }}
 tr.simulated td {{ font-style: italic; color: #555 }}
 </style></head><body><h1>Scaling experiments</h1>
 <p>Solid lines are measured; dashed and dotted lines are simulated by the planner; black marks are published. Efficiency is tokens/s per device
-relative to the smallest measured point of the series. Failed points stay in the table.</p>
+relative to the smallest measured point of the series; bars are 95 % intervals over repeats. Failed points stay in the table.
+The two predicted columns are the planner's tokens/s and efficiency. All columns, unrounded, are in <code>scaling.csv</code> and <code>scaling.json</code>.</p>
 <img alt="throughput and efficiency over devices" src="data:image/png;base64,{image}">
 <div class="wide"><table><tr>{header}</tr>
 {body}</table></div><h2>Published points</h2><ul>{sources}</ul></body></html>
@@ -147,10 +159,26 @@ def _class(row: Row) -> str:
     return "simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad"
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return "" if value is None else html.escape(str(value))
+def _some(value: float | None, pattern: str) -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+# title, text of the cell
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("series", lambda row: f"{row.mode} {row.model}" + (", simulated" if row.kind == "simulated" else "")),
+    ("nodes", lambda row: str(row.nodes)),
+    ("devices", lambda row: str(row.devices)),
+    ("TP × PP × DP", lambda row: f"{row.tensor} × {row.pipeline} × {row.data}"),
+    ("batch", lambda row: str(row.global_batch)),
+    ("runs", lambda row: str(row.repeats)),
+    ("step", lambda row: "–" if row.step_time_s is None else format_seconds(row.step_time_s)),
+    ("tokens/s", lambda row: _some(row.tokens_per_s, "{:,.0f}")),
+    ("± 95 %", lambda row: _some(row.ci95_percent, "{:.1f} %")),
+    ("efficiency", lambda row: "–" if row.efficiency is None else f"{row.efficiency:.1%}"),
+    ("predicted", lambda row: _some(row.predicted_tokens_per_s, "{:,.0f}")),
+    ("predicted efficiency", lambda row: "–" if row.predicted_efficiency is None else f"{row.predicted_efficiency:.1%}"),
+    ("status", lambda row: row.status),
+)
 
 
 def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:

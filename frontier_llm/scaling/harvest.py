@@ -86,7 +86,7 @@ def harvest(root: Path) -> list[Row]:
     """Every point below `root`. Raises DataError when there is none."""
     samples = [read_sample(path.parent) for path in sorted(root.glob(f"**/{POINT_FILE}"))]
     if not samples:
-        raise DataError("holds no point of a series", "frontier-llm scaling weak|strong … --out DIR makes them", str(root))
+        raise DataError("holds no point of a series", "frontier-llm scaling weak|strong … --output DIR makes them", str(root))
     groups: dict[tuple[Any, ...], list[Sample]] = {}
     for sample in samples:
         point = sample.point

@@ -21,23 +21,21 @@ class Prediction:
     peak_bytes: float
     limit_bytes: float
 
+    def memory_problems(self) -> list[Problem]:
+        """A problem when the predicted memory exceeds the device's."""
+        if self.peak_bytes <= self.limit_bytes:
+            return []
+        return [
+            Problem(
+                "memory",
+                f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can have",
+                "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set train.recompute=full",
+            )
+        ]
+
 
 def predict(config: RunConfig, devices: int, machine: str | None = None) -> Prediction:
     """The planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
     numbers = rates(load_machine(machine or config.machine))
     plan = simulate_layout(config.model, from_config(config, devices), numbers, config.parallel.stage_layers)
     return Prediction(plan.step_s, plan.tokens_per_s_per_device * devices, plan.peak_bytes, plan.limit_bytes)
-
-
-def memory_problems(config: RunConfig, devices: int, machine: str | None = None) -> list[Problem]:
-    """A problem when the predicted memory exceeds the device's."""
-    found = predict(config, devices, machine)
-    if found.peak_bytes <= found.limit_bytes:
-        return []
-    return [
-        Problem(
-            "memory",
-            f"about {found.peak_bytes / GIB:.1f} GiB per device, of {found.limit_bytes / GIB:.1f} that a run can have",
-            "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set train.recompute=full",
-        )
-    ]

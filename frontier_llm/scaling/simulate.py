@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from frontier_llm.errors import ConfigError
 from frontier_llm.scaling.harvest import Row, with_efficiency
-from frontier_llm.scaling.predict import memory_problems, predict
+from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import Point
 
 
 def simulated_rows(points: Sequence[Point], machine: str) -> list[Row]:
     """One row per node count. Raises ConfigError for a point that would not fit into memory."""
     distinct = {point.nodes: point for point in points}.values()
-    if problems := [problem for point in distinct for problem in memory_problems(point.config, point.devices, machine)]:
+    predicted = [(point, predict(point.config, point.devices, machine)) for point in distinct]
+    if problems := [problem for _, found in predicted for problem in found.memory_problems()]:
         raise ConfigError(problems)
     rows = []
-    for point in distinct:
-        found = predict(point.config, point.devices, machine)
+    for point, found in predicted:
         facts = point.describe()
         rows.append(
             Row(

@@ -18,7 +18,7 @@ class _Lookup(Function):
 
     @staticmethod
     def forward(ctx: Any, tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:
-        first_row = weight_vH.spec.offset[0]
+        first_row = weight_vH.shape[0] * context.tp.rank
         local = tokens_SB - first_row
         ctx.context, ctx.weight, ctx.first_row = context, weight_vH, first_row
         ctx.save_for_backward(tokens_SB)
@@ -28,12 +28,15 @@ class _Lookup(Function):
         return F.embedding(local.masked_fill(elsewhere, 0), weight_vH.detach()).masked_fill_(elsewhere[..., None], 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens_SB,), context, weight, first_row = ctx.saved_tensors, ctx.context, ctx.weight, ctx.first_row
         grad_NH = grads[0].flatten(0, -2)
         tokens_N = tokens_SB.flatten()
-        context.gradients.submit(weight, lambda: context.ops.embedding_backward_(weight.main_grad, tokens_N, grad_NH, first_row))
-        return None, None, None
+        return (
+            None,
+            context.gradients.submit(weight, lambda grad: context.ops.embedding_backward_(grad, tokens_N, grad_NH, first_row)),
+            None,
+        )
 
 
 def vocab_parallel_embedding(tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:

@@ -1,8 +1,9 @@
-"""Where weight gradients go: straight into the parameter's `main_grad`, now or, in a zero-bubble schedule, later.
+"""Where weight gradients go: straight into the parameter's `main_grad`, now or, in a zero-bubble schedule, later; or through autograd.
 
-Every parameter carries `main_grad`, an fp32 view into the flat gradient buffer (optim attaches it). Matrix layers submit the
-product that adds to it; all other parameters get theirs from autograd through a hook. Either way `on_accumulated` is told, which
-is how the optimizer knows that a bucket is complete and may be reduced while the backward pass goes on.
+Matrix layers submit the product that adds a microbatch's gradient to a buffer. With `WeightGradients` that buffer is the parameter's
+`main_grad`, an fp32 view into the flat gradients (optim attaches it); all other parameters get theirs from autograd through a hook.
+Either way `on_accumulated` is told, which is how the optimizer knows that a bucket is complete and may be reduced while the backward
+pass goes on. `AutogradGradients` is for engines that take gradients where PyTorch puts them (FSDP, DeepSpeed's ZeRO-2 and 3).
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
-Work = tuple[ShardedParameter, Callable[[], None]]
+Accumulate = Callable[[Tensor], None]  # adds one microbatch's gradient to a buffer of the parameter's shape
+Work = tuple[ShardedParameter, Accumulate]
 
 
 class WeightGradients:
@@ -24,13 +27,17 @@ class WeightGradients:
         self.on_accumulated: Callable[[ShardedParameter], None] = lambda parameter: None
         self._deferred: list[Work] | None = None
 
-    def submit(self, parameter: ShardedParameter, accumulate: Callable[[], None]) -> None:
-        """Run `accumulate` (which adds one microbatch's gradient to parameter.main_grad), or keep it for the W action."""
+    def submit(self, parameter: ShardedParameter, accumulate: Accumulate) -> Tensor | None:
+        """Add one microbatch's gradient to parameter.main_grad, or keep the work for the W action.
+
+        Returns what the layer's backward has to return for this parameter: nothing.
+        """
         if self._deferred is None:
-            accumulate()
+            accumulate(parameter.main_grad)
             self.on_accumulated(parameter)
         else:
             self._deferred.append((parameter, accumulate))
+        return None
 
     def defer(self) -> None:
         """From here on keep submitted work (the I action of a split backward)."""
@@ -46,7 +53,7 @@ class WeightGradients:
     def run(self, work: list[Work]) -> None:
         """Do deferred work."""
         for parameter, accumulate in work:
-            accumulate()
+            accumulate(parameter.main_grad)
             self.on_accumulated(parameter)
 
     def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
@@ -57,6 +64,17 @@ class WeightGradients:
         def move(tensor: Tensor) -> None:
             owner, grad, tensor.grad = weak_self(), tensor.grad, None
             assert owner is not None and grad is not None and isinstance(tensor, ShardedParameter)
-            owner.submit(tensor, lambda: accumulate(tensor.main_grad, grad))
+            owner.submit(tensor, lambda main_grad: accumulate(main_grad, grad))
 
         parameter.register_post_accumulate_grad_hook(move)
+
+
+class AutogradGradients(WeightGradients):
+    """Every gradient goes through autograd, in the parameter's type, to whoever listens there."""
+
+    def submit(self, parameter: ShardedParameter, accumulate: Accumulate) -> Tensor | None:
+        """This microbatch's gradient, summed in fp32 (fp64 under fp64) and rounded to the parameter's type."""
+        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        grad = torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
+        accumulate(grad)
+        return grad.to(parameter.dtype)

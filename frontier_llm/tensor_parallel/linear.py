@@ -1,7 +1,8 @@
 """Column- and row-parallel linear layers (arXiv:1909.08053 section 3), with and without sequence parallelism.
 
-Each is one autograd function, so that the backward pass can (1) run the collective of the input gradient while the weight gradient
-is computed, (2) add the weight gradient straight into main_grad in fp32, and (3) hand that product to a later W action.
+Each is one autograd function with its collective in it, so that (1) gathers and scatters along the sequence go chunk by chunk beside
+their product, (2) the backward pass runs the collective of the input gradient while the weight gradient is computed, (3) adds the weight
+gradient straight into main_grad in fp32, and (4) hands that product to a later W action.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from frontier_llm.comm import DONE, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
+from frontier_llm.comm import DONE, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
+from frontier_llm.tensor_parallel.chunked import gather_and_multiply, in_sequence, multiply_and_scatter
 from frontier_llm.tensor_parallel.context import LayerContext
-from frontier_llm.tensor_parallel.mappings import sum_partial
 from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
 
-def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Tensor, x_SBk: Tensor) -> None:
-    """main_grad += gradᵀ x, now or at the W action; rows past the gradient's width (vocabulary padding) stay untouched."""
+def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Tensor, x_SBk: Tensor) -> Tensor | None:
+    """gradient += gradᵀ x, now or at the W action; rows past the output's width (vocabulary padding) stay untouched."""
     grad_No, x_Nk = grad_SBo.flatten(0, -2), x_SBk.flatten(0, -2)
-    main_grad_ok = weight.main_grad.view(-1, x_Nk.shape[1])[: grad_No.shape[1]]
-    context.gradients.submit(weight, lambda: context.ops.accumulate_weight_gradient_(main_grad_ok, grad_No, x_Nk))
+
+    def accumulate(gradient: Tensor) -> None:
+        context.ops.accumulate_weight_gradient_(gradient.view(-1, x_Nk.shape[1])[: grad_No.shape[1]], grad_No, x_Nk)
+
+    return context.gradients.submit(weight, accumulate)
+
+
+def _rows(weight: ShardedParameter, num_rows: int | None) -> Tensor:
+    """As a matrix, its first rows. Taken anew in backward: an engine may have released the weight in between and gathered it again."""
+    return weight.detach().flatten(0, -2)[:num_rows]
 
 
 class _ColumnLinear(Function):
@@ -31,45 +40,62 @@ class _ColumnLinear(Function):
     def forward(
         ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, num_rows: int | None, context: LayerContext
     ) -> Tensor:
-        weight_oH = weight.detach().flatten(0, -2)[:num_rows]
-        ctx.context, ctx.weight, ctx.bias_shape = context, weight, None if bias is None else bias.shape
-        ctx.save_for_backward(x, weight_oH)
-        x_SBH = all_gather(x, context.tp) if context.sequence_parallel else x
-        return context.ops.linear(x_SBH, weight_oH, None if bias is None else bias.flatten())
+        weight_oH = _rows(weight, num_rows)
+        ctx.context, ctx.weight, ctx.num_rows, ctx.bias_shape = context, weight, num_rows, None if bias is None else bias.shape
+        ctx.save_for_backward(x)
+        bias_o = None if bias is None else bias.flatten()
+
+        def multiply(x_SBH: Tensor) -> Tensor:
+            return context.ops.linear(x_SBH, weight_oH, bias_o)
+
+        return gather_and_multiply(x, multiply, context.tp, context.chunks)[0] if context.sequence_parallel else multiply(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SBo,), context = grads, ctx.context
-        x, weight_oH = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         x_SBH, gathering = start_all_gather(x, context.tp) if context.sequence_parallel else (x, DONE)
-        grad_x = context.ops.linear_input_gradient(grad_SBo, weight_oH)
+        grad_x = context.ops.linear_input_gradient(grad_SBo, _rows(ctx.weight, ctx.num_rows))
         if context.sequence_parallel:
             grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
         else:
             reducing = start_all_reduce_(grad_x, context.tp)
         gathering.wait()
-        _submit_weight_gradient(context, ctx.weight, grad_SBo, x_SBH)  # while the input gradient is summed
+        grad_weight = _submit_weight_gradient(context, ctx.weight, grad_SBo, x_SBH)  # while the input gradient is summed
         grad_bias = None if ctx.bias_shape is None else grad_SBo.flatten(0, -2).sum(0).view(ctx.bias_shape)
         reducing.wait()
-        return grad_x, None, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _RowLinear(Function):
-    """partial_SBH = x_SBk Wᵀ, to be summed over tp by the caller."""
+    """y = the sum over tp of x_SBk Wᵀ: whole on every rank (S), or each rank's part of the sequence (s)."""
 
     @staticmethod
     def forward(ctx: Any, x_SBk: Tensor, weight: ShardedParameter, context: LayerContext) -> Tensor:
-        weight_Hk = weight.detach()
         ctx.context, ctx.weight = context, weight
-        ctx.save_for_backward(x_SBk, weight_Hk)
-        return context.ops.linear(x_SBk, weight_Hk)
+        ctx.save_for_backward(x_SBk)
+
+        def multiply(x_SBk: Tensor) -> Tensor:
+            return context.ops.linear(x_SBk, weight.detach())
+
+        if context.sequence_parallel:
+            return multiply_and_scatter(x_SBk, multiply, context.tp, context.chunks)
+        return all_reduce_(multiply(x_SBk), context.tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_SBk, weight_Hk = ctx.saved_tensors
-        grad_x = ctx.context.ops.linear_input_gradient(grads[0], weight_Hk)
-        _submit_weight_gradient(ctx.context, ctx.weight, grads[0], x_SBk)
-        return grad_x, None, None
+        (grad_y,), context = grads, ctx.context
+        (x_SBk,) = ctx.saved_tensors
+
+        def multiply(grad_SBH: Tensor) -> Tensor:
+            return context.ops.linear_input_gradient(grad_SBH, ctx.weight.detach())
+
+        if context.sequence_parallel:
+            grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.chunks)
+            grad_SBH = in_sequence(gathered, context.tp)
+        else:
+            grad_x, grad_SBH = multiply(grad_y), grad_y
+        return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, x_SBk), None
 
 
 def column_linear(
@@ -107,6 +133,5 @@ class RowLinear(nn.Module):
 
     def forward(self, x_SBk: Tensor) -> Tensor:
         """(S, B, k) → (S or s, B, H)."""
-        partial_SBH = _RowLinear.apply(x_SBk, self.weight, self.context)
-        y = sum_partial(partial_SBH, self.context.tp, self.context.sequence_parallel)
+        y = _RowLinear.apply(x_SBk, self.weight, self.context)
         return y if self.bias is None else y + self.bias

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from frontier_llm.topology import ShardSpec
@@ -22,3 +23,17 @@ class ShardedParameter(Parameter):
         parameter = cls(data)
         parameter.spec, parameter.layer_accumulates, parameter.uses = spec, layer_accumulates, uses
         return parameter
+
+
+def materialise(module: nn.Module, device: torch.device) -> list[ShardedParameter]:
+    """Give every parameter that was declared on the meta device memory of its own, uninitialised; returns them in order."""
+    real: dict[ShardedParameter, ShardedParameter] = {}
+    for owner in module.modules():
+        for name, declared in owner._parameters.items():
+            if not isinstance(declared, ShardedParameter):
+                continue
+            if declared not in real:
+                data = torch.empty(declared.spec.shape, dtype=declared.dtype, device=device)
+                real[declared] = ShardedParameter.create(data, declared.spec, declared.layer_accumulates, declared.uses)
+            owner._parameters[name] = real[declared]
+    return list(real.values())

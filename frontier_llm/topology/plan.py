@@ -35,7 +35,8 @@ class ParallelPlan:
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Every rule that this config violates on `world_size` ranks; empty when the layout is legal."""
-    return [*model_problems(config.model), *_degree_problems(config, world_size), *_tensor_problems(config), *_pipeline_problems(config)]
+    degrees, tensor = _degree_problems(config, world_size), [*_tensor_problems(config), *_chunk_problems(config)]
+    return [*model_problems(config.model), *degrees, *tensor, *_pipeline_problems(config), *_engine_problems(config)]
 
 
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
@@ -123,6 +124,22 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
     ]
 
 
+def _chunk_problems(config: RunConfig) -> list[Problem]:
+    """comm.tensor_chunks cuts each rank's part of the sequence into equal pieces."""
+    chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
+    if chunks == 1:
+        return []
+    if not config.parallel.sequence_parallel:
+        what = f"{chunks} chunks, but without sequence parallelism nothing is gathered or scattered along the sequence"
+        return [Problem("comm.tensor_chunks", what, "set parallel.sequence_parallel=true or comm.tensor_chunks=1")]
+    if length % tp == 0 and (length // tp) % chunks:
+        valid = nearest(chunks, divisors(length // tp))
+        return [
+            Problem("comm.tensor_chunks", f"{chunks} does not divide a rank's {length // tp} of {length} tokens", f"use one of {valid}")
+        ]
+    return []
+
+
 def tp_limit(model: ModelConfig) -> int:
     """The largest tensor degree the attention allows: each rank needs a whole key/value head."""
     return model.num_kv_heads
@@ -160,3 +177,54 @@ def _pipeline_problems(config: RunConfig) -> list[Problem]:
             )
         )
     return problems
+
+
+def _engine_problems(config: RunConfig) -> list[Problem]:
+    """What the engines that bring their own data parallelism cannot do, and why."""
+    parallel, deepspeed = config.parallel, config.optimizer.engine == "deepspeed"
+    native = not deepspeed and parallel.data_mode == "zero"
+    weights_cut = "fsdp" if parallel.data_mode == "fsdp" else f"zero {parallel.zero}" if parallel.zero > 1 else ""
+    rules = [
+        (
+            parallel.data_mode == "fsdp" and deepspeed,
+            Problem("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them"),
+        ),
+        (
+            parallel.zero > 1 and not deepspeed,
+            Problem("parallel.zero", f"{parallel.zero} is DeepSpeed's", "set optimizer.engine=deepspeed, or parallel.data_mode=fsdp, or zero=1"),
+        ),
+        (
+            parallel.zero == 0 and deepspeed,
+            Problem("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", "set parallel.zero=1, 2 or 3, or optimizer.engine=native"),
+        ),
+        (
+            bool(weights_cut) and parallel.pipeline > 1,
+            Problem(
+                "parallel.pipeline",
+                f"{parallel.pipeline} stages with {weights_cut}: gradients would be reduced, and with fsdp and zero 3 weights gathered, "
+                "once per microbatch, and a pipeline needs many",
+                "set parallel.pipeline=1, or data_mode=zero with zero=1",
+            ),
+        ),
+        (
+            deepspeed and parallel.zero > 1 and parallel.schedule != "1f1b",
+            Problem("parallel.schedule", f"{parallel.schedule} with zero {parallel.zero}: DeepSpeed reduces after each backward", "use 1f1b"),
+        ),
+        (
+            deepspeed and config.precision.dtype not in ("fp32", "bf16"),
+            Problem("precision.dtype", f"{config.precision.dtype} with the engine deepspeed is not supported", "use bf16 or fp32, or optimizer.engine=native"),
+        ),
+        (
+            not native and config.guard.recompute_interval > 0,
+            Problem("guard.recompute_interval", "only the native engine can compute a step again", "set it to 0, or use the native engine with data_mode=zero"),
+        ),
+        (
+            not native and config.precision.gradient_wire != "full",
+            Problem("precision.gradient_wire", "only the native engine narrows gradients on their way", "set it to full, or use the native engine with data_mode=zero"),
+        ),
+        (
+            config.optimizer.deepspeed_config is not None and not deepspeed,
+            Problem("optimizer.deepspeed_config", "is given, but the engine is native", "set optimizer.engine=deepspeed, or leave it out"),
+        ),
+    ]  # fmt: skip
+    return [problem for broken, problem in rules if broken]

@@ -1,7 +1,8 @@
-"""Build order of a rank: layout → layers on the meta device → flat memory → initial weights → engine → optimizer."""
+"""Build order of a rank: layout → layers on the meta device → memory and initial weights → what updates them → pipeline."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,19 +11,16 @@ from torch import Tensor
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Stage, initial_rows, working_dtype
+from frontier_llm.model import Stage, working_dtype
 from frontier_llm.ops import Ops, select_ops
-from frontier_llm.optim import AdamW, Bucket, GradientSync, LossScaler, build_buckets
+from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
 from frontier_llm.pipeline import Activation, Engine, StageFunction
 from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import ParallelPlan
 from frontier_llm.train.feed import BatchSource, Feed
-from frontier_llm.train.spikes import SpikePolicy
-
-# 40 M elements, Megatron-LM's default bucket: 160 MB of fp32 gradients, far into the flat part of RCCL's bandwidth curve
-BUCKET_NUMEL = 40_000_000
+from frontier_llm.train.guard import SpikePolicy
 
 
 @dataclass
@@ -35,9 +33,8 @@ class TrainState:
     device: torch.device
     ops: Ops
     stages: list[Stage]
-    buckets: list[Bucket]
-    sync: GradientSync
-    optimizer: AdamW
+    sync: GradientSums
+    optimizer: Optimizer
     scaler: LossScaler
     engine: Engine
     evaluator: Engine  # the same stages, forward only
@@ -49,37 +46,33 @@ class TrainState:
 
     def new_feed(self, source: BatchSource) -> Feed:
         """Another stream of batches for this rank, e.g. the held-out one."""
-        return Feed(source, self.config.batch.global_batch * self.config.model.sequence_length, self.mesh.dp, self.device)
+        return _feed(self.config, self.mesh, self.device, self.stages, source)
 
 
 def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource) -> TrainState:
     """One rank's part of the run, with initial weights. Raises BackendError when a chosen op is not there."""
     dtype = working_dtype(config.precision.dtype)
     ops = select_ops(config.ops, device.type, dtype)
-    gradients = WeightGradients()
-    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype)
+    gradients = gradient_destination(config)
+    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
     specs = [plan.stage_of(mesh.pp.rank, chunk) for chunk in range(plan.chunks)]
     stages = [Stage(config.model, spec, context, device, config.train.recompute) for spec in specs]
-    buckets = build_buckets(stages, mesh.dp, plan.zero, device, BUCKET_NUMEL)
-    with torch.no_grad():
-        for bucket in buckets:
-            for parameter in bucket.parameters:
-                initial_rows(parameter.spec, config.train.seed, parameter)
-                if not parameter.layer_accumulates:
-                    gradients.collect_from_autograd(parameter, ops.accumulate_)
-    sync = GradientSync(buckets, mesh, plan.microbatches, config.comm.overlap_gradients)
-    gradients.on_accumulated = sync.accumulated
-    targets = config.batch.global_batch * config.model.sequence_length
+    sync, optimizer, callables = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
 
-    def run_stage(stage: Stage, x: Tensor | None, microbatch: int) -> Tensor:
+    def run_stage(stage: Callable[..., Tensor], x: Tensor | None, microbatch: int) -> Tensor:
         return stage(x, state.feed.microbatch(state.current_step, microbatch), state.global_tokens)
 
-    engine, evaluator = _engines(config, plan, mesh, device, [partial(run_stage, stage) for stage in stages], gradients, dtype)
-    optimizer, scaler = AdamW(buckets, config.optimizer, mesh, ops), LossScaler.create(config.precision)
-    feed = Feed(source, targets, mesh.dp, device)
+    engine, evaluator = _engines(config, plan, mesh, device, [partial(run_stage, stage) for stage in callables], gradients, dtype)
+    scaler = LossScaler.create(config.precision)
+    feed = _feed(config, mesh, device, stages, source)
     spikes = SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window)
-    state = TrainState(config, plan, mesh, device, ops, stages, buckets, sync, optimizer, scaler, engine, evaluator, feed, spikes)
+    state = TrainState(config, plan, mesh, device, ops, stages, sync, optimizer, scaler, engine, evaluator, feed, spikes)
     return state
+
+
+def _feed(config: RunConfig, mesh: Mesh, device: torch.device, stages: list[Stage], source: BatchSource) -> Feed:
+    is_end = any(stage.spec.embedding or stage.spec.head for stage in stages)
+    return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh.dp, device, is_end)
 
 
 def _engines(
@@ -97,6 +90,6 @@ def _engines(
     activation = Activation((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
     def engine(schedule: Schedule) -> Engine:
-        return Engine(schedule, stages, mesh.pp, mesh.channels, gradients, activation)
+        return Engine(schedule, stages, mesh.pp, mesh.channels, gradients, activation, config.comm.overlap_messages)
 
     return engine(schedule), engine(forward_only(schedule))

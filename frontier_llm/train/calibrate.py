@@ -1,18 +1,24 @@
 """Micro-benchmarks of this machine with the model's own shapes and the run's own ops: what `planner.calibration` fits a machine file to.
 
-Every rank measures at the same time, because ranks of one computer share its cores, caches and memory.
+Every rank measures at the same time, because ranks of one computer share its cores, caches and memory. A rank of one thread times
+its kernels by its own CPU clock: where ranks outnumber cores, how long one waits for a core is measured once, by loops that are
+long for the scheduler (`contention`), and not by chance in each short sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 
-from frontier_llm.comm import Mesh, all_reduce_, barrier
+from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh, start_all_gather_into, start_reduce_scatter_into
+from frontier_llm.comm.axis import Axis
 from frontier_llm.config import RunConfig
+from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.model import working_dtype
 from frontier_llm.ops import Ops, select_ops
@@ -24,82 +30,135 @@ from frontier_llm.train.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
 COPY_ELEMENTS = 8 * 2**20
-STEP_MICROBATCHES = (1, 4)
+STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))  # (share of the run's microbatch, microbatches): apart by tokens, by microbatches and by step
+LONG_S = 0.06  # a loop that a scheduler's time slices (3 ms) share fairly
 
 
 @dataclass
 class Samples:
-    """What was measured, in seconds; the fields' tuples end with the time."""
+    """What was measured, in seconds; the fields' tuples end with the time. Kernel times are as when all ranks are busy."""
 
     ranks: int
     device: str
     dtype: str
     memory_bytes: float  # of the device, or this rank's part of the computer's memory
-    gemm: list[tuple[int, int, int, float]] = field(default_factory=list)  # M, N, K
+    gemm: list[tuple[int, int, int, float]] = field(default_factory=list)  # M, N, K; weight gradients include their accumulation
     attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)  # B, heads, S, D, forward, backward
-    elementwise_s: float = 0.0  # forward norms, activation and residual of one layer
+    elementwise_s: float = 0.0  # forward norms, activation and residual of one layer, tp = `tensor`
+    tensor: int = 1
     copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written
     dispatch_s: float = 0.0  # one tiny operation
     adamw: tuple[float, float] = (1.0, 1.0)  # elements
-    all_reduce: list[tuple[int, float]] = field(default_factory=list)  # bytes, over all ranks
-    steps: list[tuple[int, float]] = field(default_factory=list)  # microbatches, whole training step with tp = ranks
+    collectives: list[tuple[str, int, int, float]] = field(default_factory=list)  # operation, ranks, bytes of the whole tensor
+    contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks → seconds of the same products
+    steps: list[tuple[int, int, float]] = field(default_factory=list)  # microbatch, microbatches: a training step, every rank for itself
+
+
+class _Timer:
+    """Medians of `repeats`, begun together by all ranks; `stretch` turns CPU time into what a busy machine needs for it."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, repeats: int) -> None:
+        self.mesh, self.device, self.repeats, self.stretch = mesh, device, repeats, 1.0
+        self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
+
+    def wall(self, run: Callable[[], object]) -> float:
+        return median_s(run, self.repeats, self.device, before=lambda: barrier(self.mesh.world))
+
+    def kernel(self, run: Callable[[], object]) -> float:
+        """Seconds of work that needs no other rank."""
+        if not self.by_cpu_time:
+            return self.wall(run)
+        barrier(self.mesh.world)
+        run()
+        return median(self._cpu_s(run) for _ in range(self.repeats)) * self.stretch
+
+    @staticmethod
+    def _cpu_s(run: Callable[[], object]) -> float:
+        begin = time.process_time()
+        run()
+        return time.process_time() - begin
 
 
 def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
-    """All samples of one rank; collective over the world, whose tensor degree is its size."""
+    """All samples of one rank; collective over the world."""
     dtype = working_dtype(config.precision.dtype)
     ops = select_ops(config.ops, device.type, dtype)
-    samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes)
-
-    def timed(run: Callable[[], object]) -> float:
-        return median_s(run, repeats, device, before=lambda: barrier(mesh.world))
-
-    model, batch = config.model, config.batch.micro_batch
+    samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
+    timer = _Timer(mesh, device, repeats)
+    samples.contention, timer.stretch = _contention(config, ops, timer, dtype)
     for tp in sorted({1, mesh.tp.size}):
-        for _, M, N, K, _ in gemm_shapes(model, batch * model.sequence_length, tp):
-            x, w, g = (torch.randn(shape, dtype=dtype, device=device) for shape in ((M, K), (N, K), (M, N)))
-            for (rows, columns, inner), product in (
-                ((M, N, K), lambda: x @ w.T),  # noqa: B023
-                ((M, K, N), lambda: g @ w),  # noqa: B023
-                ((N, K, M), lambda: g.T @ x),  # noqa: B023
-            ):
-                samples.gemm.append((rows, columns, inner, timed(product)))
-        samples.attention.append(_attention(config, ops, tp, dtype, device, timed))
-    samples.elementwise_s = _elementwise(config, ops, mesh.tp.size, dtype, device, timed)
+        for B in sorted({_microbatch(config, share) for share, _ in STEPS}):
+            samples.gemm += _products(config, ops, B, tp, dtype, timer)
+            samples.attention.append(_attention(config, ops, B, tp, dtype, timer))
+    samples.elementwise_s = _elementwise(config, ops, mesh.tp.size, dtype, timer)
     source = torch.zeros(COPY_ELEMENTS, device=device)
     target = torch.empty_like(source)
-    samples.copy = (2.0 * source.numel() * 4, timed(lambda: target.copy_(source)))
+    samples.copy = (2.0 * source.numel() * 4, timer.kernel(lambda: target.copy_(source)))
     one = torch.ones(1, device=device)
-    samples.dispatch_s = timed(lambda: [one.add_(0.0) for _ in range(200)]) / 200
-    samples.adamw = _adamw(ops, dtype, device, timed)
-    if mesh.tp.size > 1:
-        for size in MESSAGE_BYTES:
-            x = torch.zeros(size // 4, device=device)
-            samples.all_reduce.append((size, timed(lambda: all_reduce_(x, mesh.tp))))  # noqa: B023
-    samples.steps = [(m, _step(config, mesh, device, m, repeats)) for m in STEP_MICROBATCHES]
+    samples.dispatch_s = timer.kernel(lambda: [one.add_(0.0) for _ in range(2000)]) / 2000
+    samples.adamw = _adamw(ops, dtype, timer)
+    samples.collectives = list(_collectives(mesh, timer))
+    samples.steps = [_step(config, device, _microbatch(config, share), m, timer) for share, m in STEPS]
     return samples
 
 
-def _attention(
-    config: RunConfig, ops: Ops, tp: int, dtype: torch.dtype, device: torch.device, timed: Callable[[Callable[[], object]], float]
-) -> tuple[int, int, int, int, float, float]:
-    model, B = config.model, config.batch.micro_batch
+def _microbatch(config: RunConfig, share: float) -> int:
+    return max(1, round(config.batch.micro_batch * share))
+
+
+def _contention(config: RunConfig, ops: Ops, timer: _Timer, dtype: torch.dtype) -> tuple[list[tuple[int, float]], float]:
+    """(busy ranks → seconds of the same loop of products, wall time over CPU time when all are busy)."""
+    model, mesh, device = config.model, timer.mesh, timer.device
+    tokens = config.batch.micro_batch * model.sequence_length
+    x, w = (torch.randn(rows, model.hidden, dtype=dtype, device=device) for rows in (tokens, model.ffn_hidden))
+    once = max(median_s(lambda: ops.linear(x, w), 3, device), 1e-6)
+    repeats = torch.tensor([LONG_S / once], dtype=torch.float64, device=device)
+    if mesh.world.size > 1:
+        all_reduce_(repeats, mesh.world)  # the same amount of work everywhere
+    count = max(1, round(float(repeats) / mesh.world.size))
+
+    def busy() -> None:
+        for _ in range(count):
+            ops.linear(x, w)
+
+    counts = [2**power for power in range(mesh.world.size.bit_length()) if 2**power < mesh.world.size]
+    found = [(k, timer.wall(busy if mesh.world.rank < k else lambda: None)) for k in [*counts, mesh.world.size]]
+    stretch = found[-1][1] / timer.kernel(busy) if timer.by_cpu_time else 1.0
+    return found, max(stretch, 1.0)
+
+
+def _products(config: RunConfig, ops: Ops, B: int, tp: int, dtype: torch.dtype, timer: _Timer) -> list[tuple[int, int, int, float]]:
+    """Every product of a layer and of the head: forward, input gradient, and weight gradient added to an fp32 buffer."""
+    found = []
+    for _, M, N, K, _ in gemm_shapes(config.model, B * config.model.sequence_length, tp):
+        x, w, g = (torch.randn(shape, dtype=dtype, device=timer.device) for shape in ((M, K), (N, K), (M, N)))
+        total = torch.zeros(N, K, device=timer.device)
+        products: tuple[tuple[int, int, int, Callable[[], object]], ...] = (
+            (M, N, K, lambda: ops.linear(x, w)),  # noqa: B023
+            (M, K, N, lambda: ops.linear_input_gradient(g, w)),  # noqa: B023
+            (N, K, M, lambda: ops.accumulate_weight_gradient_(total, g, x)),  # noqa: B023
+        )
+        with torch.no_grad():
+            found += [(rows, columns, inner, timer.kernel(product)) for rows, columns, inner, product in products]
+    return found
+
+
+def _attention(config: RunConfig, ops: Ops, B: int, tp: int, dtype: torch.dtype, timer: _Timer) -> tuple[int, int, int, int, float, float]:
+    model = config.model
     S, D, a, g = model.sequence_length, model.dim_per_head, model.heads // tp, model.num_kv_heads // tp
-    q, k, v = (torch.randn(S, B, heads, D, dtype=dtype, device=device, requires_grad=True) for heads in (a, g, g))
+    q, k, v = (torch.randn(S, B, heads, D, dtype=dtype, device=timer.device, requires_grad=True) for heads in (a, g, g))
 
     def forward() -> Any:
         return ops.attention(q, k, v, scale=D**-0.5, alibi_slopes_a=None, documents_BS=None)
 
     grad = torch.randn_like(forward())
-    forward_s = timed(forward)
-    both_s = timed(lambda: torch.autograd.backward(forward(), grad))
+    forward_s = timer.kernel(forward)
+    both_s = timer.kernel(lambda: torch.autograd.backward(forward(), grad))
     return B, a, S, D, forward_s, max(both_s - forward_s, 0.5 * forward_s)
 
 
-def _elementwise(
-    config: RunConfig, ops: Ops, tp: int, dtype: torch.dtype, device: torch.device, timed: Callable[[Callable[[], object]], float]
-) -> float:
-    model = config.model
+def _elementwise(config: RunConfig, ops: Ops, tp: int, dtype: torch.dtype, timer: _Timer) -> float:
+    model, device = config.model, timer.device
     tokens = (model.sequence_length, config.batch.micro_batch)
     x, residual = (torch.randn(*tokens, model.hidden, dtype=dtype, device=device) for _ in range(2))
     weight = torch.ones(model.hidden, dtype=dtype, device=device)
@@ -117,14 +176,14 @@ def _elementwise(
             ops.gelu(inner, None, model.activation == "gelu_tanh")
         x.add(residual)
 
-    return timed(layer)
+    return timer.kernel(layer)
 
 
-def _adamw(ops: Ops, dtype: torch.dtype, device: torch.device, timed: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
+def _adamw(ops: Ops, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
     size = COPY_ELEMENTS // 4
-    master, gradient, first, second = (torch.zeros(size, device=device) for _ in range(4))
-    weight = torch.zeros(size, dtype=dtype, device=device)
-    seconds = timed(
+    master, gradient, first, second = (torch.zeros(size, device=timer.device) for _ in range(4))
+    weight = torch.zeros(size, dtype=dtype, device=timer.device)
+    seconds = timer.kernel(
         lambda: ops.adamw_(
             master, gradient, first, second, weight, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1, grad_scale=1.0
         )
@@ -132,11 +191,27 @@ def _adamw(ops: Ops, dtype: torch.dtype, device: torch.device, timed: Callable[[
     return float(size), seconds
 
 
-def _step(config: RunConfig, mesh: Mesh, device: torch.device, microbatches: int, repeats: int) -> float:
-    """Seconds of a whole training step of `microbatches` microbatches, tensor degree = ranks."""
-    batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * microbatches})
-    config = config.model_copy(update={"batch": batch})
-    batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
+def _collectives(mesh: Mesh, timer: _Timer) -> Iterator[tuple[str, int, int, float]]:
+    """Each operation on all groups of tp at once, and on the whole world."""
+    axes: dict[int, Axis] = {axis.size: axis for axis in (mesh.tp, mesh.world) if axis.size > 1}
+    for size, axis in sorted(axes.items()):
+        for whole_bytes in MESSAGE_BYTES:
+            part = torch.zeros(whole_bytes // 4 // size, device=timer.device)
+            whole = torch.zeros(part.numel() * size, device=timer.device)
+            calls: dict[str, Callable[[], object]] = {
+                "all_reduce": lambda: all_reduce_(whole, axis),  # noqa: B023
+                "reduce_scatter": lambda: start_reduce_scatter_into(part, whole, axis).wait(),  # noqa: B023
+                "all_gather": lambda: start_all_gather_into(whole, part, axis).wait(),  # noqa: B023
+            }
+            for operation, call in calls.items():
+                yield operation, size, whole_bytes, timer.wall(call)
+
+
+def _step(config: RunConfig, device: torch.device, B: int, m: int, timer: _Timer) -> tuple[int, int, float]:
+    """A training step of `m` microbatches of `B` sequences on one rank; all ranks take theirs at the same time."""
+    batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m})
+    config = config.model_copy(update={"batch": batch, "parallel": ParallelConfig()})
+    batches = open_batches(config, 0, 1)
     assert batches is not None
-    state = build_state(config, make_plan(config, mesh.world.size), mesh, device, batches)
-    return median_s(lambda: train_step(state), repeats, device, before=lambda: barrier(mesh.world))
+    state = build_state(config, make_plan(config, 1), serial_mesh(), device, batches)
+    return B, m, timer.kernel(lambda: train_step(state))

@@ -63,6 +63,10 @@ class PhaseClock:
         self._blocked_taken = by_axis
         return taken
 
+    def communication(self) -> dict[str, dict[str, Any]]:
+        """What this rank has moved and waited for since it joined, by axis and operation (Ledger.summary)."""
+        return self._ledger.summary()
+
     def _timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
         """`function`, its time booked to `phase` instead of the phase that calls it."""
 

@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from frontier_llm import log
+from frontier_llm.config import DataConfig
+from frontier_llm.data.meta import read_meta
+from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.feed import BatchSource
 from frontier_llm.train.step import global_loss
 
 
+def evaluate(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> dict[str, float]:
+    """Loss (nats per token), perplexity and, where the text's size is known, bits per byte; logged. Collective over the world.
+
+    Empty when `interrupted()`, asked after each global batch, said so.
+    """
+    loss = held_out_loss(state, source, samples, interrupted)
+    if loss is None:
+        return {}
+    values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    bytes_per_token = _bytes_per_token(state.config.data)
+    bits = ""
+    if bytes_per_token:
+        values["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        bits = f"  {values['bits_per_byte']:.4f} bits per byte"
+    log.info(f"held-out after step {state.current_step}: loss {loss:.4f}{bits}")
+    return values
+
+
 @torch.no_grad()
-def evaluate(state: TrainState, source: BatchSource, samples: int) -> float:
+def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> float | None:
     """Mean loss in nats per token over the first samples of a held-out stream. Collective over the world.
 
-    The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones.
+    The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when `interrupted()` after one of them.
     """
     rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
     training, feed = (state.feed, state.current_step), state.new_feed(source)
@@ -23,8 +46,20 @@ def evaluate(state: TrainState, source: BatchSource, samples: int) -> float:
     try:
         state.feed = feed
         for state.current_step in range(rounds):
+            hit("train.evaluate")
             state.global_tokens = feed.count_targets(state.current_step)
             losses.append(global_loss(state, state.evaluator.run()))
+            if interrupted():
+                return None
     finally:
         state.feed, state.current_step = training
     return sum(losses) / rounds
+
+
+def _bytes_per_token(data: DataConfig) -> float | None:
+    """Over the whole held-out blend; None where the text's size is not recorded."""
+    if not isinstance(data.validation, tuple):
+        return None
+    metas = [read_meta(source.path) for source in data.validation]
+    known = [meta for meta in metas if meta is not None and meta.text_bytes]
+    return sum(meta.text_bytes for meta in known) / sum(meta.tokens for meta in known) if len(known) == len(metas) else None

@@ -24,15 +24,18 @@ class BatchSource(Protocol):
 
 
 class Feed:
-    """One rank's batches on its device."""
+    """One rank's batches on its device. Stages between the ends of the pipeline read nothing, unless documents cut attention."""
 
-    def __init__(self, source: BatchSource, targets_per_step: int, dp: Axis, device: torch.device) -> None:
-        """`targets_per_step`: global batch x sequence, the count where no target is masked."""
+    def __init__(self, source: BatchSource, targets_per_step: int, dp: Axis, device: torch.device, is_end: bool = True) -> None:
+        """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds or has the head."""
         self.left_out_steps = 0  # of data, by a rewind: step k is fed what would have been step k + left_out_steps
         self._source, self._targets_per_step, self._dp, self._device = source, targets_per_step, dp, device
+        self._reads = is_end or source.reset_at_documents
 
     def microbatch(self, step: int, index: int) -> Microbatch:
         """The microbatch with the sequence first."""
+        if not self._reads:
+            return Microbatch()
         samples = self._source.microbatch(step + self.left_out_steps, index)
         tokens_S1B = samples.tokens_BS1.T
         return Microbatch(
@@ -51,4 +54,6 @@ class Feed:
         return int(all_reduce_(torch.tensor(mine, dtype=torch.int64, device=self._device), self._dp))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        """On the device; through pinned memory to a GPU, because from ordinary memory the host would wait for the copy's turn."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)

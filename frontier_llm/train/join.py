@@ -49,7 +49,9 @@ def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainStat
     with joined(config, place) as (plan, mesh, device):
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         assert batches is not None
-        yield build_state(config, plan, mesh, device, batches)
+        state = build_state(config, plan, mesh, device, batches)
+        yield state
+        state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
 
 
 def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
@@ -110,7 +112,10 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     assert place.master_port is not None
     default = "nccl" if device.type == "cuda" else "gloo"
     backend = default if config.comm.backend == "auto" else config.comm.backend
-    connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s)
+    node = (place.rank - place.local_rank, place.local_world_size) if config.comm.store == "node" else None
+    connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s, node)
     tied, timeout_s = config.model.tied_embeddings, config.train.timeout_s
     algorithms = load_algorithms(config.comm.algorithms)
-    return build_mesh(plan.grid, place.rank, plan.chunks, tied, timeout_s, config.comm.transport, place.local_world_size, algorithms)
+    by_axis = config.comm.timeouts_s.model_dump()
+    transport, per_node = config.comm.transport, place.local_world_size
+    return build_mesh(plan.grid, place.rank, plan.chunks, tied, timeout_s, transport, per_node, algorithms, by_axis)

@@ -6,6 +6,7 @@ import json
 import resource
 import time
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.config import RunConfig
+from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.machine import load_machine
+from frontier_llm.train.build import TrainState
 from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.step import StepResult
 from frontier_llm.units import GIB, TERA, format_seconds
+
+TORN_BYTES = 1 << 16  # no line is nearly as long
 
 
 @dataclass(frozen=True)
@@ -30,19 +35,35 @@ class Throughput:
 
 
 class Metrics:
-    """Written by global rank 0; lines of a resumed run follow those of the earlier one, steps in ascending order of time."""
+    """Written by global rank 0, only ever appended to; each line carries the incarnation that wrote it.
+
+    A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it so, and TensorBoard
+    is told the same.
+    """
 
     def __init__(
-        self, run_dir: Path, config: RunConfig, world_size: int, flops_per_token: float, peak_tflops: float | None, clock: PhaseClock
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        world_size: int,
+        flops_per_token: float,
+        peak_tflops: float | None,
+        clock: PhaseClock,
+        incarnation: int,
+        done_steps: int,
     ) -> None:
+        """Go on after `done_steps` steps."""
         self._config, self._world_size, self._flops_per_token, self._peak_tflops = config, world_size, flops_per_token, peak_tflops
         self._clock = clock
+        self._incarnation, self._events = incarnation, run_dir / "events" if config.train.tensorboard else None
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._board = _summary_writer(run_dir / "events") if config.train.tensorboard else None
+        self._lines = open_lines(run_dir / "metrics.jsonl")
+        self._board: Any = None
+        self._take_back("start", done_steps)
         self._since, self._steps_since = time.perf_counter(), 0
         self._started = self._since
         self._first_step: int | None = None
+        self._last_step = 0
 
     def throughput(self, steps: int, elapsed_s: float) -> Throughput:
         """Speed of `steps` steps that took `elapsed_s`."""
@@ -53,6 +74,7 @@ class Metrics:
     def step(self, step: int, result: StepResult, skipped_steps: int) -> None:
         """Account for finished step `step` (0-based) and, every log_interval, write it down."""
         self._steps_since += 1
+        self._last_step = step + 1
         if self._first_step is None:
             self._first_step = step
         train = self._config.train
@@ -86,14 +108,28 @@ class Metrics:
             self._since = time.perf_counter()
             self._clock.take()
 
+    def go_back(self, step: int) -> None:
+        """The run has returned to where `step` steps were done."""
+        self._take_back("rewind", step)
+
+    def _take_back(self, kind: str, step: int) -> None:
+        self._write(kind, step, {})
+        if self._events is not None:
+            if self._board is not None:
+                self._board.close()
+            self._board = _summary_writer(self._events, step + 1)
+
     def close(self) -> None:
-        """Flush and close."""
+        """Write down what was communicated, flush and close."""
+        if moved := self._clock.communication():
+            self._write("communication", self._last_step, {"rank": 0, "operations": moved})
         self._lines.close()
         if self._board is not None:
             self._board.close()
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        self._lines.write(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+        row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
+        self._lines.write((json.dumps(row) + "\n").encode())  # unbuffered: one write, so that a kill leaves a whole line or none
         if self._board is not None:
             for name, value in values.items():
                 scalars = value if isinstance(value, dict) else {"": value}
@@ -111,6 +147,25 @@ class Metrics:
         )
 
 
+def open_lines(path: Path) -> FileIO:
+    """For appending whole lines; what a crash of the machine has left of a torn one is cut off."""
+    lines = path.open("a+b", buffering=0)
+    size = path.stat().st_size
+    lines.seek(max(0, size - TORN_BYTES))
+    lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
+    return lines
+
+
+def metrics_of(state: TrainState, incarnation: int) -> Metrics:
+    """For a run's directory, from where the state is; its phases are timed from here on."""
+    config, clock = state.config, PhaseClock(state.mesh.ledger)
+    clock.attach(state)
+    flops = model_flops_per_token(config.model)
+    return Metrics(
+        Path(config.train.run_dir), config, state.mesh.world.size, flops, peak_tflops(config), clock, incarnation, state.current_step
+    )
+
+
 def peak_tflops(config: RunConfig) -> float | None:
     """One device's peak, for MFU: the run's own value, else the machine file's unless that is only an estimate (a laptop's)."""
     if config.train.peak_tflops is not None:
@@ -126,7 +181,8 @@ def memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
-def _summary_writer(directory: Path) -> Any:
+def _summary_writer(directory: Path, first_step: int) -> Any:
+    """Events of an earlier writer from `first_step` on are taken back."""
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(directory))
+    return SummaryWriter(str(directory), purge_step=first_step)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from frontier_llm.cluster import run_dir
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import read_yaml
 from frontier_llm.costs.flops import matrix_parameters
@@ -17,6 +18,7 @@ from frontier_llm.errors import DataError
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
 from frontier_llm.topology import ParallelPlan, make_plan
+from frontier_llm.train.latency import communication_section
 from frontier_llm.units import format_count
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
@@ -48,6 +50,7 @@ class RunRecord:
     plan: ParallelPlan
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    operations: dict[str, dict[str, Any]]  # of rank 0 in the last attempt that came to its end (Ledger.summary)
     world_size: int
 
 
@@ -59,23 +62,12 @@ def read_run(directory: Path) -> RunRecord:
     config = build(RunConfig, read_yaml(directory / "config.yaml"), where=str(directory / "config.yaml"))
     grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
     world_size = grid["tp"] * grid["pp"] * grid["dp"]
-    records = [record for line in (directory / "metrics.jsonl").open(encoding="utf-8") if (record := _parse(line))]
-    by_step = {record["step"]: record for record in records if record["kind"] == "step"}  # a resumed run's line replaces the earlier one
-    evaluations = {record["step"]: record for record in records if record["kind"] == "evaluation"}
     plan = make_plan(config, world_size)
-    return RunRecord(directory, config, plan, _sorted(by_step), _sorted(evaluations), world_size)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "step" in record else None
-
-
-def _sorted(by_step: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [by_step[step] for step in sorted(by_step)]
+    steps, evaluations = run_dir.steps(directory), run_dir.evaluations(directory)
+    operations: dict[str, dict[str, Any]] = next(
+        (row["operations"] for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication"), {}
+    )
+    return RunRecord(directory, config, plan, steps, evaluations, operations, world_size)
 
 
 def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None) -> Path:
@@ -90,6 +82,7 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
         *(f"<figure>{svg}</figure>" for svg in _curves(records)),
         "</div>",
         *(_layout(record) for record in records),
+        *(communication_section(label(record.plan), record.operations) for record in records if record.operations),
         _table(records),
     ]
     if sample:
@@ -158,8 +151,7 @@ def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points 
         color, style = COLORS[index % len(COLORS)], ("-", "--", ":", "-.")[index % 4]
         points = lines(record)
         axes.plot([x for x, _ in points], [y for _, y in points], style, color=color, label=label(record.plan), linewidth=1.4)
-        if dots is not None:
-            held_out = dots(record)
+        if dots is not None and (held_out := dots(record)):
             axes.plot([x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="held out")
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from frontier_llm.comm import all_reduce_
-from frontier_llm.optim import learning_rate
+from frontier_llm.failpoints import hit
+from frontier_llm.optim import GradientSync, learning_rate
 from frontier_llm.train.build import TrainState
+from frontier_llm.train.feed import Feed
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,21 @@ def train_step(state: TrainState) -> StepResult:
     scaler.update(overflowed=overflowed)
     state.current_step += 1
     return result
+
+
+def local_gradients(state: TrainState, feed: Feed) -> list[torch.Tensor]:
+    """Forward and backward of the current step over `feed`: this rank's unsummed gradients. Changes nothing else; native engine only."""
+    own, sync = state.feed, state.sync
+    assert isinstance(sync, GradientSync)
+    try:
+        state.feed = feed
+        state.global_tokens = feed.count_targets(state.current_step)
+        sync.begin(reduce=False)
+        state.engine.run(loss_scale=state.scaler.scale)
+    finally:
+        state.feed = own
+    hit("train.recomputed", sync.gradients[0])
+    return sync.gradients
 
 
 def global_loss(state: TrainState, losses: list[torch.Tensor]) -> float:

@@ -77,6 +77,33 @@ def test_nothing_received_is_executed(path):
             assert not shell, f"line {node.lineno}: shell="
 
 
+UNPICKLER = "checkpoint/megatron/archive.py"  # reads other programs' torch.save files; looks every name up in tables of inert things
+PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def test_one_file_knows_pickle_and_it_imports_no_name():
+    users = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if PICKLING & {name.partition(".")[0] for name in names}:
+                users.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(node)
+    assert set(users) == {UNPICKLER}
+    tree = ast.parse((PACKAGE / UNPICKLER).read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    assert {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"} == {
+        "Unpickler",
+        "UnpicklingError",
+    }
+    (unpickler,) = [node for node in nodes if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)]
+    methods = {node.name: ast.unparse(node) for node in unpickler.body if isinstance(node, ast.FunctionDef)}
+    assert {"find_class", "persistent_load"} <= set(methods)
+    assert "super()" not in methods["find_class"]  # the inherited one imports
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    assert not called & {"getattr", "__import__", "importlib.import_module", "eval", "exec"}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_rank_environment_reads_environ(path):
     if path.relative_to(PACKAGE).as_posix() in ("cluster/rank_env.py", "machine/env.py", "ops/triton/build.py"):  # the last: a build tool

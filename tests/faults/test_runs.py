@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -67,6 +68,25 @@ def test_frozen_peer_is_named_with_stacks(tmp_path: Path) -> None:
     assert run.failure()["rank"] == 1
     stacks = (run.run_dir / "logs" / "stacks_rank_00000.txt").read_text()
     assert "in train_step" in stacks and not any(map(alive, pids))
+    record = json.loads((run.run_dir / "logs" / "flight_rank00000.json").read_text())
+    assert record["reason"] and not record["calls"][-1]["finished"]
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "where"),
+    [
+        ("train.step@1#5=sleep:100", "in hit"),  # as in a data loader or any other Python that never returns
+        ("train.step@1#5=hold:40", "in hit"),  # in C, the interpreter lock held: no thread of this rank runs any more
+        ("checkpoint.shard_written@1#1=sleep:100", "in write"),  # in the thread that writes; the main thread waits for it
+    ],
+)
+def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, save_interval=3, timeout_s=8.0, overrides=TWO)
+    started_s = time.monotonic()
+    code, _, _ = run.finish(failpoint)
+    assert code in (1, 70) and time.monotonic() - started_s < 100
+    assert run.failure()["rank"] == 1
+    assert where in (run.run_dir / "logs" / "stacks_rank_00001.txt").read_text()
 
 
 def test_first_cause_wins(tmp_path: Path) -> None:
@@ -107,6 +127,17 @@ def test_stop_and_save_files(tmp_path: Path) -> None:
     process.communicate(timeout=30)
     assert process.returncode == 75
     assert latest.read_text() == f"step_{max(run.losses()):08}\n"
+
+
+def test_a_warning_during_the_last_save_does_not_lose_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, steps=3, save_interval=0)
+    process = run.start("checkpoint.before_manifest=sleep:2")
+    wait_for_step(run, 3)
+    time.sleep(0.5)  # Slurm's warning comes when the run is already at its end
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert (run.run_dir / "checkpoints" / "LATEST").read_text() == "step_00000003\n"
 
 
 def test_second_job_on_a_run_directory_leaves_at_once(tmp_path: Path) -> None:

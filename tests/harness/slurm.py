@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -42,23 +43,17 @@ def _find(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
+_candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)  # never one twice: clusters start side by side
+
+
 def _free_ports(count: int) -> list[int]:
     """Ports below the ephemeral range that are free now."""
-    sockets = []
     ports: list[int] = []
-    candidate = 12_000 + os.getpid() * 7 % 6000
     while len(ports) < count:
-        candidate += 1
-        probe = socket.socket()
-        try:
+        candidate = next(_candidates)
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("0.0.0.0", candidate))
-        except OSError:
-            probe.close()
-            continue
-        sockets.append(probe)
-        ports.append(candidate)
-    for probe in sockets:
-        probe.close()
+            ports.append(candidate)
     return ports
 
 
@@ -94,6 +89,7 @@ class LocalSlurm:
             "ClusterName=local",
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={ports[0]}",
+            f"FirstJobId={ports[0]}",  # ranks derive their port from the job: no two clusters beside each other may number alike
             "SlurmUser=root",
             "SlurmdUser=root",
             "AuthType=auth/none",

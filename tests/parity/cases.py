@@ -8,7 +8,16 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from typing import Any
 
-from frontier_llm.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainConfig
+from frontier_llm.config import (
+    BatchConfig,
+    CommConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 MAX_RANKS = 8
 GLOBAL_BATCH = 8
@@ -46,6 +55,7 @@ class Case:
     order: str = "tp-dp-pp"
     documents: bool = False
     transport: str = "auto"
+    overlap: bool = False  # every switch of `comm` the other way round
     vocab_size: int = SHAPE["vocab_size"]  # of 64 padded rows
 
     @property
@@ -81,6 +91,10 @@ class Case:
             optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, weight_decay=0.1, clip_norm=0.5, warmup_steps=2),
             precision=PrecisionConfig(dtype=dtype),
             data={"reset_at_documents": self.documents},
+            comm=CommConfig(
+                overlap_weights=self.overlap, overlap_messages=not self.overlap, bucket_elements=3_000 if self.overlap else 40_000_000,
+                tensor_chunks=3 if self.overlap and self.sequence_parallel else 1,
+            ),
             train=TrainConfig(steps=STEPS + 1, recompute=self.recompute),
         )  # fmt: skip
 
@@ -101,6 +115,7 @@ FACTORS: dict[str, list[Any]] = {
     "order": ["tp-dp-pp", "tp-pp-dp"],
     "documents": [False, True],
     "transport": ["auto", "torch"],
+    "overlap": [False, True],
 }
 
 

@@ -27,7 +27,9 @@ class Run:
     initial: Tensors
     gradients: Tensors
     final: Tensors
-    drift: tuple[str, ...]  # replicas that are not bitwise equal, and results that differ between ranks
+    drift: tuple[
+        str, ...
+    ]  # replicas that are not bitwise equal, results that differ between ranks, and messages that `costs` does not know
 
 
 def assemble(ranks: Sequence[Sequence[Piece]], what: str) -> tuple[Tensors, list[str]]:
@@ -63,6 +65,7 @@ def gather(played: Sequence[Played]) -> Run:
         for rank, other in enumerate(played)
         if (other.losses, other.norms) != (first.losses, first.norms)
     ]
+    drift += [f"rank {rank}: {line}" for rank, one in enumerate(played) for line in one.traffic]
     parts = {}
     for what in ("initial", "gradients", "final"):
         parts[what], differing = assemble([getattr(rank, what) for rank in played], what)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from frontier_llm import log
 from frontier_llm.comm import build_mesh
+from frontier_llm.costs.communication import step_traffic
 from frontier_llm.data.loader import Microbatch
 from frontier_llm.optim import Bucket
 from frontier_llm.topology import ShardSpec, make_plan
@@ -40,6 +41,7 @@ class Played(NamedTuple):
     initial: list[Piece]
     gradients: list[Piece]  # of the first step, after all sums
     final: list[Piece]
+    traffic: list[str]  # calls and bytes of the first step that are not what `costs` says
 
 
 def batch(step: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,6 +81,8 @@ def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
 
 def _weights(buckets: list[Bucket]) -> list[Piece]:
     """Every parameter that this rank holds, replicas too."""
+    for bucket in buckets:
+        bucket.settle()
     return [whole_piece(p.spec, p) for bucket in buckets for p in bucket.parameters]
 
 
@@ -107,15 +111,32 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
         if sabotage:
             stack.enter_context(SABOTAGES[sabotage]())
         state = build(rank, case)
-        initial = _weights(state.buckets)
+        initial = _weights(state.optimizer.buckets)
         gradients: list[Piece] = []
         update = state.optimizer.step
 
         def observed(lr: float, grad_scale: float) -> None:
             if not gradients:
-                gradients.extend(_gradients(state.buckets))
+                gradients.extend(_gradients(state.optimizer.buckets))
             update(lr, grad_scale)
 
         state.optimizer.step = observed  # type: ignore[method-assign]
-        results = [train_step(state) for _ in range(STEPS)]
-        return Played([r.loss for r in results], [r.gradient_norm for r in results], initial, gradients, _weights(state.buckets))
+        state.mesh.ledger.reset()
+        results = [train_step(state)]
+        traffic = [] if sabotage else _traffic(state)
+        results += [train_step(state) for _ in range(STEPS - 1)]
+        final = _weights(state.optimizer.buckets)
+        return Played([r.loss for r in results], [r.gradient_norm for r in results], initial, gradients, final, traffic)
+
+
+def _traffic(state: TrainState) -> list[str]:
+    """Where the ledger of one step differs from the closed form, by axis and operation."""
+    ledger, pp_rank = state.mesh.ledger, state.plan.grid.coordinates(state.mesh.world.ranks[state.mesh.world.rank])["pp"]
+    expected = step_traffic(state.config, state.plan, pp_rank)
+    counted = {"calls": (ledger.calls, expected.calls), "bytes": (ledger.bytes, expected.bytes)}
+    return [
+        f"{what} of {' '.join(key)}: {ours.get(key, 0)} instead of {theirs.get(key, 0)}"
+        for what, (ours, theirs) in counted.items()
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key, 0) != theirs.get(key, 0)
+    ]

@@ -34,7 +34,7 @@ def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
 
 def optimizer_elements(rank: int, case: Case) -> tuple[int, int]:
     state = build(rank, case)
-    return sum(s.master.numel() for s in state.optimizer.states), sum(b.weights.numel() for b in state.buckets)
+    return sum(s.master.numel() for s in state.optimizer.states), sum(b.weights.numel() for b in state.optimizer.buckets)
 
 
 def test_zero_keeps_one_share_of_the_optimizer_state(ranks: RankPool) -> None:
@@ -55,7 +55,7 @@ class Poisoned(NamedTuple):
 
 
 def _bits(state: TrainState) -> list[torch.Tensor]:
-    weights = [bucket.weights for bucket in state.buckets]
+    weights = [bucket.weights for bucket in state.optimizer.buckets]
     moments = [tensor for s in state.optimizer.states for tensor in (s.master, s.exp_avg, s.exp_avg_sq)]
     return [tensor.clone() for tensor in weights + moments]
 
@@ -67,7 +67,7 @@ def poisoned(rank: int, case: Case, culprit: int, value: float, dtype: str) -> P
 
     def spoil() -> None:
         if state.current_step == 1 and rank == culprit:
-            state.buckets[0].parameters[0].main_grad.view(-1)[0] = value
+            state.optimizer.buckets[0].parameters[0].main_grad.view(-1)[0] = value
         finish()
 
     state.sync.finish = spoil  # type: ignore[method-assign]

@@ -1,23 +1,28 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.slurm import ROOT, LocalSlurm, local_slurm, why_unavailable
+from tests.harness.scenarios import Scenarios, training_cluster
+from tests.harness.slurm import LocalSlurm, why_unavailable
+from tests.harness.system import missing
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalSlurm]:
-    """Four nodes that claim 64 CPUs and 8 GPUs each; skipped with the reason where Slurm cannot run."""
+    """Four nodes that claim 64 CPUs and 8 GPUs each, shared by tests that break nothing; skipped with the reason where Slurm cannot run."""
     if reason := why_unavailable():
-        pytest.skip(reason)
-    with local_slurm(nodes=4) as running:
-        running.env |= {
-            "FRONTIER_LLM_PYTHON": sys.executable,
-            "FRONTIER_LLM_SITE": "local",
-            "FRONTIER_LLM_ROOT": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
+        missing(reason)
+    with training_cluster(nodes=4) as running:
         yield running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scenarios(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
+    """Starts every selected scenario, beside the tests that come before it; see tests/harness/scenarios.py."""
+    if reason := why_unavailable():
+        missing(reason)
+    running = Scenarios(request.session.items, tmp_path_factory.mktemp)
+    yield running
+    running.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,20 +29,21 @@ def train(words: list[str]) -> int:
     (directory / "alive").mkdir(parents=True, exist_ok=True)
     with SignalWatcher() as watcher:
         step = run_dir.latest_step(directory)
-        while step < config.train.steps and watcher.requested is None:
+        while step < config.train.steps and watcher.requested is None and not (directory / run_dir.STOP_FILE).exists():
             if planted := environ("STAND_IN_CRASH"):
                 when, who = map(int, planted.split(":"))
                 if (step, place.rank) == (when, who):
                     raise RuntimeError("planted crash")
             time.sleep(float(environ("STAND_IN_STEP_S") or 0.05))
             step += 1
-            (directory / "alive" / f"{incarnation}-{place.rank}").write_text(f"{place.hostname} {step}")
+            run_dir.write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
             if place.rank == 0:
                 with (directory / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
                 run_dir.write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
         done = step >= config.train.steps
         print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as frontier_llm/cli/train.py
     return 0 if done else INTERRUPTED
 
 

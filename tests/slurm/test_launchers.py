@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cluster.rank_env import environment
 from tests.harness.slurm import ROOT, LocalSlurm
+from tests.harness.system import missing, require_program
 
 # every rank says where it is, and meets the others at the derived address and port
 PROGRAM = """
@@ -23,7 +24,7 @@ os.write(1, (line + "\\n").encode())
 
 
 def parse(text: str) -> list[list[str]]:
-    known = ("slurm", "openmpi", "torchrun", "local", "pmi")
+    known = ("slurm", "openmpi", "torchrun", "local", "pmi", "mpi4py")
     return sorted((line.split() for line in text.splitlines() if line.startswith(known)), key=lambda words: int(words[1]))
 
 
@@ -53,13 +54,18 @@ def test_srun_and_the_batch_shell(cluster: LocalSlurm, tmp_path: Path) -> None:
     assert len({row[6] for row in first}) == 1 and len({row[6] for row in second}) == 1 and first[0][6] != second[0][6]
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed: apt-get install openmpi-bin")
-def test_mpirun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["openmpi", "mpi4py"])
+def test_mpirun(tmp_path: Path, launcher: str) -> None:
+    """From Open MPI's variables; or, where a site wants it, by asking MPI itself."""
+    mpirun = require_program("mpirun", "openmpi-bin")
+    if launcher == "mpi4py" and find_spec("mpi4py") is None:
+        missing("needs mpi4py: pip install mpi4py")
     (tmp_path / "who.py").write_text(PROGRAM)
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, str(tmp_path / "who.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables(), timeout=120)
+    asked = {"FRONTIER_LLM_LAUNCHER": "mpi4py"} if launcher == "mpi4py" else {}
+    command = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, str(tmp_path / "who.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**variables(), **asked}, timeout=120)
     rows = parse(done.stdout)
-    assert [row[:6] for row in rows] == [["openmpi", str(rank), "3", str(rank), "3", "0"] for rank in range(3)], done.stderr
+    assert [row[:6] for row in rows] == [[launcher, str(rank), "3", str(rank), "3", "0"] for rank in range(3)], done.stderr
     assert len({row[6] for row in rows}) == 1
 
 

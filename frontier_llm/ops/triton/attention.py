@@ -12,18 +12,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _masked_scores(scores, row, column, slope, documents, row_document, sequence, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr):
+def _masked_scores(scores, row, column, slope2, row_document, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr):
     """Base-2 logits of one block: ALiBi added, -inf where column comes after row, about -1e20 where it is of another document.
 
-    The latter by arithmetic: a comparison's lane masks would spill the scalar registers of CDNA. A block that is all of other documents
+    `row` and its document, `column` and its document broadcast against each other, in either order.
+    The documents by arithmetic: a comparison's lane masks would spill the scalar registers of CDNA. A block that is all of other documents
     leaves garbage in the running sums, which the next visible block scales by exp2(-1e20) = 0; every row sees at least itself.
     """
     if EXTRAS:
-        scores -= slope * (row[:, None] - column[None, :]).to(tl.float32)
-        column_document = tl.load(documents + tl.minimum(column, sequence - 1))
-        scores -= 1e20 * tl.abs(row_document[:, None] - column_document[None, :]).to(tl.float32)
+        scores -= slope2 * (row - column).to(tl.float32)
+        scores -= 1e20 * tl.abs(row_document - column_document).to(tl.float32)
     if DIAGONAL:
-        scores = tl.where(row[:, None] >= column[None, :], scores, -float("inf"))
+        scores = tl.where(row >= column, scores, -float("inf"))
     return scores
 
 
@@ -35,7 +35,12 @@ def _forward_block(q_MD, k, v, k_s, v_s, first, row, sequence, head_dim, scale2,
     read = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
     k_ND = tl.load(k + read * k_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     scores = tl.dot(q_MD, tl.trans(k_ND)) * scale2
-    scores = _masked_scores(scores, row, column, slope2, documents, row_document, sequence, DIAGONAL, EXTRAS)
+    column_document = column
+    if EXTRAS:
+        column_document = tl.load(documents + tl.minimum(column, sequence - 1))
+    scores = _masked_scores(
+        scores, row[:, None], column[None, :], slope2, row_document[:, None], column_document[None, :], DIAGONAL, EXTRAS
+    )
     new_top = tl.maximum(top, tl.max(scores, 1))
     p = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -46,7 +51,7 @@ def _forward_block(q_MD, k, v, k_s, v_s, first, row, sequence, head_dim, scale2,
 
 @triton.jit
 def attention_forward(q, k, v, slopes, documents, o, logsumexp, scale, sequence, heads, group, head_dim,
-                      q_s, q_b, q_a, k_s, k_b, k_g, v_s, v_b, v_g, o_s, o_b, o_a,
+                      q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, o_s, o_b, o_a,
                       EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """BLOCK_M queries of one head. logsumexp [B, a, S] is in base 2."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
@@ -55,8 +60,8 @@ def attention_forward(q, k, v, slopes, documents, o, logsumexp, scale, sequence,
     d = tl.arange(0, BLOCK_D)
     inside = (row < sequence)[:, None] & (d < head_dim)[None, :]
     q_MD = tl.load(q + b * q_b + a * q_a + row.to(tl.int64)[:, None] * q_s + d[None, :], mask=inside, other=0.0)
-    k += b * k_b + (a // group) * k_g
-    v += b * v_b + (a // group) * v_g
+    k += b * k_b + (a // group) * k_a
+    v += b * v_b + (a // group) * v_a
     scale2 = scale * 1.4426950408889634
     slope2 = 0.0
     row_document = row
@@ -93,8 +98,33 @@ def attention_delta(o, grad_o, delta, sequence, heads, head_dim, o_s, o_b, o_a, 
 
 
 @triton.jit
+def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g_s, first, column, sequence, head_dim, scale2, slope2,
+                   documents, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Scores are kept transposed, [N, M]: then they are the left operand of both products without a way through shared memory."""
+    row = first + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    read = tl.minimum(row, sequence - 1)
+    wide = read.to(tl.int64)[:, None]
+    q_MD = tl.load(q + wide * q_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
+    lse = tl.load(logsumexp + row, mask=row < sequence, other=float("inf"))  # e^(score - inf) = 0 past the end
+    scores = tl.dot(k_ND, tl.trans(q_MD)) * scale2
+    row_document = row
+    if EXTRAS:
+        row_document = tl.load(documents + read)
+    scores = _masked_scores(
+        scores, row[None, :], column[:, None], slope2, row_document[None, :], column_document[:, None], DIAGONAL, EXTRAS
+    )
+    p_NM = tl.exp2(scores - lse[None, :])
+    g_MD = tl.load(grad_o + wide * g_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
+    gv_ND = tl.dot(p_NM.to(g_MD.dtype), g_MD, gv_ND)
+    ds_NM = p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - tl.load(delta + read)[None, :])
+    return tl.dot(ds_NM.to(q_MD.dtype), q_MD, gk_ND), gv_ND
+
+
+@triton.jit
 def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_k, grad_v, scale, sequence, heads, group, head_dim,
-                      q_s, q_b, q_a, k_s, k_b, k_g, v_s, v_b, v_g, g_s, g_b, g_a, gk_s, gk_b, gk_g,
+                      q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, g_s, g_b, g_a, gk_s, gk_b, gk_a,
                       EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """grad_k and grad_v of BLOCK_N positions of one key/value head: all query heads that read it, all later queries.
 
@@ -106,15 +136,12 @@ def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad
     column = first_column + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (column < sequence)[:, None] & (d < head_dim)[None, :]
-    k_ND = tl.load(k + b * k_b + head * k_g + column.to(tl.int64)[:, None] * k_s + d[None, :], mask=inside, other=0.0)
-    v_ND = tl.load(v + b * v_b + head * v_g + column.to(tl.int64)[:, None] * v_s + d[None, :], mask=inside, other=0.0)
-    q += b * q_b
-    grad_o += b * g_b
-    logsumexp += b * heads * sequence
-    delta += b * heads * sequence
-    scale2 = scale * 1.4426950408889634
+    k_ND = tl.load(k + b * k_b + head * k_a + column.to(tl.int64)[:, None] * k_s + d[None, :], mask=inside, other=0.0)
+    v_ND = tl.load(v + b * v_b + head * v_a + column.to(tl.int64)[:, None] * v_s + d[None, :], mask=inside, other=0.0)
+    column_document = column
     if EXTRAS:
         documents += b * sequence
+        column_document = tl.load(documents + column, mask=column < sequence, other=-2)
     gk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     gv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, group):
@@ -122,31 +149,45 @@ def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad
         slope2 = 0.0
         if EXTRAS:
             slope2 = tl.load(slopes + a) * 1.4426950408889634
-        for first_row in range(first_column, sequence, BLOCK_M):
-            row = first_row + tl.arange(0, BLOCK_M)
-            read = tl.minimum(row, sequence - 1)
-            wide = read.to(tl.int64)[:, None]
-            q_MD = tl.load(q + a * q_a + wide * q_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-            g_MD = tl.load(grad_o + a * g_a + wide * g_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-            lse = tl.load(logsumexp + a * sequence + row, mask=row < sequence, other=float("inf"))  # e^(score - inf) = 0 past the end
-            row_delta = tl.load(delta + a * sequence + read)
-            row_document = row
-            if EXTRAS:
-                row_document = tl.load(documents + read)
-            scores = tl.dot(q_MD, tl.trans(k_ND)) * scale2
-            scores = _masked_scores(scores, row, column, slope2, documents, row_document, sequence, True, EXTRAS)
-            p = tl.exp2(scores - lse[:, None])
-            gv_ND = tl.dot(tl.trans(p.to(g_MD.dtype)), g_MD, gv_ND)
-            ds = p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None]) * scale
-            gk_ND = tl.dot(tl.trans(ds.to(q_MD.dtype)), q_MD, gk_ND)
-    to = b * gk_b + head * gk_g + column.to(tl.int64)[:, None] * gk_s + d[None, :]
-    tl.store(grad_k + to, gk_ND.to(grad_k.dtype.element_ty), mask=inside)
+        q_a_start, g_a_start = q + b * q_b + a * q_a, grad_o + b * g_b + a * g_a
+        lse_start, delta_start = logsumexp + (b * heads + a) * sequence, delta + (b * heads + a) * sequence
+        for first in range(first_column, tl.minimum(first_column + BLOCK_N, sequence), BLOCK_M):
+            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first, column,
+                                          sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
+                                          True, EXTRAS, BLOCK_M, BLOCK_D)  # fmt: skip
+        for first in range(first_column + BLOCK_N, sequence, BLOCK_M):
+            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first, column,
+                                          sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
+                                          False, EXTRAS, BLOCK_M, BLOCK_D)  # fmt: skip
+    to = b * gk_b + head * gk_a + column.to(tl.int64)[:, None] * gk_s + d[None, :]
+    tl.store(grad_k + to, (gk_ND * scale).to(grad_k.dtype.element_ty), mask=inside)
     tl.store(grad_v + to, gv_ND.to(grad_v.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents, row_document,
+                  DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    column = first + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    read = tl.minimum(column, sequence - 1)
+    wide = read.to(tl.int64)[:, None]
+    k_ND = tl.load(k + wide * k_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
+    v_ND = tl.load(v + wide * v_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
+    scores = tl.dot(q_MD, tl.trans(k_ND)) * scale2
+    column_document = column
+    if EXTRAS:
+        column_document = tl.load(documents + read)
+    scores = _masked_scores(
+        scores, row[:, None], column[None, :], slope2, row_document[:, None], column_document[None, :], DIAGONAL, EXTRAS
+    )
+    p = tl.exp2(scores - lse[:, None])
+    ds = p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None])
+    return tl.dot(ds.to(k_ND.dtype), k_ND, gq_MD)
+
+
+@triton.jit
 def attention_grad_q(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_q, scale, sequence, heads, group, head_dim,
-                     q_s, q_b, q_a, k_s, k_b, k_g, v_s, v_b, v_g, g_s, g_b, g_a, gq_s, gq_b, gq_a,
+                     q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, g_s, g_b, g_a, gq_s, gq_b, gq_a,
                      EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """grad_q of BLOCK_M queries of one head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -159,8 +200,8 @@ def attention_grad_q(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_
     at = (b * heads + a) * sequence + row
     lse = tl.load(logsumexp + at, mask=row < sequence, other=float("inf"))
     row_delta = tl.load(delta + at, mask=row < sequence, other=0.0)
-    k += b * k_b + (a // group) * k_g
-    v += b * v_b + (a // group) * v_g
+    k += b * k_b + (a // group) * k_a
+    v += b * v_b + (a // group) * v_a
     scale2 = scale * 1.4426950408889634
     slope2 = 0.0
     row_document = row
@@ -169,15 +210,11 @@ def attention_grad_q(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_
         documents += b * sequence
         row_document = tl.load(documents + row, mask=row < sequence, other=-2)
     gq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in range(0, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
-        column = first + tl.arange(0, BLOCK_N)
-        read = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
-        k_ND = tl.load(k + read * k_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-        v_ND = tl.load(v + read * v_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-        scores = tl.dot(q_MD, tl.trans(k_ND)) * scale2
-        scores = _masked_scores(scores, row, column, slope2, documents, row_document, sequence, True, EXTRAS)
-        p = tl.exp2(scores - lse[:, None])
-        ds = p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None]) * scale
-        gq_MD = tl.dot(ds.to(k_ND.dtype), k_ND, gq_MD)
+    for first in range(0, first_row, BLOCK_N):
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents,
+                              row_document, False, EXTRAS, BLOCK_N, BLOCK_D)  # fmt: skip
+    for first in range(first_row, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents,
+                              row_document, True, EXTRAS, BLOCK_N, BLOCK_D)  # fmt: skip
     to = grad_q + b * gq_b + a * gq_a + row.to(tl.int64)[:, None] * gq_s + d[None, :]
-    tl.store(to, gq_MD.to(grad_q.dtype.element_ty), mask=inside)
+    tl.store(to, (gq_MD * scale).to(grad_q.dtype.element_ty), mask=inside)

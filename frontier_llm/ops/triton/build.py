@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
-from frontier_llm.ops.kernel_table import ALIGNED, ARCHITECTURES, KERNELS, UNALIGNED_KERNELS, variants
-from frontier_llm.ops.prebuilt import MANIFEST_VERSION, source_digest
+from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, variants
+from frontier_llm.ops.prebuilt import MANIFEST_VERSION, check_triton, source_digest
 
 
 @dataclass(frozen=True)
@@ -31,83 +31,110 @@ class CodeObject:
     kernel: str
     dtype: str
     variant: str
+    aligned: bool  # built for `by16` arguments that are multiples of 16
     symbol: str
     file: str
     sha256: str
-    arguments: list[list[str]]  # (name, type) in launch order
+    arguments: list[list[Any]]  # (name, type, by16) in launch order
     constants: dict[str, int]
     warps: int
     threads: int  # of a block
     shared_bytes: int
-    vgprs: int  # registers of a thread; AMD: vector registers with the accumulation registers
+    registers: int  # of a thread; AMD: vector registers with the accumulation registers
     spills: int  # registers spilled to memory
-    matrix_instructions: int  # MFMA, HMMA or WGMMA in the code
+    matrix_instructions: int  # MFMA, MMA or WGMMA in the code
 
 
-def work(architectures: list[str]) -> list[tuple[str, str, str, str]]:
-    """(architecture, kernel, dtype, variant) of everything to build; raises BackendError for an unknown architecture."""
+@dataclass(frozen=True)
+class Work:
+    """One thing to compile."""
+
+    architecture: str
+    kernel: str
+    dtype: str
+    variant: str
+    aligned: bool
+
+    @property
+    def name(self) -> str:
+        """What its file is called, without the suffix."""
+        return f"{self.kernel}-{self.dtype}-{self.variant}{'' if self.aligned else '-unaligned'}"
+
+
+def work(architectures: list[str]) -> list[Work]:
+    """Everything to build; raises BackendError for an unknown architecture."""
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise BackendError(f"unknown architecture {architecture!r}", suggest(architecture, ARCHITECTURES), "build_ops --arch")
     return [
-        (architecture, kernel.name, dtype, variant)
+        Work(architecture, kernel.name, dtype, variant, aligned)
         for architecture in architectures
         for kernel in KERNELS.values()
         for dtype in kernel.dtypes
         for variant in variants(kernel.name, architecture)
+        for aligned in kernel.builds
     ]
 
 
-def compile_one(architecture: str, kernel_name: str, dtype: str, variant_name: str, folder: Path) -> CodeObject:
+def compile_one(item: Work, folder: Path) -> CodeObject:
     """Compile one variant into `folder`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    backend, target_arch, wave, _ = ARCHITECTURES[architecture]
-    kernel, variant = KERNELS[kernel_name], variants(kernel_name, architecture)[variant_name]
-    function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel_name)
-    signature = kernel.signature(dtype)
-    aligned = {
-        (function.arg_names.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if name in ALIGNED or (kind.startswith("*") and kernel_name not in UNALIGNED_KERNELS)
+    architecture = ARCHITECTURES[item.architecture]
+    amd = architecture.backend == "hip"
+    kernel, variant = KERNELS[item.kernel], variants(item.kernel, item.architecture)[item.variant]
+    function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel.name)
+    signature = kernel.signature(item.dtype)
+    by16 = {
+        (function.arg_names.index(argument.name),): [["tt.divisibility", 16]]
+        for argument in kernel.arguments
+        if item.aligned and argument.by16
     }
     ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
-    source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=aligned)
+    source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=by16)
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=GPUTarget(backend, target_arch, wave), options=options)
-    suffix = "hsaco" if backend == "hip" else "cubin"
+    compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
+    suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]
-    file = f"{kernel_name}-{dtype}-{variant_name}.{suffix}"
+    file = f"{item.name}.{suffix}"
     (folder / file).write_bytes(binary)
-    assert not compiled.metadata.global_scratch_size, f"{kernel_name} wants scratch memory, which the launcher does not give"
-    if backend == "hip":
-        check_arguments(compiled.asm["amdgcn"], list(signature.values()))
+    assembly: str = compiled.asm["amdgcn" if amd else "ptx"]
+    check_launch(assembly, list(signature.values()), compiled.metadata)
     return CodeObject(
-        kernel=kernel_name,
-        dtype=dtype,
-        variant=variant_name,
+        kernel=kernel.name,
+        dtype=item.dtype,
+        variant=item.variant,
+        aligned=item.aligned,
         symbol=compiled.metadata.name,
         file=file,
         sha256=hashlib.sha256(binary).hexdigest(),
-        arguments=[[name, kind] for name, kind in signature.items()],
+        arguments=[[argument.name, signature[argument.name], argument.by16] for argument in kernel.arguments],
         constants=dict(variant.constants),
         warps=variant.warps,
-        threads=compiled.metadata.num_warps * wave,
+        threads=compiled.metadata.num_warps * architecture.wave,
         shared_bytes=compiled.metadata.shared,
-        **(_amd_facts(compiled.asm["amdgcn"]) if backend == "hip" else _nvidia_facts(folder / file)),
+        **(_amd_facts(assembly) if amd else _nvidia_facts(assembly, folder / file)),
     )
 
 
-def check_arguments(assembly: str, kinds: list[str]) -> None:
-    """The sizes of the kernel's explicit arguments, as the code object states them, are those that the launcher will pass."""
-    wanted = [{"i32": 4, "fp32": 4}.get(kind, 8) for kind in kinds] + [8, 8]  # and two scratch pointers
-    found = [int(size) for size in re.findall(r"\.size: +(\d+)\n +\.value_kind: +(?:global_buffer|by_value)", assembly)]
-    if found != wanted:
-        raise BackendError(
-            f"the compiler gave arguments of {found} bytes where the launcher passes {wanted}", "use the Triton that docs/ops.md names"
-        )
+def check_launch(assembly: str, kinds: list[str], metadata: Any) -> None:
+    """The kernel wants what csrc/gpu_launcher.cpp gives: these arguments and two scratch pointers that it does not use, one block at a time.
+
+    The sizes are read from the assembly: AMD's metadata or NVIDIA's PTX. Raises BackendError for anything else.
+    """
+    wanted = [{"i32": 4, "fp32": 4}.get(kind, 8) for kind in kinds] + [8, 8]
+    amd = [int(size) for size in re.findall(r"\.size: +(\d+)\n +\.value_kind: +(?:global_buffer|by_value)", assembly)]
+    nvidia = [int(bits) // 8 for bits in re.findall(r"^\s*\.param \.[bufs](\d+)", assembly, re.MULTILINE)]
+    fix = "use the Triton that docs/ops.md names"
+    if (found := amd or nvidia) != wanted:
+        raise BackendError(f"the compiler gave arguments of {found} bytes where the launcher passes {wanted}", fix)
+    # cluster or cooperative launches, tensor-memory descriptors, scratch memory
+    extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tensordesc_meta")
+    asked = [name for name in extras if getattr(metadata, name, None)]
+    if asked or getattr(metadata, "num_ctas", 1) != 1:
+        raise BackendError(f"the kernel wants {', '.join(asked) or 'clusters of blocks'}, which the launcher does not give", fix)
 
 
 def _amd_facts(assembly: str) -> dict[str, int]:
@@ -116,23 +143,22 @@ def _amd_facts(assembly: str) -> dict[str, int]:
         name: int(value) for name, value in re.findall(r"\.(vgpr_count|agpr_count|vgpr_spill_count|sgpr_spill_count): +(\d+)", assembly)
     }
     return {
-        "vgprs": numbers["vgpr_count"],
+        "registers": numbers["vgpr_count"],
         "spills": numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"],
         "matrix_instructions": assembly.count("v_mfma_"),
     }
 
 
-def _nvidia_facts(cubin: Path) -> dict[str, int]:
-    """The same from cuobjdump and nvdisasm, which come with Triton."""
+def _nvidia_facts(ptx: str, cubin: Path) -> dict[str, int]:
+    """The same from the PTX, and from cuobjdump, which comes with Triton; its STACK is bytes of a thread."""
     from triton.backends import nvidia
 
-    tools = Path(nvidia.__file__).parent / "bin"
-    usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout  # noqa: S603 - fixed tool, our file
-    code = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout  # noqa: S603
+    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    usage = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout  # noqa: S603 - fixed tool, our file
     registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     assert registers and stack
-    matrix = len(re.findall(r"\b(?:HMMA|HGMMA|QGMMA)\b", code))
-    return {"vgprs": int(registers.group(1)), "spills": int(stack.group(1)) // 4, "matrix_instructions": matrix}
+    matrix = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)\b", ptx))
+    return {"registers": int(registers.group(1)), "spills": int(stack.group(1)) // 4, "matrix_instructions": matrix}
 
 
 def tool_versions() -> dict[str, str]:
@@ -147,25 +173,22 @@ def build(architectures: list[str], destination: Path, jobs: int | None = None) 
 
     Raises BackendError when Triton is missing, naming how to get it.
     """
-    items = work(architectures)
+    work(architectures)  # refuses unknown names before anything is compiled
     try:
-        importlib.import_module("triton")
+        triton = importlib.import_module("triton")
     except ImportError as error:
         raise BackendError(
             f"the GPU ops are compiled by Triton, which is not installed: {error}", "pip install --no-deps triton"
         ) from error
-    for architecture in architectures:
-        (destination / architecture).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache:
+    check_triton(triton.__version__, ",".join(architectures), triton.__file__)
+    built: dict[str, list[CodeObject]] = {}
+    with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
         os.environ["TRITON_CACHE_DIR"] = cache
-        with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
-            folders = [destination / item[0] for item in items]
-            objects = list(pool.map(compile_one, *zip(*items, strict=True), folders, chunksize=4))
-    built: dict[str, list[CodeObject]] = {architecture: [] for architecture in architectures}
-    for item, code in zip(items, objects, strict=True):
-        built[item[0]].append(code)
-    for architecture, codes in built.items():
-        write_manifest(destination / architecture, architecture, codes)
+        for architecture in architectures:
+            folder, items = destination / architecture, work([architecture])
+            folder.mkdir(parents=True, exist_ok=True)
+            built[architecture] = list(pool.map(compile_one, items, [folder] * len(items), chunksize=4))
+            write_manifest(folder, architecture, built[architecture])
     return built
 
 

@@ -1,4 +1,7 @@
-"""RMSNorm and LayerNorm with an optional residual add: one program per row, statistics in fp32."""
+"""RMSNorm and LayerNorm with an optional residual add, statistics in fp32.
+
+Rows of at most BLOCK columns are read once and kept in registers; the `_long` kernels walk longer rows several times.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,46 @@ import triton.language as tl
 
 
 @triton.jit
+def _inverse_and_store(sums, mean, scale, row, centre, columns, eps, CENTRED: tl.constexpr):
+    """1 / sqrt(mean of squares + eps); both statistics are kept for the backward."""
+    inverse = 1.0 / tl.sqrt(tl.sum(sums) / columns + eps)
+    tl.store(scale + row, inverse)
+    if CENTRED:
+        tl.store(mean + row, centre)
+    return inverse
+
+
+@triton.jit
+def _affine(value, centre, inverse, weight, bias, column, inside, has_bias):
+    y = (value - centre) * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if has_bias:
+        y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
 def norm_forward(x, residual, weight, bias, out, total, mean, scale, columns, eps, has_residual, has_bias,
                  CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """out = norm(x + residual) * weight + bias and total = x + residual; rows are contiguous, statistics go to mean and scale."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    at = row.to(tl.int64) * columns + column
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if has_residual:
+        value = value + tl.load(residual + at, mask=inside, other=0.0)
+        tl.store(total + at, value, mask=inside)
+    value = value.to(tl.float32)
+    centre = tl.sum(value) / columns if CENTRED else 0.0
+    centred = tl.where(inside, value - centre, 0.0)
+    inverse = _inverse_and_store(centred * centred, mean, scale, row, centre, columns, eps, CENTRED)
+    tl.store(out + at, _affine(value, centre, inverse, weight, bias, column, inside, has_bias).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_forward_long(x, residual, weight, bias, out, total, mean, scale, columns, eps, has_residual, has_bias,
+                      CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """`norm_forward` for rows longer than a block."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     lanes = tl.arange(0, BLOCK)
@@ -28,29 +68,58 @@ def norm_forward(x, residual, weight, bias, out, total, mean, scale, columns, ep
     centre = 0.0
     if CENTRED:
         centre = tl.sum(sums) / columns
-        tl.store(mean + row, centre)
         sums = tl.zeros([BLOCK], tl.float32)
         for first in range(0, columns, BLOCK):
             column = first + lanes
             value = tl.load(source + start + column, mask=column < columns, other=0.0).to(tl.float32)
             centred = tl.where(column < columns, value - centre, 0.0)
             sums += centred * centred
-    inverse = 1.0 / tl.sqrt(tl.sum(sums) / columns + eps)
-    tl.store(scale + row, inverse)
+    inverse = _inverse_and_store(sums, mean, scale, row, centre, columns, eps, CENTRED)
     for first in range(0, columns, BLOCK):
         column = first + lanes
         inside = column < columns
         value = tl.load(source + start + column, mask=inside, other=0.0).to(tl.float32)
-        y = (value - centre) * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-        if has_bias:
-            y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        y = _affine(value, centre, inverse, weight, bias, column, inside, has_bias)
         tl.store(out + start + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def norm_backward(grad, grad_total, total, weight, mean, scale, grad_x, columns, has_grad_total,
-                  CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """grad_x = scale * (p - mean(p) - n * mean(p n)) (+ grad_total) with n the normed row and p = grad * weight."""
+def norm_backward(grad, grad_total, total, weight, mean, scale, grad_x, partial_weight, partial_bias, rows, columns, rows_per_program,
+                  has_grad_total, CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A strip of rows: grad_x = scale * (p - mean(p) - n * mean(p n)) (+ grad_total) with n the normed row and p = grad * weight.
+
+    The strip's share of grad_weight and grad_bias goes to one row of partial_* (fp32 [strips, columns]); the caller adds them, in order.
+    """
+    strip = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros([BLOCK], tl.float32)
+    bias_sum = tl.zeros([BLOCK], tl.float32)
+    for row in range(strip * rows_per_program, tl.minimum((strip + 1) * rows_per_program, rows)):
+        at = row * columns.to(tl.int64) + column
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(scale + row)
+        centre = tl.load(mean + row) if CENTRED else 0.0
+        n = tl.where(inside, tl.load(total + at, mask=inside, other=0.0).to(tl.float32) - centre, 0.0) * inverse
+        p = g * w
+        mean_p = tl.sum(p) / columns if CENTRED else 0.0
+        dx = inverse * (p - mean_p - n * (tl.sum(p * n) / columns))
+        if has_grad_total:
+            dx += tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + at, dx.to(grad_x.dtype.element_ty), mask=inside)
+        weight_sum += g * n
+        if CENTRED:
+            bias_sum += g
+    tl.store(partial_weight + strip * columns.to(tl.int64) + column, weight_sum, mask=inside)
+    if CENTRED:
+        tl.store(partial_bias + strip * columns.to(tl.int64) + column, bias_sum, mask=inside)
+
+
+@triton.jit
+def norm_backward_long(grad, grad_total, total, weight, mean, scale, grad_x, columns, has_grad_total,
+                       CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """grad_x as `norm_backward`, for one row longer than a block."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     lanes = tl.arange(0, BLOCK)
@@ -81,9 +150,9 @@ def norm_backward(grad, grad_total, total, weight, mean, scale, grad_x, columns,
 
 
 @triton.jit
-def norm_weight_gradient(grad, total, mean, scale, partial_weight, partial_bias, rows, columns, rows_per_program,
-                         CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One strip of rows of grad_weight and grad_bias, fp32 [strips, columns]; the caller adds the strips, in order."""
+def norm_weight_gradient_long(grad, total, mean, scale, partial_weight, partial_bias, rows, columns, rows_per_program,
+                              CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """BLOCK columns of one strip of rows of grad_weight and grad_bias, fp32 [strips, columns]."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     strip = tl.program_id(1)
@@ -96,5 +165,6 @@ def norm_weight_gradient(grad, total, mean, scale, partial_weight, partial_bias,
         n = (tl.load(total + at, mask=inside, other=0.0).to(tl.float32) - centre) * tl.load(scale + row)
         weight_sum += g * n
         bias_sum += g
-    tl.store(partial_weight + strip * columns + column, weight_sum, mask=inside)
-    tl.store(partial_bias + strip * columns + column, bias_sum, mask=inside)
+    tl.store(partial_weight + strip * columns.to(tl.int64) + column, weight_sum, mask=inside)
+    if CENTRED:
+        tl.store(partial_bias + strip * columns.to(tl.int64) + column, bias_sum, mask=inside)

@@ -72,31 +72,27 @@ def gelu_forward(x, bias, out, columns, has_bias, TANH: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def gelu_backward(grad, x, bias, grad_x, columns, has_bias, TANH: tl.constexpr, BLOCK: tl.constexpr):
-    """grad_x = grad * gelu'(x + bias)."""
-    row = tl.program_id(0).to(tl.int64)
+def gelu_backward(grad, x, bias, grad_x, partial_bias, rows, columns, rows_per_program, has_bias,
+                  TANH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """BLOCK columns of a strip of rows: grad_x = grad * gelu'(x + bias), and its column sums to one row of partial_bias [strips, columns]."""
+    strip = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.zeros([BLOCK], tl.float32)
     if has_bias:
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if TANH:
-        s = tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
-        slope = s + value * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * value * value)
-    else:
-        bell = tl.exp(-0.5 * value * value)
-        slope = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476)) + value * bell * 0.3989422804014327
-    g = tl.load(grad + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(grad_x + row * columns + column, (g * slope).to(grad_x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def column_sums(x, partial, rows, columns, rows_per_program, BLOCK: tl.constexpr):
-    """One strip of rows of the sum over rows, fp32 [strips, columns]: bias gradients."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    strip = tl.program_id(1)
-    total = tl.zeros([BLOCK], tl.float32)
+        shift += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    bias_sum = tl.zeros([BLOCK], tl.float32)
     for row in range(strip * rows_per_program, tl.minimum((strip + 1) * rows_per_program, rows)):
-        total += tl.load(x + row * columns.to(tl.int64) + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(partial + strip * columns + column, total, mask=inside)
+        at = row * columns.to(tl.int64) + column
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift
+        if TANH:
+            s = tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+            slope = s + value * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * value * value)
+        else:
+            bell = tl.exp(-0.5 * value * value)
+            slope = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476)) + value * bell * 0.3989422804014327
+        dx = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(grad_x + at, dx.to(grad_x.dtype.element_ty), mask=inside)
+        bias_sum += dx
+    if has_bias:
+        tl.store(partial_bias + strip * columns.to(tl.int64) + column, bias_sum, mask=inside)

@@ -10,11 +10,10 @@ import torch
 
 from frontier_llm import failpoints
 from frontier_llm.checkpoint import CheckpointManager, Progress
-from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
-from frontier_llm.optim import AdamW
+from frontier_llm.optim import KINDS, AdamW
 from tests.unit.checkpoint.simulated import TINY, Layout, buckets_of
 
 CONFIG = RunConfig(model=TINY, batch=BatchConfig(global_batch=8))
@@ -40,7 +39,7 @@ class Run:
         self.buckets = buckets_of(TINY, Layout(dtype=dtype), 0)
         self.optimizer = AdamW(self.buckets, OptimizerConfig(), mesh, select_ops(OpsConfig(), "cpu", torch.float32))
         settings = {"config": CONFIG, "keep": 2, **options}
-        self.manager = CheckpointManager(directory / "checkpoints", mesh, self.buckets, self.optimizer, **settings)
+        self.manager = CheckpointManager(directory / "checkpoints", mesh, self.optimizer, **settings)
 
     def fill(self, step: int) -> None:
         for number, state in enumerate(self.optimizer.states):

@@ -12,14 +12,13 @@ import torch
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.manifest import Manifest, Progress
-from frontier_llm.checkpoint.pieces import KINDS
 from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
 from frontier_llm.checkpoint.snapshot import Snapshot
-from frontier_llm.comm import Axis, Ledger
-from frontier_llm.config import ModelConfig, OpsConfig, load_model
+from frontier_llm.comm import Axis, Ledger, serial_mesh
+from frontier_llm.config import ModelConfig, OpsConfig, OptimizerConfig, load_model
 from frontier_llm.model import Stage, working_dtype
 from frontier_llm.ops import select_ops
-from frontier_llm.optim import BucketState, build_buckets
+from frontier_llm.optim import KINDS, AdamW, BucketState, build_buckets
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
@@ -39,15 +38,6 @@ class Layout:
     @property
     def grid(self) -> Grid:
         return Grid(self.tp, self.pp, self.dp, self.order)
-
-
-@dataclass
-class Optimizer:
-    """What the checkpoint room uses of AdamW."""
-
-    buckets: list[Bucket]
-    states: list[BucketState]
-    updates: int = 0
 
 
 def progress(step: int = 7) -> Progress:
@@ -92,14 +82,16 @@ def expected_state(kind: str, bucket: Bucket) -> np.ndarray:
     return state
 
 
-def optimizer_of(buckets: list[Bucket], filled: bool) -> Optimizer:
+def optimizer_of(buckets: list[Bucket], filled: bool) -> AdamW:
+    optimizer = AdamW(buckets, OptimizerConfig(), serial_mesh(), select_ops(OpsConfig(), "cpu", torch.float32))
     states = []
     for bucket in buckets:
         arrays = [expected_state(kind, bucket) for kind in KINDS]
         if not filled:
             arrays = [np.zeros_like(array) for array in arrays]
         states.append(BucketState(*map(torch.from_numpy, arrays)))
-    return Optimizer(buckets, states)
+    optimizer.states = states
+    return optimizer
 
 
 def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, config: dict | None = None) -> Manifest:
@@ -110,7 +102,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
     described, parts, dtype = [], [], "F32"
     for rank in range(layout.grid.world_size):
         optimizer = optimizer_of(buckets_of(model, layout, rank), filled=True)
-        snapshot = Snapshot(optimizer.buckets, optimizer, rank)
+        snapshot = Snapshot(optimizer, rank)
         snapshot.take()
         head, data = snapshot.header(step), snapshot.data()
         digest = shard.write(building / snapshot.file, head, data)

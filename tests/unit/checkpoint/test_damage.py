@@ -24,6 +24,9 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte]))
 
 
+FLIPS = 334  # random ones in each of the three files: a thousand
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
@@ -41,7 +44,7 @@ def test_random_bit_flips_in_every_file(name: str, run: Run) -> None:
     path = newest(run) / name
     bits = path.stat().st_size * 8
     header_bits = range(64)  # the header's length field, where a reader could be sent astray
-    for bit in [0, bits - 1, *header_bits[::7], *(random.randrange(bits) for _ in range(25))]:
+    for bit in [0, bits - 1, *header_bits[::7], *(random.randrange(bits) for _ in range(FLIPS))]:
         if bit < bits:
             flip(path, bit)
             assert verify(newest(run)), f"bit {bit} of {name}"
@@ -60,7 +63,7 @@ def test_damaged_file_is_named_and_the_checkpoint_before_is_used(name: str, run:
     assert loaded is not None and loaded.step == 2
     run.check(2)
     said = capfd.readouterr().err
-    assert "step_00000004 is damaged; trying the one before it" in said and "sha256" in said
+    assert "step_00000004 is damaged; trying the one before it" in said and ("digest" in said or "sha256" in said)
     assert folder.read_latest(run.manager.directory) == "step_00000002"
 
 

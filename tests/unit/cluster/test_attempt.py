@@ -22,8 +22,6 @@ def step(**changes: object) -> Step:
         "log_dir": Path("/logs"),
         "variables": {},
         "deadline_s": None,
-        "job_id": "1",
-        "stop_file": Path("/run/STOP"),
     }
     return Step(**{**fields, **changes})  # type: ignore[arg-type]
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.doctor import Report, judge, settings_for
+from frontier_llm.cluster.doctor import Report, ask_nodes, examine, judge, settings_for
 from frontier_llm.cluster.probe import Facts, gcd_memory_gib, interface_is_up, plugin_error, provider_error
 from frontier_llm.cluster.sites import load_site
 
@@ -112,3 +114,52 @@ def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["doctor", "--site", "frontier", "--this-node", "--run-dir", str(tmp_path), "--system-root", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "0 of 8 are visible" in out and "RCCL plugin" in out and "hsn0, hsn1" in out
+
+
+# what srun would pass on from an allocation: the nodes' lines in any order, noise between them, and some nodes that never say anything
+FAKE_SRUN = """#!{python}
+import json, random, sys, time
+answers = json.load(open({answers!r}))
+random.seed(1)
+random.shuffle(answers)
+for host, facts in answers:
+    sys.stderr.write("slurmstepd: warning: something about " + host + " that fills a pipe\\n" * 20)
+    sys.stdout.write("probe-time " + json.dumps({{"host": host, "unix_s": time.time() + (30 if host == "node007" else 0)}}) + "\\n")
+    sys.stdout.write("probe-facts " + json.dumps(facts) + "\\n")
+sys.stdout.flush()
+time.sleep({silence_s})
+"""
+
+
+def allocation_of(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence_s: float) -> list[str]:
+    """Node names whose simulated answers a `srun` on PATH gives; the last node stays silent."""
+    nodes = [f"node{number:03}" for number in range(count)]
+    answers = [(host, asdict(replace(healthy(host), cores=8 if host == "node200" else 56))) for host in nodes[:-1]]
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    script = tmp_path / "srun"
+    script.write_text(FAKE_SRUN.format(python=sys.executable, answers=str(tmp_path / "answers.json"), silence_s=silence_s))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return nodes
+
+
+def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: the nodes and srun's start on them. Real: this node's own probe, the pipe, the reading and the judging."""
+    nodes = allocation_of(384, tmp_path, monkeypatch, silence_s=0)
+    report = examine(FRONTIER, settings_for(FRONTIER, tmp_path), nodes)
+    assert {(finding.check, finding.hosts) for finding in report.findings} == {
+        ("clock", ("node007",)),
+        ("cores", ("node200",)),
+        ("node", ("node383",)),
+    }
+    assert report.as_dict()["exclude"] == "node[007,200,383]"
+    own = examine(load_site("generic"), settings_for(load_site("generic"), tmp_path), [])
+    assert report.seconds + own.seconds < 10
+
+
+def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = allocation_of(4, tmp_path, monkeypatch, silence_s=60)
+    started_s = time.monotonic()
+    facts, skew_s = ask_nodes(settings_for(FRONTIER, tmp_path), nodes, timeout_s=1.0)
+    assert time.monotonic() - started_s < 10
+    assert sorted(facts) == sorted(skew_s) == nodes[:-1]

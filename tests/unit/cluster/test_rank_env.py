@@ -85,6 +85,12 @@ def test_pmi_and_pals() -> None:
     assert (found(pals).rank, found(pals).local_rank) == (6, 2)
 
 
+def test_hydra_of_mpich_names_local_ranks_its_own_way() -> None:
+    hydra = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "20001"}
+    place = found(hydra)
+    assert (place.rank, place.local_rank, place.local_world_size, place.node_rank, place.master_port) == (5, 1, 4, 1, 20001)
+
+
 def test_several_nodes_without_an_address_are_refused() -> None:
     with pytest.raises(FrontierError, match="MASTER_ADDR"):
         rank_env.discover({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})

@@ -11,6 +11,7 @@ from frontier_llm.cluster import sbatch
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError
+from frontier_llm.scaling.predict import predict
 from frontier_llm.topology import plan_problems
 
 FRONTIER = load_site("frontier")
@@ -56,8 +57,17 @@ def test_every_script_names_files_that_exist_and_a_legal_layout(job: sbatch.JobS
 
 def test_walltime_and_signal_follow_the_site() -> None:
     options = dict(sbatch.directives(sbatch.JOBS[2], FRONTIER))
-    assert (options["nodes"], options["time"], options["signal"]) == ("384", "12:00:00", "USR1@600")
+    assert (options["nodes"], options["time"], options["signal"]) == ("384", "12:00:00", "USR1@2010")
     assert dict(sbatch.directives(replace(sbatch.JOBS[2], nodes=64), FRONTIER))["time"] == "02:00:00"
+
+
+@pytest.mark.parametrize("job", [job for job in sbatch.JOBS if job.name.startswith("train_")], ids=lambda job: job.name)
+def test_ranks_are_warned_earlier_than_a_step_takes(job: sbatch.JobScript) -> None:
+    site = load_site(job.site)
+    config = load_run(str(root_dir() / job.config), [f"machine={site.machine}"])
+    step_s = predict(config, job.nodes * site.tasks_per_node).step_time_s
+    lead_s = int(dict(sbatch.directives(job, site))["signal"].removeprefix("USR1@"))
+    assert 2 * step_s < lead_s < 60 * (site.max_minutes(job.nodes) or 0) / 4
 
 
 @pytest.mark.parametrize("evil", ["a b", "$(reboot)", "a\n#SBATCH --nodes=1", "`x`", "a;b", "a'b"])

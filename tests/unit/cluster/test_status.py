@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir(parents=True)
     rows = [{"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0} for step in range(1, 41)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "config.yaml").write_text("train: {steps: 100}\n")
+    (directory / "config.yaml").write_text("train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n")
     run_dir.write_atomically(directory / "checkpoints" / "LATEST", "step_00000030\n")
     run_dir.take(directory, "77", "n0")
     run_dir.record(directory, run_dir.Attempt(1, "77", ("n0",), 0, 30, 1, "crash", "rank 3 on n0 failed first", "n0"))
@@ -29,6 +30,7 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_status_of_a_directory(run_directory: Path) -> None:
     status = read_status(run_directory)
     assert (status.step, status.steps, status.checkpoint_step, status.state) == (40, 100, 30, "not queued")
+    assert status.tokens == 40 * 8 * 32
     assert status.eta_s == 120.0 and status.loss == pytest.approx(2.6)
     assert status.restarts == 1 and status.causes == ("crash", "interrupted")
     assert status.last_failure == "rank 3 on n0 failed first"
@@ -37,7 +39,9 @@ def test_status_of_a_directory(run_directory: Path) -> None:
 def test_command_for_people_and_programs(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run_directory)]) == 0
     text = capsys.readouterr().out
-    assert "step 40 of 100" in text and "last durable checkpoint: step 30" in text and "1 crash, 1 interrupted" in text
+    assert re.search(r"step +40 of 100 +█{10}░{14} 40\.0%", text) and re.search(r"checkpoint +step 30, ", text)
+    assert "1 (1 crash, 1 interrupted)" in text and "0:02:00 of training" in text
+    assert all(re.match(r"  [a-z][a-z ]{10}\S", line) and len(line) <= 80 for line in text.splitlines()[1:]), text
     assert main(["status", "--json", str(run_directory)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["job_id"] == "77"
 

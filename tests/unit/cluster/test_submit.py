@@ -9,8 +9,9 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
-from frontier_llm.cluster.sites import load_site
-from frontier_llm.cluster.submit import code_digest, save_seconds, signal_lead_s, snapshot
+from frontier_llm.cluster.lead import save_seconds, signal_lead_s
+from frontier_llm.cluster.sites import load_site, root_dir
+from frontier_llm.cluster.submit import code_digest, snapshot
 
 
 @pytest.fixture
@@ -93,13 +94,54 @@ def test_a_site_from_elsewhere_travels_with_the_code(tmp_path: Path) -> None:
 def test_lead_time_follows_the_measured_save(tmp_path: Path) -> None:
     frontier = load_site("frontier")
     assert signal_lead_s(tmp_path, frontier) == 600
+    assert signal_lead_s(tmp_path, frontier, expected_step_s=576.0) == 600 + 2 * 576 + 18
     rows = [{"kind": "step", "step": 1, "loss": 1.0, "time": 100.0, "step_time_s": 30.0}, {"kind": "save", "step": 1, "time": 190.0}]
     rows += [{"kind": "step", "step": 2, "loss": 1.0, "time": 220.0, "step_time_s": 30.0}, {"kind": "save", "step": 9, "time": 900.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert save_seconds(tmp_path) == [90.0]
-    assert signal_lead_s(tmp_path, frontier) == 330  # 2 x (30 + 90) + 60, in whole half minutes
+    assert signal_lead_s(tmp_path, frontier) == 300  # 2 x (30 + 90) + 60
 
 
 def test_overrides_without_equals_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "train_small", "train.steps", "--site", "local", "--nodes", "1"]) == 2
     assert "not of the form key=value" in capsys.readouterr().err
+
+
+def test_a_token_target_becomes_steps(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    words = [*SMALL, "--nodes", "1", "--until-tokens", "1M", "--allow-change", "train.steps", f"train.run_dir={directory}"]
+    assert main(words) == 0
+    per_step = 32 * 256  # configs/runs/train_small.yaml: samples x tokens
+    assert f"steps: {-(-1_000_000 // per_step)}\n" in (directory / "run.yaml").read_text()
+    assert "ops.no_jit=true --allow-change train.steps" in (directory / "job.sbatch").read_text()
+    assert main([*words, "train.steps=5"]) == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_the_signal_leads_by_more_than_a_predicted_step(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "ABC123", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    (lead,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --signal")]
+    assert int(lead.rpartition("@")[2]) > 600 + 2 * 500
+
+
+def test_a_walltime_that_saving_would_eat_is_refused(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    assert main([*words, "--time", "0:30:00"]) == 2
+    fix = capsys.readouterr().err.rpartition("--time ")[2].split()[0]
+    assert main([*words, "--time", fix]) == 0
+
+
+def test_a_run_directory_off_the_scratch_is_pointed_out(
+    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scratch = tmp_path / "lustre" / "abc123" / "me"
+    scratch.mkdir(parents=True)
+    monkeypatch.setenv("USER", "me")
+    site = tmp_path / "mine.yaml"
+    text = (root_dir() / "slurm" / "sites" / "frontier.yaml").read_text()
+    site.write_text(text.replace("/lustre/orion/$PROJECT/scratch/$USER", f"{tmp_path}/lustre/$PROJECT/$USER"))
+    for run_dir_, noted in ((tmp_path / "home" / "r", True), (scratch / "r", False)):
+        words = ["submit", "train_small", "--site", str(site), "-A", "ABC123", "--nodes", "1", "--dry-run", f"train.run_dir={run_dir_}"]
+        assert main(words) == 0
+        assert (f"train.run_dir={scratch}/r" in capsys.readouterr().err) is noted

@@ -11,12 +11,25 @@ import pytest
 import torch
 import yaml
 
-from frontier_llm.cli.bench_comm import size_of
+from frontier_llm.cli.arguments import size_of
 from frontier_llm.cli.main import main
 from frontier_llm.comm import bench as comm_bench
 from frontier_llm.comm import build_mesh, load_algorithms
 from frontier_llm.comm.algorithms import HIERARCHICAL
-from frontier_llm.comm.bench import Measurement, Pair, algorithm_rules, bench_comm, bench_pairs, contention, sizes_between, slow_links
+from frontier_llm.comm.bench import (
+    BUS_FACTORS,
+    Measurement,
+    Pair,
+    algorithm_rules,
+    bench_comm,
+    bench_pairs,
+    contention,
+    link_kind,
+    node_tables,
+    sizes_between,
+    slow_links,
+)
+from frontier_llm.machine import load_machine, rates
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
@@ -48,6 +61,41 @@ def test_a_slow_link_is_one_among_its_like() -> None:
     ]
     kinds = {(0, 1): "package", (2, 3): "package", (4, 5): "package"}
     assert slow_links(pairs, lambda a, b: kinds.get((a, b), "far")) == [pairs[2]]
+
+
+def test_kinds_of_links_are_the_machines() -> None:
+    kind = link_kind(8, "mi250x")
+    assert kind(0, 1) == kind(14, 15) == "200 GB/s of Infinity Fabric" and kind(0, 6) == "100 GB/s of Infinity Fabric"
+    assert kind(0, 3) == "routed over other GCDs" and kind(7, 8) == "between nodes" and link_kind(8, None)(0, 3) == "inside a node"
+
+
+def test_a_machine_file_takes_the_groups_of_a_node(tmp_path: Path) -> None:
+    def row(
+        axis: str, operation: str, ranks: int, size: int, seconds: float, mode: str = "together", algorithm: str = "flat"
+    ) -> Measurement:
+        return Measurement(axis, operation, ranks, algorithm, mode, size, seconds)
+
+    operations = ("all_reduce", "reduce_scatter", "all_gather")
+    rows = [
+        row(axis, o, n, size, n * size * 1e-9)
+        for axis, n in (("tp", 2), ("dp", 4), ("world", 8))
+        for o in operations
+        for size in (1000, 2000)
+    ]
+    rows += [
+        row("tp", "all_reduce", 2, 3000, 1.0),
+        row("tp", "all_reduce", 2, 1000, 9.0, mode="alone"),
+        row("tp", "broadcast", 2, 1000, 9.0),
+    ]
+    rows += [row("dp", o, 4, 1000, 9.0, algorithm="hierarchical") for o in operations]
+    tables = node_tables(rows, 4, "a test")
+    assert tables["message_bytes"] == [1000, 2000]
+    assert tables["time_us"] == {o: {2: [2.0, 4.0], 4: [4.0, 8.0]} for o in operations}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"base": "local", "node": {"collectives": tables}}))
+    assert rates(load_machine(str(path))).node_tables["all_reduce"].seconds == ((2e-6, 4e-6), (4e-6, 8e-6))
+    with pytest.raises(ValueError, match="no axis"):
+        node_tables(rows, 1, "a test")
 
 
 def test_a_measured_table_says_what_was_measured(tmp_path: Path) -> None:
@@ -91,10 +139,10 @@ def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
 def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
     measurements, pairs = ranks.run(4, _measure)[0]
     seen = {(m.axis, m.operation, m.algorithm) for m in measurements}
-    operations = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
     assert seen == {
         (axis, operation, algorithm) for axis in ("dp", "world") for operation in operations for algorithm in ("flat", "hierarchical")
-    }
+    } | {(axis, "message", "flat") for axis in ("dp", "world")}
     assert all(m.seconds > 0 and m.bytes in (4096, 100_000) for m in measurements)
     assert [(pair.a, pair.b) for pair in pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert (1, 2) in [(pair.a, pair.b) for pair in slow_links(pairs)]
@@ -102,9 +150,12 @@ def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
 
 def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "pairs.png"
-    arguments = ["bench", "comm", "bench", "parallel.tensor=2", f"train.run_dir={tmp_path}/run", "--min", "64KiB", "--max", "64KiB"]
-    assert main([*arguments, "--json", "--heatmap", str(figure)]) == 0
+    arguments = ["bench", "comm", "bench", "parallel.tensor=2", f"train.run_dir={tmp_path}/run", "--min", "64KiB", "--max", "128KiB"]
+    machine = tmp_path / "mine.yaml"
+    assert main([*arguments, "--json", "--heatmap", str(figure), "--machine-file", str(machine)]) == 0
+    assert rates(load_machine(str(machine))).node_tables["all_gather"].sizes_bytes == (65_536.0, 131_072.0)
     result = json.loads(capfd.readouterr().out)
-    assert {row["operation"] for row in result["rows"]} == {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
-    assert all(row["busbw_gbps"] > 0 and row["bytes"] == 65_536 for row in result["rows"]) and len(result["pairs"]) == 1
+    assert {row["operation"] for row in result["rows"]} == {*BUS_FACTORS}
+    assert {pair["kind"] for pair in result["pairs"]} == {"inside a node"}
+    assert all(row["busbw_gbps"] > 0 and row["bytes"] in (65_536, 131_072) for row in result["rows"]) and len(result["pairs"]) == 1
     assert figure.stat().st_size > 1000

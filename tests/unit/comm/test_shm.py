@@ -21,6 +21,7 @@ from frontier_llm.comm import (
     shm,
     start_all_gather_into,
     start_all_reduce_,
+    start_all_to_all_into,
     start_reduce_scatter,
     start_reduce_scatter_into,
 )
@@ -67,6 +68,9 @@ def _check_values(rank: int, size: int) -> int:
             whole = [_contribution(peer, elements * size, dtype) for peer in range(size)]
             expected = _summed(whole).chunk(size)[rank]
             assert torch.equal(reduce_scatter(whole[rank], axis), expected), (dtype, elements, "reduce-scatter")
+            arriving = torch.empty_like(whole[rank])
+            start_all_to_all_into(arriving, whole[rank], axis).wait()
+            assert torch.equal(arriving, torch.cat([other.chunk(size)[rank] for other in whole])), (dtype, elements, "all-to-all")
             source = elements % size
             assert torch.equal(broadcast_(mine.clone(), axis, source), everyone[source]), (dtype, elements, "broadcast")
             checked += 1

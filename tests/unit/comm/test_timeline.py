@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, start_all_reduce_
-from frontier_llm.comm.timeline import Timeline, draw, write_chrome_trace
+from frontier_llm.comm.timeline import Interval, Timeline, draw, write_chrome_trace
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import Microbatch
 from frontier_llm.topology import Grid, make_plan
@@ -50,6 +50,13 @@ def test_exposed_and_hidden(ranks: RankPool, tmp_path: Path) -> None:
     assert {event["pid"] for event in events} == {0, 1} and all(event["dur"] >= 0 for event in events if event["ph"] == "X")
     draw(tmp_path / "trace.png", timelines)
     assert (tmp_path / "trace.png").stat().st_size > 1000
+
+
+def test_calls_that_overlap_count_once() -> None:
+    timeline = Timeline(0)
+    spans = (("in flight", 0.0, 2.0), ("in flight", 1.0, 3.0), ("in flight", 1.2, 1.4), ("in flight", 5.0, 6.0), ("blocked", 2.5, 3.0))
+    timeline.intervals = [Interval(row, "dp all_gather", begin, end) for row, begin, end in spans]
+    assert timeline.exposed_and_hidden_s() == {"dp all_gather": (0.5, 3.5)}
 
 
 class _Source:

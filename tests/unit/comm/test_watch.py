@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from frontier_llm.comm import Axis, Ledger, all_gather, all_reduce_, barrier, build_mesh, start_all_reduce_
+from frontier_llm.comm.group import listed
 from frontier_llm.comm.ledger import Histogram
 from frontier_llm.errors import RankFailure
 from frontier_llm.topology import Grid
@@ -54,6 +55,32 @@ def test_the_rank_whose_counter_is_behind_is_named(ranks: RankPool) -> None:
         assert "behind: rank 1 of axis tp (global rank 1), calls by rank [(0, 2), (1, 1)]" in message
 
 
+def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
+    """Ranks 1 and 2 never come to the collective on dp, whose time-out is short; tp's would be long."""
+    mesh = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, transport=transport, timeouts_s={"dp": 0.5, "tp": 20.0, "pp": None})  # type: ignore[arg-type]
+    barrier(mesh.world)
+    if rank:
+        time.sleep(5.0 if transport == "torch" else 1.5)
+        return "", 0.0, ""
+    begin_s = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        all_reduce_(torch.ones(4), mesh.dp)
+    return str(caught.value), time.monotonic() - begin_s, mesh.ledger.last()
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_each_axis_has_its_own_time_out_and_names_all_who_are_missing(ranks: RankPool, transport: str) -> None:
+    message, elapsed_s, last = ranks.run(3, _own_timeouts, transport)[0]
+    assert 0.4 < elapsed_s < 10.0
+    assert "all_reduce" in message and "on axis dp, rank 0 (global rank 0) among global ranks 0, 1, 2 (3)" in message
+    assert "rank 1 of axis dp (global rank 1), rank 2 of axis dp (global rank 2)" in message
+    assert last == "dp all_reduce number 1, unfinished"
+
+
+def test_many_ranks_are_listed_in_short() -> None:
+    assert listed(range(0, 3072, 8)) == "global ranks 0, 8, 16 … 3064 (384)"
+
+
 def _dump(rank: int, folder: str) -> None:
     axis = build_mesh(Grid(2, 1, 1), rank, timeout_s=30.0).tp
     for _ in range(600):
@@ -79,6 +106,16 @@ def test_histogram_quantiles_are_bin_edges() -> None:
     for us in (0.5, 3, 3, 3, 3, 3, 3, 3, 3, 1000):
         histogram.add(us * 1e-6)
     assert histogram.quantile_us(0.5) == 4 and histogram.quantile_us(0.95) == 1024 and histogram.quantile_us(0.1) == 1
+
+
+def test_the_summary_says_what_each_axis_waited_for() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        with ledger.blocked(ledger.add("dp", "all_reduce", 8)):
+            time.sleep(0.002)
+    row = ledger.summary()["dp all_reduce"]
+    assert (row["calls"], row["bytes"], sum(row["bins"])) == (3, 24, 3)
+    assert row["blocked_s"] >= 0.006 and row["p99_us"] >= row["p50_us"] >= 2048
 
 
 def test_nested_calls_have_latencies_of_their_own_but_block_once() -> None:

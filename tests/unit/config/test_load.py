@@ -193,3 +193,23 @@ def test_naming_a_model_replaces_the_whole_model() -> None:
     config = load_run("bench", ["model=llama-tiny", "model.layers=2"])
     assert config.model == load_model("llama-tiny", {"layers": 2})
     assert load_run("bench", ["model.layers=2"]).model == load_model("bench-l8-h384", {"layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=abc", "train.steps: must be a whole number; got 'abc'"),
+        ("parallel=3", "parallel: must be a section of keys; got 3"),
+        ("precision.dtype=bf17", "did you mean 'bf16'?"),
+        ("data.train=syntetic", "data.train: must be a list, or 'synthetic'; got 'syntetic'"),
+        ("data.train=[{path: x}, {paht: y}]", "data.train.1.paht: unknown key"),
+        ("optimizer.betas=[1,2,3]", "optimizer.betas: must have at most 2 entries"),
+        ("train.keep_checkpoints=1", "must be 2 or more"),
+    ],
+)
+def test_wrong_values_are_told_in_the_words_of_a_run_file(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run("train_small", [override])
+    text = str(caught.value)
+    assert expected in text
+    assert not re.search(r"Input should|valid (tuple|dictionary)|tuple\[|literal\[", text)

@@ -51,7 +51,7 @@ def config_of(layers: int, recompute: str, micro_batch: int) -> RunConfig:
 def kept_bytes(config: RunConfig) -> int:
     """Distinct storages that one forward keeps, weights left out."""
     state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source(config))
-    weights = {bucket.weights.untyped_storage().data_ptr() for bucket in state.buckets}
+    weights = {bucket.weights.untyped_storage().data_ptr() for bucket in state.optimizer.buckets}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from frontier_llm.costs import (
     rank_parameters,
     total_parameters,
 )
-from frontier_llm.costs.collectives import message_s, node_ring_s, spread_s, table_s
+from frontier_llm.costs.collectives import flat_s, message_s, node_s, table_s
 from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import layer_terms, totals
 from frontier_llm.costs.memory import in_flight, layer_activation_bytes
@@ -111,19 +111,23 @@ def test_the_table_is_met_exactly_and_monotone_between() -> None:
     table = machine.allreduce
     for nodes, row in table.time_us.items():
         for size, microseconds in zip(table.message_bytes, row, strict=True):
-            assert float(table_s(FRONTIER, nodes, size)) == pytest.approx(microseconds * 1e-6, rel=1e-9)
-    between = table_s(FRONTIER, 384, np.array([2.0**20, 2.0**24, 2.0**30]))
+            assert float(table_s(FRONTIER.all_reduce_table, nodes, size)) == pytest.approx(microseconds * 1e-6, rel=1e-9)
+    between = table_s(FRONTIER.all_reduce_table, 384, np.array([2.0**20, 2.0**24, 2.0**30]))
     assert np.all(np.diff(between) > 0)
-    assert float(table_s(FRONTIER, 256, 2**28)) < float(table_s(FRONTIER, 384, 2**28)) < float(table_s(FRONTIER, 512, 2**28))
-    assert float(table_s(FRONTIER, 8, 2**33)) == pytest.approx(2 * float(table_s(FRONTIER, 8, 2**32)))
+    assert (
+        float(table_s(FRONTIER.all_reduce_table, 256, 2**28))
+        < float(table_s(FRONTIER.all_reduce_table, 384, 2**28))
+        < float(table_s(FRONTIER.all_reduce_table, 512, 2**28))
+    )
+    assert float(table_s(FRONTIER.all_reduce_table, 8, 2**33)) == pytest.approx(2 * float(table_s(FRONTIER.all_reduce_table, 8, 2**32)))
 
 
 def test_collectives_of_one_rank_cost_nothing_and_sharing_costs() -> None:
-    assert float(node_ring_s(FRONTIER, 1, 1e9, 2)) == 0
-    assert float(spread_s(FRONTIER, 1, 1, 8, 1e9, 2)) == 0
-    alone, shared = (float(spread_s(FRONTIER, 16, 1, sharing, 1e9, 2)) for sharing in (1, 8))
+    assert float(node_s(FRONTIER, 1, 1e9, "all_reduce")) == 0
+    assert float(flat_s(FRONTIER, 1, 1, 8, 1e9, "all_reduce")) == 0
+    alone, shared = (float(flat_s(FRONTIER, 16, 1, sharing, 1e9, "all_reduce")) for sharing in (1, 8))
     assert shared > 3 * alone
-    ring = {size: float(spread_s(FRONTIER, size, 1, 8, 1e8, 1)) for size in (16, 2048)}
+    ring = {size: float(flat_s(FRONTIER, size, 1, 8, 1e8, "reduce_scatter")) for size in (16, 2048)}
     assert ring[2048] > ring[16] + 2000 * FRONTIER.network_hop_s
     assert float(message_s(FRONTIER, 1e8, True, 8)) < float(message_s(FRONTIER, 1e8, False, 8))
 

@@ -45,8 +45,8 @@ def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, 
     state = build_state(config, plan, mesh, torch.device("cpu"), RandomSource(config, plan.microbatches))
     mesh.ledger.reset()
     train_step(state)
-    parameters = sum(parameter.numel() for bucket in state.buckets for parameter in bucket.parameters)
-    gradients = sum(bucket.gradients.numel() * bucket.gradients.element_size() for bucket in state.buckets)
+    parameters = sum(parameter.numel() for bucket in state.optimizer.buckets for parameter in bucket.parameters)
+    gradients = sum(bucket.gradients.numel() * bucket.gradients.element_size() for bucket in state.optimizer.buckets)
     optimizer = sum(moment.numel() * moment.element_size() for one in state.optimizer.states for moment in (one.exp_avg, one.exp_avg_sq))
     place = plan.grid.coordinates(rank)
     return dict(mesh.ledger.bytes), dict(mesh.ledger.calls), parameters, gradients, optimizer, place["pp"]
@@ -61,20 +61,35 @@ LAYOUTS = [
     ("gpt-tiny", {"pipeline": 2, "schedule": "zb-h1"}, {"global_batch": 4, "micro_batch": 1}, "none"),
     ("mpt-tiny", {"pipeline": 2, "zero": 0}, {"global_batch": 8, "micro_batch": 1}, "none"),
 ]
+SWITCHES = {"comm": {"overlap_weights": True, "overlap_messages": False, "bucket_elements": 50_000}, "precision": {"gradient_wire": "bf16"}}
 
 
-@pytest.mark.parametrize(("model", "parallel", "batch", "recompute"), LAYOUTS)
-def test_ledger_and_memory(ranks: RankPool, model: str, parallel: dict, batch: dict, recompute: str) -> None:
-    config = config_of(model, parallel, batch, recompute)
-    degrees = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-    world = 4 if degrees == 2 else degrees
+def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
+    """One training step on `world` ranks: calls and bytes by axis and operation, parameters, gradient buffers, optimizer state. The bytes of every rank."""
     plan = make_plan(config, world)
-    for moved, calls, parameters, gradients, optimizer, pp_rank in ranks.run(world, measure, config, world):
+    found = ranks.run(world, measure, config, world)
+    for moved, calls, parameters, gradients, optimizer, pp_rank in found:
         expected = step_traffic(config, plan, pp_rank)
         assert moved == dict(expected.bytes)
         assert calls == dict(expected.calls)
         held = [plan.stage_of(pp_rank, chunk) for chunk in range(plan.chunks)]
         assert parameters == sum(rank_parameters(config.model, stage, plan.grid.tp) for stage in held)
-        padded = sum(numel for numel, _ in buckets(config.model, plan, pp_rank))
+        padded = sum(numel for numel, _ in buckets(config.model, plan, pp_rank, config.comm.bucket_elements))
         assert gradients == 4 * padded
         assert optimizer == 8 * padded // (plan.grid.dp if plan.zero else 1)
+    return [moved for moved, *_ in found]
+
+
+@pytest.mark.parametrize(("model", "parallel", "batch", "recompute"), LAYOUTS)
+@pytest.mark.parametrize("switched", [False, True], ids=["plain", "switched"])
+def test_ledger_and_memory(ranks: RankPool, model: str, parallel: dict, batch: dict, recompute: str, switched: bool) -> None:
+    """`switched` turns every overlap round, sends gradients in 16 bits and, with sequence parallelism, cuts gathers into chunks."""
+    config = config_of(model, parallel, batch, recompute)
+    if switched:
+        content = merge(config.model_dump(), SWITCHES)
+        content["comm"]["tensor_chunks"] = 4 if parallel.get("sequence_parallel") else 1
+        config = build(RunConfig, content)
+    degrees = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+    world = 4 if degrees == 2 else degrees
+    dp = make_plan(config, world).grid.dp
+    assert all((("dp", "all_to_all") in moved) == (switched and dp > 1) for moved in check(ranks, config, world))

@@ -25,14 +25,14 @@ def worst_error(blend: Blend, weights: list[Fraction], samples: int) -> Fraction
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_off_by_less_than_one_sample(weights: list[int]) -> None:
     total = sum(weights)
     assert worst_error(Blend(weights), [Fraction(weight, total) for weight in weights], min(2 * total + 3, 400)) < 1
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_weights(weights: list[float]) -> None:
     total = sum(Fraction(weight) for weight in weights)
     exact = [Fraction(weight) / total for weight in weights]

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from frontier_llm.cli import data
@@ -16,7 +17,7 @@ def run(*words: object) -> int:
     parser = argparse.ArgumentParser()
     data.add_parser(parser.add_subparsers())
     args = parser.parse_args(["data", *map(str, words)])
-    return args.run(args)
+    return data.run(args)
 
 
 @pytest.fixture
@@ -101,3 +102,13 @@ def test_tokenizer_names_damage(corpus: Path, capsys: pytest.CaptureFixture[str]
         run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290)
     assert run("tokenizer", corpus / "in", "--output", corpus / "tok.model", "--vocab-size", 290, "--skip-damaged") == 0
     assert "a.jsonl:51" in capsys.readouterr().err
+
+
+def test_inspect_of_imported_tokens_has_no_text_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (np.arange(300) % 256).astype("<u2").tofile(tmp_path / "tokens.npy")
+    assert run("import", tmp_path / "tokens.npy", "--dtype", "uint16", "--tokenizer", "bytes", "--output", tmp_path / "x") == 0
+    capsys.readouterr()
+    assert run("inspect", tmp_path / "x", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == 300 and report["tokenizer"] == "bytes"
+    assert not {"text_bytes", "bits_per_byte_of_one_nat"} & report.keys()

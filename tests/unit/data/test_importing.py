@@ -81,5 +81,5 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.add_parser(parser.add_subparsers())
     words = ["data", "import", str(tmp_path / "a.npy"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", "--dtype", "uint16"]
     args = parser.parse_args(words)
-    assert args.run(args) == 0
+    assert command.run(args) == 0
     assert "1 documents, 2 tokens" in capsys.readouterr().out

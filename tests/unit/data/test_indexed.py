@@ -28,7 +28,7 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "u2") -> 
 
 
 @given(documents_of_sequences)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]) -> None:
     prefix = tmp_path_factory.mktemp("round") / "d"
     write(prefix, documents)
@@ -203,7 +203,7 @@ def test_digest_follows_content(small: Path, tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_damaged_byte_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     prefix = tmp_path_factory.mktemp("fuzz") / "d"
     write(prefix, [[[1, 2, 3]], [[4], [5, 6]], []])

@@ -25,7 +25,7 @@ def read_all(path: Path, piece_bytes: int = 1 << 30, documents: str = "line", ke
 
 
 @given(texts_strategy, st.integers(1, 200), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_cut_gives_every_line_once(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], piece_bytes: int, ascii_only: bool
 ) -> None:
@@ -35,7 +35,7 @@ def test_any_cut_gives_every_line_once(
 
 
 @given(st.integers(1, 60))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_damaged_lines_keep_their_number_under_any_cut(tmp_path_factory: pytest.TempPathFactory, piece_bytes: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_text('{"text": "one"}\n\n{"text": 2}\n{"txt": "three"}\n{"text": "fo\n[5]\n{"text": "six"}\n{"text": "\\ud800"}\n')

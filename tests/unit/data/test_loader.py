@@ -33,7 +33,7 @@ def step_rows(global_batch: int, micro_batch: int, dp: int, step: int) -> list[t
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_union_over_ranks_is_the_same(micro_batch: int, dp: int, more: int, step: int) -> None:
     global_batch = micro_batch * dp * more
     assert step_rows(global_batch, micro_batch, dp, step) == step_rows(global_batch, 1, 1, step)

@@ -87,7 +87,7 @@ def test_token_value_that_is_no_array(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["text-None", "tok-None", "dyn"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_damaged_byte_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, place: int, value: int, kind: str) -> None:
     content = bytearray((SHARDS / kind / "shard.00000.mds").read_bytes())
     content[place % len(content)] = value

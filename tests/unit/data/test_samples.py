@@ -46,7 +46,7 @@ def order(dataset: IndexedDataset, samples: DocumentSamples, epoch: int) -> list
 
 
 @given(corpora, st.integers(1, 40), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_samples_are_the_cuts_of_the_stream(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int, seed: int
 ) -> None:
@@ -63,7 +63,7 @@ def test_samples_are_the_cuts_of_the_stream(
 
 
 @given(corpora, st.integers(1, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_epoch_covers_every_token_once(tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int) -> None:
     dataset = write(tmp_path_factory.mktemp("epoch") / "d", lengths)
     stream = DocumentSamples(dataset, sequence_length, seed=3)

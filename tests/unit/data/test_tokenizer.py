@@ -50,7 +50,7 @@ def test_hard_texts_come_back_and_are_never_special(codec: Tokenizer, text: str)
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_text_comes_back(codec: Tokenizer, text: str) -> None:
     assert codec.decode(codec.encode(text)) == text
 

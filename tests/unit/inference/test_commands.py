@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface
-from frontier_llm.checkpoint.huggingface_tokenizer import tokenizer_files
+from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface, tokenizer_files
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.data.indexed import IndexedWriter
@@ -50,7 +49,8 @@ def answer(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
 
 def test_the_model_section_of_a_hugging_face_directory_is_printed(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "import-hf", str(room / "hf")]) == 0
-    assert "rope_theta: 10000.0" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "rope_theta: 10000.0" in said and f"{{tokenizer: {room / 'hf'}}}" in said
 
 
 def test_text_streams_to_stdout_and_is_the_same_from_run_and_export(room: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,15 @@ def unseen(rows: int) -> torch.Tensor:
     return torch.zeros(rows, V, dtype=torch.bool)
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 999), top_k=st.integers(0, V + 2), top_p=st.floats(0.05, 1.0), penalty=st.sampled_from([1.0, 0.7, 1.8]))
-def test_kept_probabilities_equal_transformers(seed: int, top_k: int, top_p: float, penalty: float) -> None:
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 999),
+    top_k=st.integers(0, V + 2),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.sampled_from([0.0, 0.05, 0.4]),
+    penalty=st.sampled_from([1.0, 0.7, 1.8]),
+)
+def test_kept_probabilities_equal_transformers(seed: int, top_k: int, top_p: float, min_p: float, penalty: float) -> None:
     warpers = pytest.importorskip("transformers.generation.logits_process")
     x_BV, context_BS = logits(seed), torch.randint(0, V, (3, 5), generator=torch.Generator().manual_seed(seed))
     seen_BV = unseen(3).scatter_(1, context_BS, True)
@@ -33,8 +39,10 @@ def test_kept_probabilities_equal_transformers(seed: int, top_k: int, top_p: flo
         expected_BV = warpers.TopKLogitsWarper(top_k)(context_BS, expected_BV)
     if top_p < 1:
         expected_BV = warpers.TopPLogitsWarper(top_p)(context_BS, expected_BV)
+    if min_p:
+        expected_BV = warpers.MinPLogitsWarper(min_p)(context_BS, expected_BV)
     ordered_BV, order_BV = (penalise(x_BV, seen_BV, penalty) / 0.6).sort(-1, descending=True)
-    kept_BV = keep_likely(ordered_BV, top_k, top_p)
+    kept_BV = keep_likely(ordered_BV, top_k, top_p, min_p)
     kept_BV = torch.zeros_like(kept_BV).scatter_(1, order_BV, kept_BV / kept_BV.sum(-1, keepdim=True))
     assert torch.allclose(kept_BV, expected_BV.softmax(-1), atol=1e-6)
 
@@ -46,7 +54,7 @@ def test_draws_follow_the_distribution() -> None:
     assert (observed - x_BV[0].softmax(-1)).abs().max() < 0.03
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), top_k=st.integers(1, 4), top_p=st.floats(0.1, 1.0))
 def test_only_kept_tokens_are_drawn(seed: int, top_k: int, top_p: float) -> None:
     x_BV = logits(seed, rows=8)
@@ -79,6 +87,6 @@ def test_the_penalty_can_change_the_greedy_choice() -> None:
 
 def test_all_impossible_settings_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Sampling(max_new_tokens=0, temperature=-1, top_k=-2, top_p=0, repetition_penalty=0)
-    for word in ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty"):
+        Sampling(max_new_tokens=0, temperature=-1, top_k=-2, top_p=0, min_p=1, repetition_penalty=0)
+    for word in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         assert word in str(caught.value)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface
-from frontier_llm.checkpoint.huggingface_tokenizer import tokenizer_files
+from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface, tokenizer_files
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.data.tokenizer import load_tokenizer
@@ -130,6 +132,25 @@ def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
             values[label] = [float(response[0]) for sample in samples for response in sample["filtered_resps"]]
         assert values["class"] == pytest.approx(values["theirs"], abs=2e-4)  # sums of up to 40 log-probabilities in fp32
         assert len(set(values["theirs"])) > len(LINES[name])
+
+
+def test_lm_evals_own_command_line_finds_the_model(exported: Path, tmp_path: Path) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    write_local_tasks(lm_eval, tmp_path)
+    scripts = (Path(__file__).resolve().parents[3] / "setup.py").read_text()
+    assert "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main" in scripts
+    start = [sys.executable, "-c", "import sys; from frontier_llm.inference.lm_eval_model import main; sys.exit(main())"]
+    words = ["--model", "frontier-llm", "--model_args", f"path={exported}", "--device", "cpu", "--tasks", "local_piqa"]
+    environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [*start, *words, "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    task = read_task("piqa", tmp_path / "piqa.jsonl")
+    expected = evaluate_task(model_of(exported), load_tokenizer(exported), task)
+    assert json.loads(written.read_text())["results"]["local_piqa"]["acc,none"] == pytest.approx(expected.acc)
 
 
 def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(exported: Path) -> None:

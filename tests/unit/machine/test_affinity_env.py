@@ -7,13 +7,13 @@ import yaml
 
 from frontier_llm.config import configs_dir
 from frontier_llm.errors import ConfigError
-from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps, cpu_map, cpu_masks, link_matrix, tp_groups
+from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps, link_gbps
 from frontier_llm.machine.env import environment
 
 
-def test_cpu_bindings_equal_the_lumi_guides() -> None:
-    assert cpu_map() == "49,57,17,25,1,9,33,41"
-    assert cpu_masks() == ("0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000")
+def test_cores_of_each_gcd_equal_the_lumi_guide_s() -> None:
+    assert [place.usable_cores[0] for place in NODE] == [49, 57, 17, 25, 1, 9, 33, 41]
+    assert all(len(place.usable_cores) == 7 for place in NODE)
 
 
 def test_every_core_belongs_to_one_gcd_and_every_nic_to_one_package() -> None:
@@ -23,7 +23,7 @@ def test_every_core_belongs_to_one_gcd_and_every_nic_to_one_package() -> None:
 
 
 def test_links_are_symmetric_and_each_gcd_has_the_diagram_s_number() -> None:
-    matrix = link_matrix()
+    matrix = [[link_gbps(one, other) for other in range(8)] for one in range(8)]
     assert all(matrix[one][other] == matrix[other][one] for one in range(8) for other in range(8))
     assert [sum(row) for row in matrix] == [350, 300, 350, 300, 350, 300, 350, 300]
 
@@ -36,7 +36,6 @@ def test_rings_and_cuts() -> None:
     assert bus_limit_gbps((0, 1, 2, 3)) == 100.0
     assert bus_limit_gbps(range(8)) == 250.0
     assert bus_limit_gbps((0, 3)) == 0.0  # no direct link
-    assert tp_groups(4) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 @pytest.mark.parametrize("site", ["frontier", "lumi"])

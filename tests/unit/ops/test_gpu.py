@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from frontier_llm.errors import BackendError
 from frontier_llm.ops import reference
 from frontier_llm.ops.no_jit import allow_jit, forbid_jit
 from frontier_llm.ops.providers import PROVIDERS
@@ -61,22 +62,26 @@ def test_attention(gpu, dtype, dim, extras):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_and_pointwise_ops(gpu, dtype):
-    x, weight, bias = normal(7, 3, 1500, dtype=dtype), normal(1500, dtype=dtype), normal(1500, dtype=dtype, seed=3)
+@pytest.mark.parametrize("columns", [1500, 2048, 8192, 8500, 9024])  # unaligned and aligned; in one block, in two sizes of it; longer
+def test_norms_and_pointwise_ops(gpu, dtype, columns):
+    x, weight, bias = normal(70, 3, columns, dtype=dtype), normal(columns, dtype=dtype), normal(columns, dtype=dtype, seed=3)
     compare(gpu, "rms_norm", (x, weight), 1e-5)
     compare(gpu, "layer_norm", (x, weight, bias), 1e-5)
     whole = ((x.float() * 4).round() / 4).to(dtype)  # sums are exact
     compare(gpu, "add_norm", (whole, whole.flip(0), weight, None), 1e-5, "rmsnorm")
     angle = normal(9, 32, dtype=torch.float32)
     compare(gpu, "rope", (normal(9, 2, 3, 80, dtype=dtype),), angle.cos(), angle.sin())
-    compare(gpu, "swiglu", (normal(3, 5, 2, 1100, dtype=dtype),))
+    compare(gpu, "rope", (normal(9, 2, 3, 64, dtype=dtype),), angle.cos(), angle.sin())
+    compare(gpu, "swiglu", (normal(3, 5, 2, columns, dtype=dtype),))
     for approximate in (False, True):
-        compare(gpu, "gelu", (normal(70, 1500, dtype=dtype), bias), approximate)
+        compare(gpu, "gelu", (normal(70, columns, dtype=dtype), bias), approximate)
+        compare(gpu, "gelu", (normal(70, columns, dtype=dtype), None), approximate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cross_entropy(gpu, dtype):
-    logits, targets = normal(6, 5000, dtype=dtype), torch.tensor([100, 5099, 99, 5100, -1, 100]).cuda()
+@pytest.mark.parametrize("columns", [5000, 5008])
+def test_cross_entropy(gpu, dtype, columns):
+    logits, targets = normal(6, columns, dtype=dtype), torch.tensor([100, 99 + columns, 99, 100 + columns, -1, 100]).cuda()
     expected = reference.cross_entropy_stats(logits.double(), targets, 100)
     close(gpu["cross_entropy_stats"](logits, targets, 100), expected)
     logsumexp, grad_loss = expected[0] + expected[1].log(), torch.ones(6).cuda()
@@ -85,28 +90,35 @@ def test_cross_entropy(gpu, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_flat_buffers(gpu, dtype):
-    ours = [normal(100_003, dtype=torch.float32, seed=seed) for seed in range(4)]
+@pytest.mark.parametrize(("count", "columns"), [(100_003, 1037), (100_000, 1040)])
+def test_flat_buffers(gpu, dtype, count, columns):
+    ours = [normal(count, dtype=torch.float32, seed=seed) for seed in range(4)]
     ours[3].abs_()
-    wide, weights = [x.double() for x in ours], torch.empty(100_003, dtype=dtype, device="cuda")
+    wide, weights = [x.double() for x in ours], torch.empty(count, dtype=dtype, device="cuda")
     options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3, "grad_scale": 0.25}
     gpu["adamw_"](*ours, weights, **options)
     reference.adamw_(*wide, wide[0], **options)
     for index in (0, 2, 3):
         close(ours[index], wide[index])
     assert torch.equal(weights, ours[0].to(dtype))
-    main, grad = ours[0].clone(), normal(100_003, dtype=dtype)
+    main, grad = ours[0].clone(), normal(count, dtype=dtype)
     gpu["accumulate_"](main, grad)
     assert torch.equal(main, ours[0] + grad.float())
     assert gpu["sum_of_squares"](grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
-    ids, rows = torch.randint(0, 50, (4, 500)).cuda(), normal(4, 500, 1037, dtype=dtype)
-    tables = [torch.zeros(40, 1037, device="cuda") for _ in range(2)]
+    ids, rows = torch.randint(0, 50, (4, 500)).cuda(), normal(4, 500, columns, dtype=dtype)
+    tables = [torch.zeros(40, columns, device="cuda") for _ in range(2)]
     for table in tables:
         gpu["embedding_backward_"](table, ids, rows, 5)
     assert torch.equal(*tables)  # no atomics: two runs are bitwise equal
-    expected = torch.zeros(40, 1037, dtype=torch.float64, device="cuda")
+    expected = torch.zeros(40, columns, dtype=torch.float64, device="cuda")
     reference.embedding_backward_(expected, ids, rows, 5)
     close(tables[0], expected)
+
+
+def test_tensors_of_two_types_are_refused(gpu):
+    with pytest.raises(BackendError, match=r"residual is torch\.float32"):
+        x, weight = normal(4, 64, dtype=torch.bfloat16), normal(64, dtype=torch.bfloat16)
+        gpu["add_norm"](x, x.float(), weight, None, 1e-5, "rmsnorm")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

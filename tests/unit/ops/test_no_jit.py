@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def test_modules_that_are_imported_later_are_guarded_too(monkeypatch, tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
+    allow_jit()
+    forbid_jit()  # again, now that no DeepSpeed of another test is loaded
     builder = importlib.import_module("deepspeed.ops.op_builder.builder")
     with pytest.raises(BackendError, match=r"deepspeed.ops.op_builder.builder.OpBuilder.jit_load"):
         builder.OpBuilder().jit_load()
@@ -60,6 +63,17 @@ def test_triton(guarded):
     triton = pytest.importorskip("triton")
     with pytest.raises(BackendError, match=r"triton.*compile"):
         triton.compile("kernel.ttir")
+    from triton.runtime.jit import JITFunction
+
+    with pytest.raises(BackendError, match=r"triton\.runtime\.jit\.JITFunction\._do_compile"):  # what a first launch calls
+        JITFunction._do_compile(None)
+
+
+def test_modules_that_compile_themselves(guarded):
+    module = torch.nn.Linear(2, 2)
+    module.compile()
+    with pytest.raises(BackendError, match=r"torch\.compile"):
+        module(torch.ones(2))
 
 
 def test_the_flag_sets_the_guard_and_it_can_be_lifted():
@@ -74,12 +88,27 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
     assert not any(type(finder).__name__ == "_GuardOnImport" for finder in sys.meta_path)
 
 
-def test_training_needs_no_compiler_and_no_writable_home(tmp_path):
-    """Two steps of a tiny model with the guard on, an empty PATH and a home that nobody can write to (/proc, even for root)."""
-    run = "model: llama-tiny\nbatch: {global_batch: 2}\ntrain: {run_dir: run, steps: 2, device: cpu, tensorboard: false}\n"
-    (tmp_path / "tiny.yaml").write_text(run)
+def test_the_quickstart_trains_without_compiler_and_writable_home(tmp_path):
+    """Its run file, 2 x 2 ranks, with the guard on, an empty PATH and a home that nobody can write to (/proc, even for root)."""
     environment = {"PATH": "", "HOME": "/proc", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "frontier_llm.cli.main", "train", "tiny.yaml", "--no-jit"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    small = [
+        "data.train=synthetic",
+        "data.validation=null",
+        "data.tokenizer=null",
+        "train.steps=2",
+        "train.log_interval=1",
+        "batch.global_batch=4",
+    ]
+    run = [
+        "quickstart",
+        f"train.run_dir={tmp_path / 'run'}",
+        *small,
+        "batch.micro_batch=1",
+        "model.vocab_size=512",
+        "train.tensorboard=false",
+    ]
+    command = [sys.executable, "-m", "frontier_llm.cli.main", "train", *run, "--no-jit"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import native, providers, reference, sdpa, select, select_ops
 from frontier_llm.ops.face import GROUPS, Ops
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.listing import backends
 
 
 @pytest.fixture
@@ -67,6 +71,49 @@ def test_a_type_that_the_back_end_lacks_is_refused():
         select_ops(OpsConfig(attention="cpu"), "cpu", torch.float16)
     outcome = select.choose("attention", "triton", "cuda", torch.float32)
     assert "triton has no float32 attention" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("group", "backend", "script"),
+    [
+        ("attention", "flash_attn", "scripts/build_flash_attn_rocm.sh"),
+        ("norm", "apex", "scripts/build_apex_rocm.sh"),
+        ("adamw", "apex", "scripts/build_apex_rocm.sh"),
+    ],
+)
+def test_a_missing_package_names_the_script_that_builds_it(group, backend, script, monkeypatch):
+    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: None)
+    outcome = select.choose(group, backend, "cuda", torch.bfloat16)
+    assert f"ops.{group}={backend}" in str(outcome) and "not installed" in str(outcome) and script in str(outcome)
+    assert (Path(__file__).resolve().parents[3] / script).is_file()
+
+
+def test_a_back_end_whose_parameters_differ_from_the_face_is_refused():
+    good = types.SimpleNamespace(rms_norm=lambda x, weight, eps: x)
+    assert set(providers.functions_of(good)) == {"rms_norm"}
+    for wrong in (lambda x, eps, weight: x, lambda x, weight: x, lambda x, weight, *, eps: x):
+        with pytest.raises(TypeError, match=r"rms_norm\(.*the face's is \(x, weight, eps\)"):
+            providers.functions_of(types.SimpleNamespace(rms_norm=wrong))
+
+
+@pytest.mark.parametrize("name", sorted(providers.PROVIDERS))
+def test_every_back_end_has_the_parameters_of_the_face(name):
+    """Registration checks it; here for back-ends whose packages or devices are missing, too."""
+    if name == "triton":
+        implementation = GpuOps(None)
+    else:
+        module = {"flash_attn": "flash_attn_provider", "apex": "apex_provider", "torch": "torch_linear"}.get(name, name)
+        implementation = importlib.import_module(f"frontier_llm.ops.{module}")
+    functions = providers.functions_of(implementation)
+    assert {op for group in providers.PROVIDERS[name].groups for op in GROUPS[group]} <= set(functions)
+
+
+def test_fp16_on_the_cpu_is_plain_torch_and_listed_so():
+    for row in backends("fp16"):
+        if row["device"] == "cpu" and row["backend"] == "cpu":
+            assert row["status"].startswith("no: cpu has no float16")
+    chosen = {row["op"]: row["backend"] for row in backends("fp16") if row["device"] == "cpu" and row["chosen"]}
+    assert chosen == {group: "sdpa" if group == "attention" else "reference" for group in GROUPS}
 
 
 def test_triton_without_a_gpu_says_so():

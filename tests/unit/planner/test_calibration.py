@@ -5,24 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from frontier_llm.config import load_run
-from frontier_llm.costs.collectives import node_ring_s
+from frontier_llm.costs import from_config
+from frontier_llm.costs.collectives import PASSES, node_s
 from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import elementwise
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.planner.calibration import _workload, calibrated_rates, machine_content, report
+from frontier_llm.planner.calibration import calibrated_rates, machine_content, non_negative, report, workload_of
+from frontier_llm.planner.pipeline import play
+from frontier_llm.topology import make_plan
 
 CONFIG = load_run("bench", ["parallel.tensor=2"])
 TRUTH = replace(
     rates(load_machine("local")),
-    peak_flops=2e11, gemm_efficiency=0.8, gemm_k_half=50.0, hbm_bytes_s=2e10, hbm_efficiency=0.5, kernel_s=8e-6, launch_s=0.0,
+    peak_flops=2e11, gemm_efficiency=0.8, gemm_k_half=50.0, hbm_bytes_s=2e10, hbm_efficiency=0.5, kernel_s=8e-6, launch_s=2e-5,
     flash_efficiency=0.15, flash_backward=0.5, fabric_size=(2, 3), fabric_bytes_s=(2e9, 2e9), fabric_latency_s=1e-4, fabric_hop_s=0.0,
-    microbatch_s=3e-3, step_s=8e-3, optimizer_bytes=40.0, node_devices=2,
+    microbatch_s=0.0, step_s=8e-3, optimizer_bytes=40.0, accumulate_bytes=0.0, node_devices=2, host_executes=True,
 )  # fmt: skip
+STEPS = ((4, 1), (4, 3), (1, 3))
 
 
 @dataclass
@@ -36,53 +41,112 @@ class Made:
     gemm: list
     attention: list
     elementwise_s: float
+    tensor: int
     copy: tuple
     dispatch_s: float
     adamw: tuple
-    all_reduce: list
+    collectives: list
+    contention: list
     steps: list
 
 
-def samples(truth: Rates = TRUTH) -> Made:
+def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Made:
+    """`in_step`: how much longer a whole step takes than its kernels one by one."""
     shapes = [(M, N, K) for M in (256, 1024, 2048) for N in (384, 1536) for K in (192, 384, 1536)]
     attention = [(B, 6, 256, 64, *(float(side) for side in flash_s(B, 6, 256, 64, truth))) for B in (4, 8)]
     return Made(
         2, "cpu", "bf16", 4e9,
         [(*shape, float(gemm_s(*shape, truth))) for shape in shapes],
         attention,
-        float(elementwise(_workload(CONFIG, 2, 1), truth)[0]),
+        float(elementwise(workload_of(CONFIG, 2, 4, 1), truth)[0]),
+        2,
         (1e9, 1e9 / truth.hbm_bytes_s),
         truth.kernel_s,
         (1e6, 1e6 * truth.optimizer_bytes / (truth.hbm_bytes_s * truth.hbm_efficiency)),
-        [(size, float(node_ring_s(truth, 2, size, 2))) for size in (8, 2**16, 2**24)],
-        [(m, float(step_s(_workload(CONFIG, 2, m), truth))) for m in (1, 4)],
+        [(name, 2, size, float(node_s(truth, 2, size, name))) for size in (1024, 2**16, 2**24) for name in PASSES],
+        [(1, 0.9), (2, 1.0)],
+        [(B, m, in_step * float(step_s(workload_of(CONFIG, 1, B, m), truth))) for B, m in STEPS],
     )  # fmt: skip
+
+
+def calibrated(made: Made) -> Rates:
+    return calibrated_rates(made, CONFIG, rates(load_machine("local")))
 
 
 def test_the_calibrated_machine_predicts_what_was_sampled() -> None:
     made = samples()
-    found = calibrated_rates(made, CONFIG, rates(load_machine("local")))
+    found = calibrated(made)
     for M, N, K, seconds in made.gemm:
-        assert float(gemm_s(M, N, K, found)) == pytest.approx(seconds, rel=0.12)
+        assert float(gemm_s(M, N, K, found)) == pytest.approx(seconds, rel=0.02)
     assert found.hbm_efficiency == pytest.approx(0.5, rel=0.05)
     assert found.flash_backward == pytest.approx(0.5, rel=0.05)
     assert found.fabric_bytes_s[0] == pytest.approx(2e9, rel=0.02)
     assert found.fabric_latency_s == pytest.approx(1e-4, rel=0.02)
-    for m in (1, 2, 4, 16):
-        assert float(step_s(_workload(CONFIG, 2, m), found)) == pytest.approx(float(step_s(_workload(CONFIG, 2, m), TRUTH)), rel=0.05)
+    assert found.launch_s == pytest.approx(2e-5, rel=0.1)
+    for ranks, B, m in ((1, 4, 1), (1, 2, 4), (1, 1, 16), (2, 4, 4), (2, 1, 4)):
+        w = workload_of(CONFIG, ranks, B, m)
+        assert float(step_s(w, found)) == pytest.approx(float(step_s(w, TRUTH)), rel=0.05)
 
 
 def test_host_time_that_is_not_there_is_not_invented() -> None:
-    found = calibrated_rates(samples(replace(TRUTH, microbatch_s=0.0, step_s=0.0)), CONFIG, rates(load_machine("local")))
-    assert found.microbatch_s < 0.05 * float(step_s(_workload(CONFIG, 2, 1), found))
+    bare = replace(TRUTH, launch_s=0.0, step_s=0.0)
+    found = calibrated(samples(bare))
+    assert found.launch_s < 0.1 * TRUTH.launch_s
+    w = workload_of(CONFIG, 1, 4, 1)
+    assert float(step_s(w, found)) == pytest.approx(float(step_s(w, bare)), rel=0.03)
 
 
-def test_the_file_loads_and_every_calibrated_number_is_measured(tmp_path: Path) -> None:
+def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None:
+    """All kernels take a quarter longer in a step than in a loop: found as such, so that it does not grow with the microbatches."""
+    made = samples(replace(TRUTH, launch_s=0.0, step_s=0.0), in_step=1.25)
+    found = calibrated(made)
+    assert found.launch_s < 0.2 * TRUTH.launch_s
+    M, N, K, seconds = made.gemm[-1]
+    assert float(gemm_s(M, N, K, found)) == pytest.approx(1.25 * seconds, rel=0.05)
+
+
+def test_collectives_are_priced_by_their_own_measurements() -> None:
+    made = samples()
+    slow = [(name, n, size, seconds * (3 if name == "all_gather" else 1)) for name, n, size, seconds in made.collectives]
+    made.collectives = slow
+    found = calibrated(made)
+    for name, ranks, size, seconds in slow:
+        assert float(node_s(found, ranks, size, name)) == pytest.approx(seconds, rel=1e-6)
+    plain, sequence = (replace(workload_of(CONFIG, 2, 4, 4), sp=flag) for flag in (0, 1))
+    gain = float(step_s(sequence, found)) - float(step_s(sequence, calibrated(samples())))
+    assert gain > 0
+    assert float(step_s(plain, found)) - float(step_s(plain, calibrated(samples()))) < 0.5 * gain
+
+
+def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
+    """Two stages on one core: with all busy a kernel takes twice its time, so a pipeline's bubble costs nothing."""
+    made = samples()
+    made.contention = [(1, 0.5), (2, 1.0)]
+    found = calibrated(made)
+    free = replace(found, contention=())
+    config = load_run("bench", ["parallel.pipeline=2"])
+    plan, w = make_plan(config, 2), from_config(config, 2)
+    shared, apart = (play(w, numbers, plan.schedule, plan.stages) for numbers in (found, free))
+    assert shared.pipeline_s == pytest.approx(sum(apart.busy_s) / 2, rel=1e-6)
+    assert apart.pipeline_s > 1.1 * shared.pipeline_s
+
+
+def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(machine_content(samples(), CONFIG, "2026-01-02")))
-    machine = load_machine(str(path))
+    machine, found = load_machine(str(path)), calibrated(samples())
     assert machine.devices_per_node == 2
     assert machine.stacks["frontier-llm"].gemm_efficiency.tag == "measured"
     assert "2 ranks at once, cpu, bf16" in machine.device.peak_tflops.source
-    assert rates(machine).hbm_bytes_s == pytest.approx(2e10)
+    loaded = rates(machine)
+    assert loaded.host_executes
+    assert loaded.contention == found.contention
+    for ranks, B, m in ((1, 4, 2), (2, 4, 2)):
+        w = workload_of(CONFIG, ranks, B, m)
+        assert float(step_s(w, loaded)) == pytest.approx(float(step_s(w, found)), rel=1e-3)
     assert "all-reduce over 2 ranks" in report(samples(), CONFIG)
+
+
+@pytest.mark.parametrize(("b", "expected"), [([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0]), ([-1.0, -1.0], [0.0, 0.0])])
+def test_least_squares_below_zero_is_zero(b: list[float], expected: list[float]) -> None:
+    assert non_negative(np.eye(2), np.array(b)) == pytest.approx(expected)

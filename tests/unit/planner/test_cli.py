@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.config.load import load_run
+from frontier_llm.config.load import dump, load_run
 from frontier_llm.topology import make_plan
 
 
@@ -44,13 +45,77 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     assert (plan.grid.tp, plan.grid.pp, plan.microbatches) == (best["tensor"], best["pipeline"], best["microbatches"])
     assert config.train.recompute == best["recompute"]
     assert f"frontier-llm submit {emitted} --site frontier --nodes 8" in err
+    assert [one["operation"] for one in best["collectives"]] == ["reduce_scatter", "all_gather"]
     assert "sbatch" in err
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["tid"] for event in events} == set(range(best["pipeline"]))
-    assert sorted(path.name for path in figures.iterdir()) == ["index.html", "memory.png", "pipeline.png", "scaling.png", "throughput.png"]
+    assert sorted(path.name for path in figures.iterdir()) == [
+        "collectives.png",
+        "index.html",
+        "memory.png",
+        "pipeline.png",
+        "scaling.png",
+        "throughput.png",
+    ]
     page = (figures / "index.html").read_text()
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 5
     assert "http" not in page.replace("https://", "http://").split("<pre>")[0]
+
+
+@pytest.mark.parametrize("columns", [100, 140])
+def test_the_report_fits_the_terminal(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = run(
+        capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--explain", "--allow-cross-node-tp", "--what-if", "micro_batch=1"
+    )
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    assert "bound by" in out
+
+
+def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emitted = tmp_path / "planned.yaml"
+    code, out, _ = run(capsys, "--run", "quickstart", "--machine", "local", "--nodes", "1", "--fix", "data=2", "--emit", str(emitted))
+    assert code == 0
+    assert f"frontier-llm train {emitted}" in out
+    config, base = load_run(str(emitted)), load_run("quickstart")
+    assert (config.model, config.batch.global_batch, config.data) == (base.model, base.batch.global_batch, base.data)
+    assert config.parallel.data == 2
+    world_size = 2 * config.parallel.tensor * config.parallel.pipeline
+    assert make_plan(config, world_size).grid.dp == 2
+
+    run_dir = tmp_path / "taken"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump(config))
+    (run_dir / "plan.json").write_text(json.dumps(asdict(make_plan(config, world_size))))
+    steps = [json.dumps({"kind": "step", "step": n, "step_time_s": s}) for n, s in ((10, 9.0), (20, 0.4), (30, 0.6), (40, 0.4))]
+    (run_dir / "metrics.jsonl").write_text("\n".join([*steps, '{"kind": "step", "st']))
+    code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
+    assert code == 0
+    (row,) = json.loads(out)
+    assert row["measured_s"] == 0.4
+    assert row["error"] == pytest.approx(row["predicted_s"] / 0.4 - 1)
+    code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir))
+    assert "400 ms" in out
+    code, _, err = run(capsys, "--machine", "local", "--measured", str(tmp_path / "none"))
+    assert code != 0
+    assert "it lacks config.yaml, plan.json, metrics.jsonl" in err
+
+
+@pytest.mark.parametrize(("tensor", "algorithms"), [(8, "frontier"), (2, "flat")])
+def test_an_emitted_run_has_the_algorithms_that_were_priced(
+    tensor: int, algorithms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight groups per node share its NICs and cross 16 nodes: two stages; two groups over 4 nodes: rings."""
+    path = tmp_path / "mine.yaml"
+    nodes = "32" if tensor == 8 else "8"
+    fixed = ["--fix", f"tensor={tensor}", "--fix", "pipeline=2", "--fix", "zero=1"]
+    code, out, _ = run(capsys, "gpt-22b", "--nodes", nodes, "--global-batch", "512", *fixed, "--emit", str(path))
+    assert code == 0
+    assert load_run(str(path)).comm.algorithms == algorithms
+    assert ("comm.algorithms=frontier" in out.splitlines()[-1]) == (algorithms == "frontier")
 
 
 def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +136,7 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         (["gpt-1t", "--nodes", "64", "--fix", "tensor=1", "--fix", "recompute=full"], "none of the"),
         (["gpt-1t", "--machine", "local"], "the smallest that holds it"),
         ([], "no model is named"),
-        (["gpt-22b", "--nodes", "0"], "ask for at least one"),
+        (["gpt-22b", "--nodes", "0"], "is not a whole number above 0"),
     ],
 )
 def test_bad_input_names_the_way_out(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.scaling.figure import PUBLISHED, page, write_report
 from frontier_llm.scaling.harvest import Row, as_csv, half_width, harvest, with_efficiency
-from frontier_llm.scaling.predict import memory_problems, predict
+from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import Point, announce, make_series
 from frontier_llm.scaling.simulate import simulated_rows
 
@@ -105,9 +105,9 @@ def test_series_of_different_kind_do_not_share_a_base(tmp_path: Path) -> None:
 
 def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     config = load_run("train_1t", ["parallel.tensor=8", "parallel.pipeline=4"])
-    (problem,) = memory_problems(config, 256, "frontier")
+    (problem,) = predict(config, 256, "frontier").memory_problems()
     assert "GiB per device" in problem.what and "recompute=full" in problem.fix
-    assert memory_problems(load_run("train_1t"), 3072, "frontier") == []
+    assert predict(load_run("train_1t"), 3072, "frontier").memory_problems() == []
     with pytest.raises(ConfigError, match="GiB per device"):
         simulated_rows(make_series("weak", config, FRONTIER, [4], 1600, tmp_path), "frontier")
     assert predict(load_run("train_1t"), 3072).tokens_per_s > 0

@@ -61,13 +61,13 @@ def drop(schedule: Schedule, stage: int, gone: Action) -> Schedule:
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_every_schedule_is_legal_and_deadlock_free(schedule: Schedule) -> None:
     check(schedule)
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_one_outstanding_send_per_channel_is_enough(schedule: Schedule) -> None:
     """Whatever bound the engine puts on sends under way, it cannot deadlock: training and evaluation live with the smallest."""
     check(schedule, outstanding_sends=1)
@@ -93,13 +93,13 @@ def test_check_finds_a_deadlock_of_bounded_sends() -> None:
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_few_receives_are_pending(schedule: Schedule) -> None:
     assert all(pending_receives(schedule, stage) <= 2 for stage in range(schedule.stages))
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_sends_follow_their_compute_directly(schedule: Schedule) -> None:
     makes = {Kind.SEND_FORWARD: (Kind.FORWARD,), Kind.SEND_BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
     for actions in schedule.actions:
@@ -149,7 +149,7 @@ def test_build_reports_all_problems_at_once() -> None:
 
 
 @given(schedules(), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_check_finds_any_dropped_action(schedule: Schedule, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, schedule.stages - 1))
     gone = data.draw(st.sampled_from(schedule.actions[stage]))
@@ -242,7 +242,6 @@ def test_both_ends_agree_on_the_channel(stages: int) -> None:
 
 
 @given(st.integers(1, 10), st.integers(1, 30))
-@settings(deadline=None)
 def test_in_flight_of_single_chunk_schedules(stages: int, microbatches: int) -> None:
     for stage in range(stages):
         assert in_flight(build("gpipe", stages, microbatches), stage) == microbatches
@@ -251,7 +250,6 @@ def test_in_flight_of_single_chunk_schedules(stages: int, microbatches: int) -> 
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4))
-@settings(deadline=None)
 def test_in_flight_of_interleaved(stages: int, rounds: int, chunks: int) -> None:
     """Megatron's warm-up, 2 (pp - 1 - stage) + (v - 1) pp, and the forward that follows it."""
     microbatches = rounds * stages
@@ -261,7 +259,6 @@ def test_in_flight_of_interleaved(stages: int, rounds: int, chunks: int) -> None
 
 
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(2, 4))
-@settings(deadline=None)
 def test_an_incomplete_round_never_holds_more(stages: int, microbatches: int, chunks: int) -> None:
     full = -(-microbatches // stages) * stages
     for stage in range(stages):
@@ -274,7 +271,6 @@ def test_an_incomplete_round_never_holds_more(stages: int, microbatches: int, ch
 
 
 @given(st.integers(1, 8), st.integers(1, 24), st.floats(0.1, 3), st.floats(0.1, 6))
-@settings(deadline=None)
 def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int, forward_s: float, backward_s: float) -> None:
     for name in ("gpipe", "1f1b"):
         timeline = simulate(build(name, stages, microbatches), lambda _, action: forward_s if action.kind is Kind.FORWARD else backward_s)
@@ -283,7 +279,6 @@ def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int, forward_s: flo
 
 
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4))
-@settings(deadline=None)
 def test_bubble_of_interleaved(stages: int, rounds: int, chunks: int) -> None:
     microbatches = rounds * stages
     timeline = simulate(build("interleaved", stages, microbatches, chunks), lambda _, action: UNIT[action.kind] / chunks)
@@ -291,7 +286,6 @@ def test_bubble_of_interleaved(stages: int, rounds: int, chunks: int) -> None:
 
 
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(2, 4))
-@settings(deadline=None)
 def test_an_incomplete_round_costs_at_most_a_full_one(stages: int, microbatches: int, chunks: int) -> None:
     full = -(-microbatches // stages) * stages
     ragged, whole = (simulate(build("interleaved", stages, m, chunks), lambda _, action: UNIT[action.kind]) for m in (microbatches, full))
@@ -299,7 +293,6 @@ def test_an_incomplete_round_costs_at_most_a_full_one(stages: int, microbatches:
 
 
 @given(st.integers(1, 8), st.integers(0, 16))
-@settings(deadline=None)
 def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
     """(pp - 1)(F + I - W) of Qi et al., table 2; with F = I = W that is (pp - 1) / 3m, a third of 1F1B's."""
     microbatches = stages + more
@@ -321,7 +314,7 @@ def test_transfers_take_time_and_share_their_link() -> None:
 
 
 @given(schedules(), st.floats(0, 2))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_timeline_respects_dependencies(schedule: Schedule, send_s: float) -> None:
     timeline = simulate(schedule, lambda stage, action: UNIT[action.kind] * (1 + 0.1 * stage), send_s)
     begins, ends = {}, {}

@@ -1,15 +1,24 @@
 """`frontier-llm train` as a user meets it: refused before ranks start, resumed on another layout, ended together."""
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from itertools import chain, permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+
+from frontier_llm.cli import main as command_line
+from frontier_llm.cli import train as train_command
+from frontier_llm.config import load_run
+from frontier_llm.costs.parameters import total_parameters
+from frontier_llm.units import format_bytes
 
 TINY = {
     "model": {"base": "llama-tiny"},
@@ -32,6 +41,15 @@ def train(run_file: Path, *arguments: str, timeout: float = 120) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.parametrize("words", list(permutations((["a=1", "b=2"], ["--strict"], ["--allow-change", "optimizer.lr"], ["c=3"]))))
+def test_options_may_stand_anywhere_after_the_run(words):
+    parser = argparse.ArgumentParser()
+    train_command.add_parser(parser.add_subparsers())
+    parsed = command_line._parse(parser, ["train", "run.yaml", *chain(*words)])
+    assert parsed.run == "run.yaml" and sorted(parsed.overrides) == ["a=1", "b=2", "c=3"]
+    assert parsed.strict and parsed.allow_change == ["optimizer.lr"]
+
+
 def losses(run_dir: Path) -> dict[int, float]:
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
@@ -46,6 +64,8 @@ def losses(run_dir: Path) -> dict[int, float]:
         (["parallel.data=3", "batch.global_batch=8"], ["batch.global_batch", "6 or 12"]),
         (["data.train=[{path: /nowhere/text}]"], ["/nowhere/text"]),
         (["train.run_dir=/proc/run"], ["train.run_dir", "cannot be written"]),
+        (["comm.algorithms=nope"], ["comm.algorithms", "no algorithm file 'nope'", "frontier"]),
+        (["machine=fronteir"], ["no machine file", "did you mean 'frontier'"]),
         (["train.steps"], ["train.steps", "key=value"]),
     ],
 )
@@ -98,3 +118,30 @@ def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):
     assert parent.returncode == 128 + signal.SIGKILL
     assert "rank 1" in errors.strip().splitlines()[-1] and "SIGKILL" in errors.strip().splitlines()[-1]
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_a_rank_that_is_done_is_not_killed_by_a_late_warning(run_file, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr("frontier_llm.train.loop.train", lambda *arguments: 0)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20001}.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        assert command_line.main(["train", str(run_file), f"train.run_dir={tmp_path / 'run'}"]) == 0
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)])
+def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monkeypatch, free_bytes, free_files, fits):
+    disk = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
+    monkeypatch.setattr(train_command.os, "statvfs", lambda path: disk)
+    config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"])
+    problems = train_command._space_problems(config, 4)
+    if fits:
+        assert problems == []
+        return
+    (problem,) = problems
+    parameters = total_parameters(config.model)
+    assert f"the first 2 checkpoints need {format_bytes(2 * 12 * parameters)} and 14 files" in problem.what
+    assert f"{free_files} files free" in problem.what and "choose another train.run_dir" in problem.fix

@@ -28,6 +28,9 @@ def make_run(directory: Path, *overrides: str) -> Path:
         values = {"loss": 8.0 - step / 10, "gradient_norm": 1.0, "learning_rate": 1e-3, "tokens_per_s": 9000.0 + step}
         lines.append({"kind": "step", "step": step, "consumed_tokens": 4096 * step, "skipped_steps": 0, **values})
     lines.append({"kind": "evaluation", "step": 40, "loss": 4.1, "bits_per_byte": 1.94})
+    histogram = [0] * 6 + [5, 0, 3] + [0] * 31
+    moved = {"calls": 8, "bytes": 3 << 20, "blocked_s": 0.001, "p50_us": 64, "p99_us": 256, "bins": histogram}
+    lines.append({"kind": "communication", "step": 40, "rank": 0, "operations": {"dp reduce_scatter": moved, "dp all_gather": moved}})
     torn = '{"kind": "step", "st'
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n" + torn)
     return directory
@@ -53,6 +56,12 @@ def test_the_page_says_what_the_runs_did(page):
     text = page.read_text()
     for expected in ("4.100", "8.370", "1.940", "TP2 x PP2 x DP1", "TP1 x PP2 x DP2", "layers 0-2", "train.steps=1000", "return x &lt; 3"):
         assert expected in text, expected
+
+
+def test_the_page_shows_the_latencies_of_each_axis(page):
+    text = page.read_text()
+    assert "<td>dp</td><td>reduce_scatter</td><td>8</td><td>3.0 MiB</td>" in text
+    assert text.count("10 calls below 64 us") == 2 and text.count("6 calls below 256 us") == 2  # both operations, in both runs
 
 
 def test_a_browser_draws_it_without_errors(page, tmp_path):

@@ -1,0 +1,88 @@
+// Messages between two ranks: each (sender, receiver) has an arena, which the sender fills like a ring, and a mailbox that says what lies where.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+#include "memory.h"
+
+namespace {
+
+class Mail {
+   public:
+    explicit Mail(Memory& memory) : memory_(memory), outstanding_(memory.size()), used_(memory.size(), 0), next_(memory.size(), 0) {}
+
+    // Copies a message out; waits only for a peer that lags by a whole arena or by kMail messages.
+    int64_t send(int to, const void* data, uint64_t bytes, int64_t slice_ns) {
+        std::lock_guard<std::mutex> guard(mutex_);
+        Mailbox& box = memory_.mailbox(memory_.rank(), to);
+        std::deque<Letter>& under_way = outstanding_[to];
+        const uint64_t need = std::max<uint64_t>(64, (bytes + 63) / 64 * 64), sent = box.sent.value.load(std::memory_order_relaxed);
+        if (need > memory_.arena_bytes()) return memory_.fail(kBadArgument, to);
+        const int64_t deadline = now_ns() + slice_ns;
+        uint64_t offset;
+        for (;;) {
+            const uint64_t taken = box.taken.value.load(std::memory_order_acquire);
+            while (under_way.size() > sent - taken) under_way.pop_front();
+            if (under_way.size() < kMail && find_room(to, need, offset)) break;
+            if (const int64_t status = memory_.await(box.taken, taken + 1, to, deadline); status) return status;
+        }
+        char* arena = memory_.arena(memory_.rank(), to);
+        if (!arena) return memory_.fail(kNoSpace, memory_.rank());
+        if (offset + need > used_[to]) {
+            if (!memory_.commit_arena(memory_.rank(), to, used_[to], offset + need - used_[to])) return memory_.fail(kNoSpace, memory_.rank());
+            used_[to] = offset + need;
+        }
+        std::memcpy(arena + offset, data, bytes);
+        box.letters[sent % kMail] = {offset, bytes};
+        under_way.push_back({offset, need});
+        next_[to] = offset + need;
+        advance(box.sent, sent + 1);
+        return kDone;
+    }
+
+    // Copies the next message from a rank in; kPending after `slice_ns` without one.
+    int64_t receive(int from, void* data, uint64_t bytes, int64_t slice_ns) {
+        std::lock_guard<std::mutex> guard(mutex_);
+        Mailbox& box = memory_.mailbox(from, memory_.rank());
+        const uint64_t taken = box.taken.value.load(std::memory_order_relaxed);
+        if (const int64_t status = memory_.await(box.sent, taken + 1, from, now_ns() + slice_ns); status) return status;
+        const Letter letter = box.letters[taken % kMail];
+        if (letter.bytes != bytes) return memory_.fail(kMismatch, from);
+        char* arena = memory_.arena(from, memory_.rank());
+        if (!arena) return memory_.fail(kNoSpace, memory_.rank());
+        std::memcpy(data, arena + letter.offset, bytes);
+        advance(box.taken, taken + 1);
+        return kDone;
+    }
+
+   private:
+    // Where a message of `need` bytes can lie; an empty arena begins anew at 0, so that a steady pipeline stays in the cache.
+    bool find_room(int to, uint64_t need, uint64_t& offset) {
+        const std::deque<Letter>& under_way = outstanding_[to];
+        const uint64_t next = next_[to];
+        if (under_way.empty()) {
+            offset = 0;
+            return true;
+        }
+        const uint64_t oldest = under_way.front().offset;
+        const bool wrapped = next <= oldest;
+        if (!wrapped && next + need <= memory_.arena_bytes()) {
+            offset = next;
+            return true;
+        }
+        offset = wrapped ? next : 0;
+        return offset + need <= oldest;
+    }
+
+    Memory& memory_;
+    std::mutex mutex_;
+    std::vector<std::deque<Letter>> outstanding_;  // by receiver
+    std::vector<uint64_t> used_, next_;            // of the arena: committed, and where the next message would begin
+};
+
+}  // namespace

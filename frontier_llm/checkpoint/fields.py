@@ -1,0 +1,48 @@
+"""Reading another program's configuration: what is missing or has no counterpart here is collected and named, nothing is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontier_llm.config import ModelConfig, build, model_problems
+from frontier_llm.errors import CheckpointError, Problem
+
+
+class Fields:
+    """A configuration of another program being read: collects everything that is missing or not computed by our model."""
+
+    def __init__(self, content: dict[str, Any], where: str) -> None:
+        self.content, self.where, self.problems = content, where, []  # type: ignore[var-annotated]
+
+    def need(self, key: str) -> Any:
+        """A value that must be there; 1 in its place when it is not, so that reading goes on and finds the rest."""
+        if self.content.get(key) is None:
+            self.problems.append(Problem(f"{self.where}: {key}", "is missing", "restore the configuration that came with the weights"))
+            return 1
+        return self.content[key]
+
+    def get(self, key: str, default: Any) -> Any:
+        """A value, or its default there."""
+        value = self.content.get(key)
+        return default if value is None else value
+
+    def only(self, key: str, *allowed: Any, default: Any = None) -> Any:
+        """A value of which only some are computed here."""
+        value = self.get(key, default)
+        if value not in allowed:
+            self.refuse(key, value, " or ".join(map(repr, allowed)))
+        return value
+
+    def refuse(self, key: str, value: Any, supported: str) -> None:
+        """Note a value that has no counterpart."""
+        self.problems.append(Problem(f"{self.where}: {key}", f"{value!r} has no counterpart here", f"supported: {supported}"))
+
+    def model(self, **values: Any) -> ModelConfig:
+        """The shape that was read. Raises CheckpointError with everything that was wrong."""
+        if self.problems:
+            raise CheckpointError(self.problems)
+        model = build(ModelConfig, values, where=self.where)
+        problems = model_problems(model)
+        if problems:
+            raise CheckpointError(problems)
+        return model

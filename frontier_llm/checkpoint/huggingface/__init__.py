@@ -1,0 +1,19 @@
+"""Hugging Face models both ways: streamed tensor by tensor, in bounded memory, without GPUs, from and to any layout.
+
+Reading gives a `WeightSource`, from which every rank of any layout takes its rectangles; writing takes any `WeightSource`, for
+example a training checkpoint. So neither direction knows how the model is or was split.
+"""
+
+from frontier_llm.checkpoint.huggingface.export import Companions, export_huggingface, family_for
+from frontier_llm.checkpoint.huggingface.read import CONFIG, HuggingFaceModel, read_model_config
+from frontier_llm.checkpoint.huggingface.tokenizer import tokenizer_files
+
+__all__ = [
+    "CONFIG",
+    "Companions",
+    "HuggingFaceModel",
+    "export_huggingface",
+    "family_for",
+    "read_model_config",
+    "tokenizer_files",
+]

@@ -1,0 +1,280 @@
+"""The four families of Hugging Face models that are the same function as one of ours, name by name and key by key.
+
+Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, gpt2, gpt_neox and mpt. Whatever a configuration
+asks for that our model does not compute is refused by name; nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from frontier_llm.checkpoint.fields import Fields
+from frontier_llm.checkpoint.rules import TensorRule, gate_and_up, qkv, same, turned, vocabulary
+from frontier_llm.config import ModelConfig
+
+ROPE_DEFAULT_THETA = 10000.0
+# transformers' MPT takes no maximum: its slopes always end at 2^-8
+MPT_ALIBI_MAX_BIAS = 8.0
+# nor does it look at expansion_ratio: its MLP is always four times as wide
+MPT_EXPANSION = 4
+_OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # their name → ours
+
+
+class ConfigJson(Fields):
+    """A config.json."""
+
+    def rope(self, theta_key: str, fraction_key: str, default_fraction: float) -> dict[str, float]:
+        """rope_theta and rope_fraction, from `rope_parameters` (transformers 5) or from the older keys."""
+        new, scaling = self.get("rope_parameters", {}), self.get("rope_scaling", {})
+        kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
+        if kind != "default":
+            self.refuse("rope_parameters.rope_type", kind, "'default'")
+        theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
+        fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
+        return {"rope_theta": float(theta), "rope_fraction": float(fraction)}
+
+    def gelu(self, key: str, default: str) -> str:
+        """Our name of a GELU."""
+        return _OUR_GELU.get(self.only(key, *_OUR_GELU, default=default), "gelu")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of Hugging Face and its counterpart here."""
+
+    architecture: str
+    model_type: str
+    read: Callable[[ConfigJson], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]  # keys beyond architectures, model_type, vocab_size, tie_word_embeddings, dtype
+    needs: dict[str, tuple[Any, ...]]  # the values of ModelConfig's fields that this architecture can express
+    rules: Callable[[ModelConfig], list[TensorRule]]
+    ignored: tuple[str, ...]  # endings of buffers in older files that are no weights
+    prefix: str = ""  # that files saved from the bare model lack
+
+    def refusals(self, model: ModelConfig) -> list[str]:
+        """Why this architecture cannot be `model`; empty when it can."""
+        reasons = [
+            f"{field} is {getattr(model, field)!r}, needs {' or '.join(map(repr, allowed))}"
+            for field, allowed in self.needs.items()
+            if getattr(model, field) not in allowed
+        ]
+        multi_head = model.num_kv_heads == model.heads
+        if self.model_type != "llama" and not multi_head:
+            reasons.append(f"kv_heads is {model.kv_heads}, needs {model.heads}")
+        if self.model_type != "llama" and model.heads * model.dim_per_head != model.hidden:
+            reasons.append(f"head_dim is {model.head_dim}, needs {model.hidden / model.heads:g}")
+        if self.model_type == "mpt" and model.ffn_hidden != MPT_EXPANSION * model.hidden:
+            reasons.append(f"ffn_hidden is {model.ffn_hidden}, needs {MPT_EXPANSION} x {model.hidden}")
+        return reasons
+
+
+def _norms(model: ModelConfig, ours: str, theirs: str) -> list[TensorRule]:
+    leaves = ("weight", "bias") if model.norm_bias else ("weight",)
+    return [same(f"{ours}.{leaf}", (model.hidden,), f"{theirs}.{leaf}") for leaf in leaves]
+
+
+def _linear(model: ModelConfig, ours: str, shape: tuple[int, int], theirs: str, turn: bool = False) -> list[TensorRule]:
+    weight = (turned if turn else same)(f"{ours}.weight", shape, f"{theirs}.weight")
+    return [weight, same(f"{ours}.bias", shape[:1], f"{theirs}.bias")] if model.bias else [weight]
+
+
+def _ends(model: ModelConfig, embedding: str, final_norm: str, head: str) -> tuple[list[TensorRule], list[TensorRule]]:
+    """Embedding in front; final norm and head behind."""
+    last = _norms(model, "final_norm", final_norm)
+    if not model.tied_embeddings:
+        last.append(vocabulary("head.weight", model, head))
+    return [vocabulary("embedding.token.weight", model, embedding)], last
+
+
+def _attention_and_mlp(
+    model: ModelConfig, layer: str, theirs: tuple[str, str, str, str], packing: str, turn: bool = False
+) -> list[TensorRule]:
+    """qkv, output, up and down of a layer whose MLP has no gate; `theirs` are their four names."""
+    H, F = model.hidden, model.ffn_hidden
+    fused, output, up, down = theirs
+    leaves = ("weight", "bias") if model.bias else ("weight",)
+    rules = [
+        qkv(f"{layer}.attention.qkv.{leaf}", model, (f"{fused}.{leaf}",), packing, leaf == "bias", turn and leaf == "weight")  # type: ignore[arg-type]
+        for leaf in leaves
+    ]
+    rules += _linear(model, f"{layer}.attention.output", (H, H), output, turn)
+    return rules + _linear(model, f"{layer}.mlp.up", (F, H), up, turn) + _linear(model, f"{layer}.mlp.down", (H, F), down, turn)
+
+
+def _read_llama(f: ConfigJson) -> ModelConfig:
+    f.only("hidden_act", "silu", default="silu")
+    bias = f.get("attention_bias", False)
+    f.only("mlp_bias", bias, default=False)
+    rope = f.rope("rope_theta", "partial_rotary_factor", 1.0)
+    return f.model(
+        layers=f.need("num_hidden_layers"), hidden=f.need("hidden_size"), heads=f.need("num_attention_heads"),
+        kv_heads=f.get("num_key_value_heads", None), head_dim=f.get("head_dim", None), ffn_hidden=f.need("intermediate_size"),
+        vocab_size=f.need("vocab_size"), sequence_length=f.get("max_position_embeddings", 2048), position="rope", norm="rmsnorm",
+        norm_eps=f.get("rms_norm_eps", 1e-6), activation="swiglu", bias=bias, tied_embeddings=f.get("tie_word_embeddings", False),
+        init_std=f.get("initializer_range", 0.02), rope_theta=rope["rope_theta"], rope_fraction=rope["rope_fraction"],
+    )  # fmt: skip
+
+
+def _write_llama(m: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": m.hidden, "intermediate_size": m.ffn_hidden, "num_hidden_layers": m.layers, "num_attention_heads": m.heads,
+        "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rms_norm_eps": m.norm_eps,
+        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std, "attention_bias": m.bias, "mlp_bias": m.bias,
+        "rope_theta": m.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
+    }  # fmt: skip
+
+
+def _llama_rules(m: ModelConfig) -> list[TensorRule]:
+    rules, last = _ends(m, "model.embed_tokens.weight", "model.norm", "lm_head.weight")
+    for i in range(m.layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
+        for leaf in ("weight", "bias") if m.bias else ("weight",):
+            bias = leaf == "bias"
+            parts = tuple(f"{theirs}.self_attn.{part}_proj.{leaf}" for part in "qkv")
+            rules.append(qkv(f"{ours}.attention.qkv.{leaf}", m, parts, "separate", bias))
+            pair = (f"{theirs}.mlp.gate_proj.{leaf}", f"{theirs}.mlp.up_proj.{leaf}")
+            rules.append(gate_and_up(f"{ours}.mlp.up.{leaf}", m, pair, bias))
+        rules += _linear(m, f"{ours}.attention.output", (m.hidden, m.heads * m.dim_per_head), f"{theirs}.self_attn.o_proj")
+        rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
+        rules += _linear(m, f"{ours}.mlp.down", (m.hidden, m.ffn_hidden), f"{theirs}.mlp.down_proj")
+    return rules + last
+
+
+def _read_gpt2(f: ConfigJson) -> ModelConfig:
+    f.only("scale_attn_weights", True, default=True)
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        f.only(key, False, default=False)
+    hidden = f.need("n_embd")
+    return f.model(
+        layers=f.need("n_layer"), hidden=hidden, heads=f.need("n_head"), ffn_hidden=f.get("n_inner", 4 * hidden),
+        vocab_size=f.need("vocab_size"), sequence_length=f.get("n_positions", 1024), position="learned", norm="layernorm",
+        norm_eps=f.get("layer_norm_epsilon", 1e-5), activation=f.gelu("activation_function", "gelu_new"), bias=True, norm_bias=True,
+        tied_embeddings=f.get("tie_word_embeddings", True), init_std=f.get("initializer_range", 0.02),
+    )  # fmt: skip
+
+
+def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_embd": m.hidden, "n_layer": m.layers, "n_head": m.heads, "n_inner": m.ffn_hidden, "n_positions": m.sequence_length,
+        "activation_function": "gelu_new" if m.activation == "gelu_tanh" else "gelu", "layer_norm_epsilon": m.norm_eps,
+        "initializer_range": m.init_std, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }  # fmt: skip
+
+
+def _gpt2_rules(m: ModelConfig) -> list[TensorRule]:
+    rules, last = _ends(m, "transformer.wte.weight", "transformer.ln_f", "lm_head.weight")
+    rules.append(same("embedding.position.weight", (m.sequence_length, m.hidden), "transformer.wpe.weight"))
+    for i in range(m.layers):
+        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.ln_1") + _norms(m, f"{ours}.mlp_norm", f"{theirs}.ln_2")
+        names = (f"{theirs}.attn.c_attn", f"{theirs}.attn.c_proj", f"{theirs}.mlp.c_fc", f"{theirs}.mlp.c_proj")
+        rules += _attention_and_mlp(m, ours, names, "blocks", turn=True)
+    return rules + last
+
+
+def _read_neox(f: ConfigJson) -> ModelConfig:
+    f.only("attention_bias", True, default=True)
+    rope = f.rope("rotary_emb_base", "rotary_pct", 0.25)
+    return f.model(
+        layers=f.need("num_hidden_layers"), hidden=f.need("hidden_size"), heads=f.need("num_attention_heads"),
+        ffn_hidden=f.need("intermediate_size"), vocab_size=f.need("vocab_size"), sequence_length=f.get("max_position_embeddings", 2048),
+        position="rope", norm="layernorm", norm_eps=f.get("layer_norm_eps", 1e-5), activation=f.gelu("hidden_act", "gelu"), bias=True,
+        norm_bias=True, parallel_residual=f.get("use_parallel_residual", True), tied_embeddings=f.get("tie_word_embeddings", False),
+        init_std=f.get("initializer_range", 0.02), **rope,
+    )  # fmt: skip
+
+
+def _write_neox(m: ModelConfig) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction}
+    return {
+        "hidden_size": m.hidden, "intermediate_size": m.ffn_hidden, "num_hidden_layers": m.layers, "num_attention_heads": m.heads,
+        "hidden_act": "gelu_new" if m.activation == "gelu_tanh" else "gelu", "layer_norm_eps": m.norm_eps,
+        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std, "use_parallel_residual": m.parallel_residual,
+        "attention_bias": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "rotary_emb_base": m.rope_theta, "rotary_pct": m.rope_fraction, "rope_theta": m.rope_theta, "rope_parameters": rope,
+    }  # fmt: skip
+
+
+def _neox_rules(m: ModelConfig) -> list[TensorRule]:
+    rules, last = _ends(m, "gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight")
+    for i in range(m.layers):
+        ours, theirs = f"layers.{i}", f"gpt_neox.layers.{i}"
+        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
+        rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
+        mlp = (f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h")
+        rules += _attention_and_mlp(m, ours, (f"{theirs}.attention.query_key_value", f"{theirs}.attention.dense", *mlp), "per_head")
+    return rules + last
+
+
+def _read_mpt(f: ConfigJson) -> ModelConfig:
+    attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
+    attention.only("alibi", True, default=True)
+    attention.only("alibi_bias_max", MPT_ALIBI_MAX_BIAS, default=MPT_ALIBI_MAX_BIAS)
+    attention.only("attn_type", "multihead_attention", default="multihead_attention")
+    for key in ("clip_qkv", "softmax_scale"):
+        attention.only(key, None)
+    for key in ("qk_ln", "prefix_lm"):
+        attention.only(key, False, default=False)
+    f.problems += attention.problems
+    f.only("no_bias", True, default=True)
+    f.only("logit_scale", None)
+    hidden = f.need("d_model")
+    return f.model(
+        layers=f.need("n_layers"), hidden=hidden, heads=f.need("n_heads"), ffn_hidden=hidden * f.only("expansion_ratio", MPT_EXPANSION, default=MPT_EXPANSION),
+        vocab_size=f.need("vocab_size"), sequence_length=f.get("max_seq_len", 2048), position="alibi", norm="layernorm",
+        norm_eps=f.get("layer_norm_epsilon", 1e-5), activation="gelu", tied_embeddings=f.only("tie_word_embeddings", True, default=True),
+        init_std=f.get("initializer_range", 0.02),
+    )  # fmt: skip
+
+
+def _write_mpt(m: ModelConfig) -> dict[str, Any]:
+    attention = {
+        "model_type": "",
+        "attn_type": "multihead_attention",
+        "attn_impl": "torch",
+        "attn_pdrop": 0,
+        "alibi": True,
+        "alibi_bias_max": 8,
+    }
+    return {
+        "d_model": m.hidden, "n_heads": m.heads, "n_layers": m.layers, "expansion_ratio": MPT_EXPANSION,
+        "max_seq_len": m.sequence_length, "layer_norm_epsilon": m.norm_eps, "no_bias": True, "learned_pos_emb": False,
+        "emb_pdrop": 0.0, "resid_pdrop": 0.0, "norm_type": "low_precision_layernorm", "initializer_range": m.init_std,
+        "attn_config": attention,
+    }  # fmt: skip
+
+
+def _mpt_rules(m: ModelConfig) -> list[TensorRule]:
+    rules, last = _ends(m, "transformer.wte.weight", "transformer.norm_f", "lm_head.weight")
+    for i in range(m.layers):
+        ours, theirs = f"layers.{i}", f"transformer.blocks.{i}"
+        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.norm_1") + _norms(m, f"{ours}.mlp_norm", f"{theirs}.norm_2")
+        names = (f"{theirs}.attn.Wqkv", f"{theirs}.attn.out_proj", f"{theirs}.ffn.up_proj", f"{theirs}.ffn.down_proj")
+        rules += _attention_and_mlp(m, ours, names, "blocks")
+    return rules + last
+
+
+_GELUS = ("gelu", "gelu_tanh")
+_LAYERNORM_WITH_BIAS = {"norm": ("layernorm",), "activation": _GELUS, "bias": (True,), "norm_bias": (True,)}
+_LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",), "rope_fraction": (1.0,), "parallel_residual": (False,)}
+_MPT = {
+    "position": ("alibi",), "norm": ("layernorm",), "activation": ("gelu",), "bias": (False,), "norm_bias": (False,),
+    "tied_embeddings": (True,), "parallel_residual": (False,), "alibi_max_bias": (MPT_ALIBI_MAX_BIAS,),
+}  # fmt: skip
+
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, _llama_rules, ("rotary_emb.inv_freq",), "model."),
+    Family(
+        "GPT2LMHeadModel", "gpt2", _read_gpt2, _write_gpt2,
+        {"position": ("learned",), "parallel_residual": (False,), **_LAYERNORM_WITH_BIAS},
+        _gpt2_rules, (".attn.bias", ".attn.masked_bias"), "transformer.",
+    ),
+    Family(
+        "GPTNeoXForCausalLM", "gpt_neox", _read_neox, _write_neox, {"position": ("rope",), **_LAYERNORM_WITH_BIAS},
+        _neox_rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
+    ),
+    Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, _mpt_rules, (), "transformer."),
+)  # fmt: skip

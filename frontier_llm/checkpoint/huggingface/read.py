@@ -1,0 +1,110 @@
+"""A directory of Hugging Face's, seen as a source of weights from which every rank of any layout takes its rectangles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from frontier_llm.checkpoint.huggingface.families import FAMILIES, ConfigJson, Family
+from frontier_llm.checkpoint.huggingface.files import ShardedReader
+from frontier_llm.config import ModelConfig
+from frontier_llm.errors import CheckpointError, Problem
+
+CONFIG = "config.json"
+_REPORTED = 8  # of a list of missing tensors
+
+
+class HuggingFaceModel:
+    """A directory with config.json and safetensors, seen as one of our models."""
+
+    def __init__(self, directory: str | Path, vocab_multiple: int | None = None) -> None:
+        """`vocab_multiple` is what the vocabulary is padded to (None: ModelConfig's default).
+
+        Raises CheckpointError: unknown architecture, a value with no counterpart, missing or damaged shards, wrong shapes.
+        """
+        self.directory = Path(directory)
+        self.config = _read_config(self.directory)
+        self.family = family_of(self.config, str(self.directory / CONFIG))
+        self._model = read_model_config(self.directory)
+        if vocab_multiple is not None:
+            self._model = self._model.model_copy(update={"vocab_multiple": vocab_multiple})
+        self.rules = {rule.ours: rule for rule in self.family.rules(self._model)}
+        self._reader = ShardedReader(self.directory)
+        bare = all(not name.startswith(self.family.prefix) for name in self._reader.files)
+        self._drop = self.family.prefix if bare else ""  # files saved from the bare model (the hub's gpt2) lack it
+        self._check_tensors()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The counterpart's shape."""
+        return self._model
+
+    def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See WeightSource; reads the whole tensors that `name` is made of."""
+        rule = self.rules[name]
+        whole = rule.join([self._reader.read(self._name(part)) for part in rule.theirs])
+        return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+
+    def _name(self, theirs: str) -> str:
+        return theirs.removeprefix(self._drop)
+
+    def _check_tensors(self) -> None:
+        expected = {
+            self._name(name): shape for rule in self.rules.values() for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)
+        }
+        problems = []
+        for name, shape in expected.items():
+            if name not in self._reader:
+                problems.append(Problem(name, f"is missing; expected a tensor of shape {list(shape)}", "fetch the model's files again"))
+            elif self._reader.shape(name) != shape:
+                what = f"has shape {list(self._reader.shape(name))}, expected {list(shape)} from {CONFIG}"
+                problems.append(Problem(name, what, "use config and weights of the same revision"))
+        endings = (*self.family.ignored, *(("lm_head.weight", "embed_out.weight") if self._model.tied_embeddings else ()))
+        for name in self._reader.files:
+            if name not in expected and not name.endswith(endings):
+                what = f"has no place in {self.family.architecture} as we compute it"
+                problems.append(Problem(name, what, "the model has parts that are not supported"))
+        if problems:
+            rest = len(problems) - _REPORTED
+            more = [Problem(str(self.directory), f"… and {rest} more like these")] if rest > 0 else []
+            raise CheckpointError([*problems[:_REPORTED], *more])
+
+
+def read_model_config(directory: str | Path) -> ModelConfig:
+    """Our shape of a Hugging Face model, from its config.json alone."""
+    content, where = _read_config(Path(directory)), str(Path(directory) / CONFIG)
+    family = family_of(content, where)
+    model = family.read(ConfigJson(content, where))
+    refusals = family.refusals(model)
+    if refusals:
+        raise CheckpointError([Problem(where, f"{family.architecture}: {reason}", "see docs/huggingface.md") for reason in refusals])
+    return model.model_copy(update={"name": Path(directory).resolve().name})
+
+
+def family_of(config: Mapping[str, Any], where: str) -> Family:
+    """The family that a config.json names. Raises CheckpointError with the supported architectures."""
+    names = config.get("architectures") or []
+    for family in FAMILIES:
+        if family.architecture in names or (not names and family.model_type == config.get("model_type")):
+            return family
+    what = f"architecture {', '.join(names) or config.get('model_type')!r} has no mapping"
+    raise CheckpointError(what, where=where, fix=f"supported: {', '.join(family.architecture for family in FAMILIES)}")
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            "is not a Hugging Face model: it has no config.json", where=str(directory), fix="give the directory that holds it"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"is not JSON: {error}", where=str(path), fix="fetch the file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"holds a {type(content).__name__}, not an object", where=str(path), fix="fetch the file again")
+    return content

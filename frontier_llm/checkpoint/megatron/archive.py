@@ -1,0 +1,184 @@
+"""A file of torch.save (the zip format, torch 1.6 and later), read without running anything that it asks for.
+
+Such a file holds a pickle, `data.pkl`, which names classes and functions to call, and one uncompressed member per storage. Here every
+name in the pickle stands for something inert of this module: tensors become descriptions that are mapped from the file when they are
+asked for, plain containers become themselves, records of the packages that write training checkpoints become an `Opaque` that is only
+looked at, and any other name is refused before anything is built. No name is ever imported.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frontier_llm.errors import CheckpointError
+from frontier_llm.units import MIB
+
+_LARGEST_PICKLE_BYTES = 256 * MIB  # names, shapes and arguments; the numbers are elsewhere
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member; its data follows it, the name and the extra field
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "UntypedStorage": torch.uint8,
+}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_STORAGES.values(), torch.complex64)}
+# packages whose records (enums, generator states, optimizer bookkeeping) stand in training checkpoints beside the weights
+_RECORDS = ("megatron.", "deepspeed.", "transformer_engine.", "apex.", "numpy.", "pathlib.")
+_RECORD_NAMES = {"torch.device", "torch.Generator", "_io.BytesIO", "io.BytesIO"}
+
+
+class Opaque:
+    """What a pickle asked to build from a known package, not built: the name, the arguments, the state."""
+
+    name = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Opaque:
+        """Also what a pickle's NEWOBJ calls."""
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Contents of a record that is a container; not kept."""
+
+    def extend(self, items: Any) -> None:
+        """As __setitem__."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Namespace:
+    """argparse.Namespace and types.SimpleNamespace: nothing but attributes."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's numbers are."""
+
+    archive: TorchArchive
+    key: str  # of the storage
+    dtype: torch.dtype
+    offset: int  # elements
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The tensor, mapped from the file: its pages are read when they are used. Raises CheckpointError for one that leaves its storage."""
+        try:
+            return self.archive.storage(self.key, self.dtype).as_strided(self.shape, self.stride, self.offset)
+        except RuntimeError as error:
+            what = f"describes a tensor of shape {list(self.shape)} that its storage {self.key} cannot hold"
+            raise CheckpointError(what, where=str(self.archive.path), fix="copy the file again") from error
+
+
+class TorchArchive:
+    """One file; `content` is what was saved, with a StoredTensor for every tensor."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError: no such file, another format, a truncated file, or a name that is not known to be harmless."""
+        self.path = path
+        try:
+            with zipfile.ZipFile(path) as archive:
+                self._members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+                pickled = self._pickled(archive)
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path), fix="copy the whole checkpoint") from error
+        except zipfile.BadZipFile as error:
+            what = f"is no zip archive as torch.save writes since 1.6 ({error})"
+            raise CheckpointError(what, where=str(path), fix="copy the file again; one of an older torch must be saved again") from error
+        try:
+            self.content = _Unpickler(pickled, self).load()
+        except (pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"holds a damaged pickle: {error}", where=str(path), fix="copy the file again") from error
+
+    def _pickled(self, archive: zipfile.ZipFile) -> bytes:
+        member = self._members.get("data.pkl")
+        if member is None or member.file_size > _LARGEST_PICKLE_BYTES:
+            what = "is a zip archive without a data.pkl" if member is None else f"has a data.pkl of {member.file_size} bytes"
+            raise CheckpointError(what, where=str(self.path), fix="give a file that torch.save wrote")
+        if "byteorder" in self._members and archive.read(self._members["byteorder"]) != b"little":
+            raise CheckpointError("was written on a big-endian machine", where=str(self.path), fix="save it again on a little-endian one")
+        return archive.read(member)
+
+    def storage(self, key: str, dtype: torch.dtype) -> Tensor:
+        """A whole storage, one-dimensional, mapped. Raises CheckpointError when it is missing, compressed or cut off."""
+        member = self._members.get(f"data/{key}")
+        if member is None or member.compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(f"lacks the storage {key}", where=str(self.path), fix="copy the file again")
+        with self.path.open("rb") as file:
+            file.seek(member.header_offset)
+            fields = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        start = member.header_offset + _LOCAL_HEADER.size + fields[-2] + fields[-1]
+        if member.file_size == 0:
+            return torch.empty(0, dtype=dtype)
+        if start + member.file_size > self.path.stat().st_size:
+            raise CheckpointError(f"ends inside the storage {key}", where=str(self.path), fix="copy the file again")
+        # copy-on-write: torch wants writable memory, the file is never written
+        mapped = np.memmap(self.path, np.uint8, "c", start, (member.file_size,))
+        return torch.from_numpy(mapped).view(dtype)
+
+
+class _Unpickler(pickle.Unpickler):
+    """The one unpickler of the package: every name is looked up in tables of inert things."""
+
+    def __init__(self, content: bytes, archive: TorchArchive) -> None:
+        super().__init__(io.BytesIO(content), encoding="latin1")
+        self._archive = archive
+        self._builders: dict[str, Any] = {
+            "collections.OrderedDict": OrderedDict, "argparse.Namespace": Namespace, "types.SimpleNamespace": Namespace,
+            "builtins.set": set, "builtins.frozenset": frozenset, "builtins.complex": complex, "torch.Size": tuple,
+            "_codecs.encode": _encode, "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor": self._tensor,
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+        }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for; nothing is imported."""
+        full = f"{module.replace('__builtin__', 'builtins')}.{name}"
+        if full in self._builders:
+            return self._builders[full]
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in _DTYPES:
+            return name
+        if full in _RECORD_NAMES or full.startswith(_RECORDS):
+            return type("Opaque", (Opaque,), {"name": full})
+        raise CheckpointError(
+            f"asks to run {full}, which no checkpoint of Megatron's needs; nothing was run", where=str(self._archive.path),
+            fix="do not load this file with other tools if you do not know where it comes from",
+        )  # fmt: skip
+
+    def persistent_load(self, identifier: Any) -> Any:
+        """A storage: ("storage", type, key, device, elements)."""
+        kind, dtype, key, *_ = identifier
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"unknown reference {identifier!r}")
+        return str(key), dtype
+
+    def _tensor(self, storage: tuple[str, torch.dtype], offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+        key, dtype = storage
+        return StoredTensor(self._archive, key, dtype, int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """How pickles of protocol 2 hold bytes."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"bytes in {encoding!r}")
+    return text.encode("latin1")

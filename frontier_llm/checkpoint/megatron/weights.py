@@ -1,0 +1,121 @@
+"""A checkpoint of Megatron-LM or Megatron-DeepSpeed as a source of weights: its tensor-parallel parts joined, in our order of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from frontier_llm.checkpoint.megatron.arguments import read_model
+from frontier_llm.checkpoint.megatron.files import find
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.parameters import parameter_shapes
+from frontier_llm.errors import CheckpointError, Problem
+
+_CUT_COLUMNS = ("attention.output.weight", "mlp.down.weight")
+_WHOLE = ("attention.output.bias", "mlp.down.bias", "norm.weight", "norm.bias", "embedding.position.weight")  # a copy on every tensor rank
+_VOCABULARY = ("embedding.token.weight", "head.weight")
+_REPORTED = 8
+
+
+class MegatronModel:
+    """See WeightSource."""
+
+    def __init__(self, directory: str | Path, vocab_size: int | None = None, vocab_multiple: int | None = None) -> None:
+        """`vocab_size` is the tokenizer's size: the rows that Megatron padded its embedding with are left out (None: kept).
+
+        Raises CheckpointError: no such checkpoint, missing ranks, an argument or a tensor with no counterpart, other shapes than the
+        arguments say, a checkpoint_version that is not known, copies that differ between tensor ranks.
+        """
+        self._found = find(Path(directory))
+        model = read_model(self._found.arguments, f"{self._found.where}: args", vocab_size)
+        update = {"name": Path(directory).resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
+        self._model = model.model_copy(update=update)
+        self._shapes = parameter_shapes(self._model)
+        if self._found.version not in (0, 1, 2, 3):
+            what = f"has checkpoint_version {self._found.version:g}; the order of query_key_value is known for 0 to 3"
+            raise CheckpointError(what, where=self._found.where, fix="convert it with the Megatron-LM that wrote it")
+        if self._found.version < 2 and self._model.num_kv_heads != self._model.heads:
+            what = f"has checkpoint_version {self._found.version:g}, which had no grouped queries"
+            raise CheckpointError(what, where=self._found.where, fix="convert it with the Megatron-LM that wrote it")
+        self._check()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape that was trained."""
+        return self._model
+
+    def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See WeightSource; maps and joins the parts that `name` is made of."""
+        whole = self._joined(name)
+        return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+
+    def _check(self) -> None:
+        """Every tensor is there, in every part, in the shape that the arguments ask for; and no other."""
+        problems = []
+        for name in self._shapes:
+            parts = self._found.tensors.get(name, [])
+            expected = self._part_shape(name)
+            shapes = [part.shape for part in parts]
+            if len(parts) != self._degree or any(shape != expected for shape in shapes):
+                what = f"is {shapes or 'missing'}, expected {self._degree} parts of shape {list(expected)}"
+                problems.append(Problem(name, what, "copy the whole checkpoint"))
+        tied_copy = {"head.weight"} if self._model.tied_embeddings else set()
+        for name in self._found.tensors.keys() - self._shapes.keys() - tied_copy:
+            problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
+        if problems:
+            raise CheckpointError(problems[:_REPORTED])
+
+    @property
+    def _degree(self) -> int:
+        return max(len(parts) for parts in self._found.tensors.values())
+
+    def _part_shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor rank, as Megatron keeps it: matrices of two dimensions."""
+        shape, degree = self._shapes[name], self._degree
+        if name.endswith(_WHOLE):
+            return shape
+        if name in _VOCABULARY:
+            return (self._found.arguments["padded_vocab_size"] // degree, shape[1])
+        if name.endswith(_CUT_COLUMNS):
+            return (shape[0], shape[1] // degree)
+        rows = 1
+        for size in shape if name.endswith("bias") else shape[:-1]:
+            rows *= size
+        return (rows // degree,) if name.endswith("bias") else (rows // degree, shape[-1])
+
+    def _joined(self, name: str) -> Tensor:
+        parts = [part.read() for part in self._found.tensors[name]]
+        if name.endswith(_WHOLE):
+            return self._same(name, parts)
+        if name in _VOCABULARY:
+            whole = torch.cat(parts)[: self._model.vocab_size]
+            return torch.nn.functional.pad(whole, (0, 0, 0, self._shapes[name][0] - len(whole)))
+        if name.endswith(_CUT_COLUMNS):
+            return torch.cat(parts, dim=1)
+        if ".attention.qkv." in name:
+            return torch.cat([self._heads(part) for part in parts])
+        if ".mlp.up." in name and self._model.gated:  # each rank has its gate's rows above its up projection's
+            return torch.cat([part.reshape(2, -1, *part.shape[1:]) for part in parts], dim=1)
+        return torch.cat(parts)
+
+    def _heads(self, part: Tensor) -> Tensor:
+        """(g, Q + 2, D[, H]) of one rank's rows; g are its key/value heads, Q the queries of each."""
+        D, rest = self._model.dim_per_head, part.shape[1:]
+        if self._found.version >= 2:
+            return part.reshape(-1, self._model.heads // self._model.num_kv_heads + 2, D, *rest)
+        if self._found.version == 1:  # each of a head's dimensions has its query, key and value side by side
+            return part.reshape(-1, D, 3, *rest).transpose(1, 2)
+        return part.reshape(3, -1, D, *rest).transpose(0, 1)  # all queries, all keys, all values
+
+    def _same(self, name: str, copies: Sequence[Tensor]) -> Tensor:
+        for number, copy in enumerate(copies[1:], start=1):
+            if not torch.equal(copies[0], copy):
+                apart = float((copies[0].double() - copy.double()).abs().max())
+                what = f"differs by up to {apart:.3g} between tensor ranks 0 and {number}, which should hold copies"
+                raise CheckpointError(
+                    what, where=f"{self._found.where}: {name}", fix="decide which copy is right and write it to all files"
+                )
+        return copies[0]

@@ -1,0 +1,42 @@
+"""Where a model's weights come from, whichever format and layout they were written in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.topology import ShardSpec
+
+
+class WeightSource(Protocol):
+    """Where a model's weights come from, by our names, whatever layout they were written in."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape they belong to."""
+        ...
+
+    def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Part [offset, offset + shape) of a global parameter, on the CPU, in the source's dtype."""
+        ...
+
+
+class HasSpec(Protocol):
+    """A parameter that knows what it is part of (tensor_parallel.ShardedParameter)."""
+
+    spec: ShardSpec
+
+    def copy_(self, source: Tensor) -> Any:
+        """Take these values."""
+        ...
+
+
+def load_weights(source: WeightSource, parameters: Iterable[HasSpec]) -> None:
+    """Copy each parameter's rectangle from the source. With an optimizer, call its `masters_from_weights()` afterwards."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(source.rectangle(parameter.spec.name, parameter.spec.offset, parameter.spec.shape))

@@ -1,0 +1,119 @@
+"""What the commands' parsers share: one name, one metavar and one sentence for what several commands take; errors with a way out."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from frontier_llm.errors import closest
+
+_BYTES = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Options at a fixed column; an epilog of examples keeps its lines."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 32, **settings})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our help layout; a mistyped option is answered with the nearest one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _Formatter, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 after what, and what to type instead."""
+        flags = _flags(self)
+        words = re.findall(r"(?:^|[ :])(--?[\w-]+)", message) if message.startswith("unrecognized arguments") else []
+        near = [f"{closest(word, flags)} instead of {word}" for word in words if closest(word, flags)]
+        fix = ", ".join(near) if near else f"{self.prog} --help"
+        self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix}\n")
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option of a parser and of its commands."""
+    found = [flag for action in parser._actions for flag in action.option_strings]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [flag for command in action.choices.values() for flag in _flags(command)]
+    return found
+
+
+def examples(*lines: str) -> str:
+    """An epilog of commands that can be typed as they stand."""
+    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def add_run(parser: argparse.ArgumentParser, about: str = "", default: str | None = None) -> None:
+    """RUN [key=value …]."""
+    text = "run file, or the name of one in configs/runs" + (f"; {about}" if about else "")
+    if default is None:
+        parser.add_argument("run", metavar="RUN", help=text)
+    else:
+        parser.add_argument("run", metavar="RUN", nargs="?", default=default, help=f"{text} (default: {default})")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to it, e.g. train.steps=100 parallel.tensor=2")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json: the same flag and the same promise everywhere."""
+    parser.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Whom Slurm charges and where it queues."""
+    parser.add_argument("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)")
+    parser.add_argument("--partition", metavar="NAME", help="default: the site's")
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """How to go on from a checkpoint that is damaged, or was made with other settings."""
+    parser.add_argument("--strict", action="store_true", help="stop when the newest checkpoint is damaged (default: use the one before it)")
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; repeatable",
+    )
+
+
+def resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """The words that give `add_resume`'s arguments again."""
+    return (*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key)))
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not re.fullmatch(r"0*[1-9]\d{0,17}", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """A whole number, 0 included."""
+    if not re.fullmatch(r"\d{1,18}", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
+def size_of(text: str) -> int:
+    """'64KiB' -> 65536."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]ib)?", text.strip().lower())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1KiB, 64MiB or 4GiB")
+    return int(match[1]) * _BYTES[match[2] or ""]
+
+
+def count_of(text: str) -> float:
+    """'300B' -> 3e11, '1.5T' -> 1.5e12, '2e9' -> 2e9."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", text.strip().lower().replace("_", ""))
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count such as 300B, 1.5T or 3e11")
+    return float(match[1]) * _COUNTS[match[2]]

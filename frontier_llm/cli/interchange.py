@@ -1,0 +1,143 @@
+"""frontier-llm checkpoint import-hf | import-megatron | export-hf: other programs' models, in one process, without GPUs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frontier_llm.errors import CheckpointError, DataError
+from frontier_llm.units import GIB
+
+if TYPE_CHECKING:
+    from frontier_llm.checkpoint.source import WeightSource
+    from frontier_llm.config import ModelConfig
+    from frontier_llm.inference.open import OpenedModel
+
+_THEN = "`frontier-llm train RUN` then goes on from it on any layout. Without RUN, print the model section that a run file needs."
+_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+
+def add_commands(subparsers: argparse._SubParsersAction) -> None:
+    """Register import-hf, import-megatron and export-hf below `checkpoint`; each parser's default `work` runs it."""
+    from_hf = subparsers.add_parser(
+        "import-hf",
+        help="start a run from a Hugging Face model (Llama, GPT-2, GPT-NeoX, MPT)",
+        description=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
+    )
+    from_hf.add_argument("source", metavar="DIR", help="holds config.json and safetensors")
+    _import_options(from_hf)
+    from_hf.set_defaults(work=run_import_hf)
+
+    from_megatron = subparsers.add_parser(
+        "import-megatron",
+        help="start a run from a checkpoint of Megatron-LM or Megatron-DeepSpeed",
+        description="Write step 0 of a run from the weights of a Megatron checkpoint of any tensor- and pipeline-parallel layout, without "
+        f"running anything that its files contain; {_THEN}",
+    )
+    from_megatron.add_argument("source", metavar="DIR", help="with iter_*/mp_rank_*/ or global_step*/layer_*-model_states.pt, or one step")
+    _import_options(from_megatron)
+    from_megatron.set_defaults(work=run_import_megatron)
+
+    exporter = subparsers.add_parser(
+        "export-hf",
+        help="write a checkpoint as a Hugging Face model",
+        description="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, whatever layout wrote it.",
+    )
+    exporter.add_argument("source", metavar="CHECKPOINT", help="a run directory (its newest checkpoint) or one checkpoint's folder")
+    exporter.add_argument("output", metavar="DIR", help="is created")
+    exporter.add_argument("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)")
+    exporter.add_argument("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)")
+    exporter.add_argument("--shard-gib", type=float, default=5.0, metavar="N", help="size of the files (default: 5)")
+    exporter.add_argument("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first")
+    exporter.set_defaults(work=run_export)
+
+
+def _import_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run file whose model has the same shape, or the name of one in configs/runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported")
+    parser.add_argument("--shard-gib", type=float, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)")
+
+
+def run_import_hf(args: argparse.Namespace) -> int:
+    """From a Hugging Face directory."""
+    from frontier_llm.checkpoint.huggingface import HuggingFaceModel, read_model_config
+
+    return _import(args, read_model_config, lambda directory, model: HuggingFaceModel(directory, model.vocab_multiple))
+
+
+def run_import_megatron(args: argparse.Namespace) -> int:
+    """From a Megatron checkpoint; the run's vocabulary says how many of the embedding's rows are no padding."""
+    from frontier_llm.checkpoint.megatron import MegatronModel
+
+    return _import(
+        args,
+        lambda directory: MegatronModel(directory).model,
+        lambda directory, model: MegatronModel(directory, model.vocab_size, model.vocab_multiple),
+    )
+
+
+def _import(
+    args: argparse.Namespace, read_model: Callable[[str], ModelConfig], read_weights: Callable[[str, ModelConfig], WeightSource]
+) -> int:
+    """Without a run, print the model section that it needs; else check that run, weights and tokenizer fit, and write the checkpoint."""
+    from frontier_llm.checkpoint.weights import compare_models, write_checkpoint
+    from frontier_llm.config import dump, load_run
+    from frontier_llm.costs.parameters import parameter_shapes
+    from frontier_llm.data.tokenizer import load_tokenizer
+    from frontier_llm.inference.open import check_vocabulary, tokenizer_in
+
+    if args.run is None:
+        print(dump(read_model(args.source)), end="")
+        if tokenizer := tokenizer_in(Path(args.source)):
+            print(f"# its tokenizer, for the run's data section: {{tokenizer: {tokenizer}}}")
+        return 0
+    config = load_run(args.run, args.overrides)
+    source = read_weights(args.source, config.model)
+    problems = compare_models(config.model, source.model)
+    if problems:
+        raise CheckpointError(problems)
+    if config.data.tokenizer is not None:
+        check_vocabulary(load_tokenizer(config.data.tokenizer), config.model)
+    print(write_checkpoint(source, list(parameter_shapes(config.model).items()), config, int(args.shard_gib * GIB)))
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Open, verify, write."""
+    from frontier_llm.checkpoint.huggingface import Companions, export_huggingface, tokenizer_files
+    from frontier_llm.inference.open import open_model, open_tokenizer
+    from frontier_llm.model import working_dtype
+
+    opened = open_model(args.source, verified=not args.no_verify)
+    companions = Companions(facts=run_facts(opened))
+    if args.tokenizer != "none":
+        if args.tokenizer is None and opened.tokenizer_spec is None:
+            what = "no tokenizer is known for this run"
+            raise DataError(what, where=str(opened.path), fix="name it with --tokenizer, or give --tokenizer none to export weights alone")
+        tokenizer = open_tokenizer(opened, args.tokenizer)
+        files = tokenizer_files(tokenizer, opened.source.model.sequence_length)
+        companions = Companions(files, tokenizer.eod, companions.facts)
+    family = export_huggingface(opened.source, args.output, working_dtype(args.dtype or opened.dtype), companions, args.shard_gib)
+    print(f"{Path(args.output)}: {family.architecture}")
+    return 0
+
+
+def run_facts(opened: OpenedModel) -> dict[str, object]:
+    """What the checkpoint itself recorded about the run, for the model card."""
+    from frontier_llm.checkpoint.weights import CheckpointWeights
+    from frontier_llm.units import format_count
+
+    if not isinstance(opened.source, CheckpointWeights) or opened.run is None:
+        return {}
+    manifest, run = opened.source.manifest, opened.run
+    degrees = " x ".join(f"{axis} {manifest.layout[axis]}" for axis in ("tp", "pp", "dp") if axis in manifest.layout)
+    sources = "synthetic" if isinstance(run.data.train, str) else ", ".join(Path(source.path).name for source in run.data.train)
+    return {
+        "Steps": manifest.progress.step, "Tokens": format_count(manifest.progress.tokens),
+        "Global batch": f"{run.batch.global_batch} x {run.model.sequence_length} tokens", "Precision": run.precision.dtype,
+        "Learning rate": f"{run.optimizer.lr:g}, {run.optimizer.schedule}", "Weight decay": run.optimizer.weight_decay,
+        "Layout": degrees, "Data": sources, "Seeds": f"weights {run.train.seed}, data {run.data.seed}",
+        "Configuration digest": manifest.config_sha256[:16], **manifest.environment,
+    }  # fmt: skip

@@ -1,0 +1,124 @@
+"""The user's DeepSpeed JSON and the run file, made one: what the run file decides is filled in, and refused by name where the JSON disagrees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.config.schema import RunConfig
+from frontier_llm.errors import ConfigError, Problem
+
+INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"  # built against the torch that is there, which it must not replace
+
+# DeepSpeed features that another part of this program does, or that change what is trained
+_ELSEWHERE = {
+    "optimizer": "optimizer.* (AdamW, by this program's own kernel)",
+    "scheduler": "optimizer.schedule",
+    "bfloat16": "precision.dtype",
+    "amp": "precision.dtype",
+    "torch_autocast": "precision.dtype",
+    "data_types": "precision.dtype (gradients accumulate in fp32)",
+    "tensor_parallel": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "sequence_parallel_size": "parallel.sequence_parallel",
+    "data_parallel_size": "parallel.data",
+    "expert_parallel": "nothing: there are no experts here",
+    "activation_checkpointing": "train.recompute",
+    "gradient_allreduce_op": "nothing: the loss is divided by the global number of tokens",
+    "prescale_gradients": "nothing: the loss is divided by the global number of tokens",
+    "gradient_predivide_factor": "nothing: the loss is divided by the global number of tokens",
+    "sparse_gradients": "nothing: gradients are dense",
+    "checkpoint": "train.save_interval: checkpoints are this program's own, for every engine",
+    "elasticity": "nothing: a run resumes on any number of ranks",
+    "compile": "nothing: kernels are built ahead of time",
+    "hybrid_engine": "nothing",
+    "compression_training": "nothing",
+    "data_efficiency": "data.*",
+    "curriculum_learning": "data.*",
+    "zero_optimization.zenflow": "nothing: asynchronous updates give other losses",
+    "zero_optimization.elastic_checkpoint": "train.save_interval",
+    "zero_optimization.round_robin_gradients": "nothing: with it DeepSpeed says wrongly where a parameter's state lies, which checkpoints must know",
+    "zero_optimization.mics_shard_size": "nothing: weights are split over all of dp",
+}
+
+
+def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
+    """What DeepSpeed is configured with. Raises ConfigError naming every key of the JSON that contradicts the run file."""
+    given = _read(config.optimizer.deepspeed_config)
+    ours = _ours(config, microbatches)
+    where = config.optimizer.deepspeed_config or ""
+    problems = [
+        Problem(f"{where}: {key}", "is not DeepSpeed's to decide here", f"remove it; its place is {_ELSEWHERE[key]}")
+        for key, value in _leaves(given)
+        if key in _ELSEWHERE and not _is_off(value)
+    ]
+    problems += [
+        Problem(f"{where}: {key}", f"is {value!r}, the run file says {ours[key][0]!r}", f"remove it or make it agree with {ours[key][1]}")
+        for key, value in _leaves(given)
+        if key in ours and value not in ("auto", ours[key][0])
+    ]
+    problems += [
+        Problem(f"{where}: {key}", "nvme: checkpoints are written from memory", 'use "device": "cpu"')
+        for key, value in _leaves(given)
+        if isinstance(value, dict) and value.get("device") == "nvme"
+    ]
+    if problems:
+        raise ConfigError(problems)
+    merged = _without_auto({key: value for key, value in given.items() if key not in _ELSEWHERE})
+    for key, (value, _) in ours.items():
+        section, _, name = key.rpartition(".")
+        (merged.setdefault(section, {}) if section else merged)[name] = value
+    merged.setdefault("communication_data_type", "fp32")
+    merged["gradient_clipping"] = 0.0  # clipping is part of the step, for every engine: the norm comes before the decision to skip
+    return merged
+
+
+def _without_auto(given: dict[str, Any]) -> dict[str, Any]:
+    """What is "auto" is left to DeepSpeed's defaults, or is filled in."""
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in given.items() if value != "auto"}
+
+
+def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
+    """DeepSpeed's key → (value, the run file's key)."""
+    at_stage_1 = {"zero_optimization.overlap_comm": (False, "parallel.zero=1: gradients are handed over once, after the last backward")}
+    return {
+        "train_batch_size": (config.batch.global_batch, "batch.global_batch"),
+        "train_micro_batch_size_per_gpu": (config.batch.micro_batch, "batch.micro_batch"),
+        "gradient_accumulation_steps": (microbatches, "batch.global_batch / (micro_batch x dp)"),
+        "zero_optimization.stage": (config.parallel.zero, "parallel.zero"),
+        "gradient_clipping": (config.optimizer.clip_norm, "optimizer.clip_norm"),
+        "bf16.enabled": (config.precision.dtype == "bf16", "precision.dtype"),
+        "fp16.enabled": (False, "precision.dtype"),
+        **(at_stage_1 if config.parallel.zero == 1 else {}),
+    }
+
+
+def _read(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be read: {error.strerror}", "name a DeepSpeed JSON file", f"optimizer.deepspeed_config: {path}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"is not JSON: {error}", where=path) from error
+    if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
+        raise ConfigError("is not a DeepSpeed configuration: an object of settings is expected", where=path)
+    return content
+
+
+def _leaves(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Top-level keys, and those of sections with the section's name before them."""
+    for key, value in given.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+
+
+def _is_off(value: Any) -> bool:
+    """A setting that is there but asks for nothing."""
+    return value in ("auto", False) or (isinstance(value, dict) and value.get("enabled") in ("auto", False))

@@ -1,0 +1,91 @@
+"""The narrow face of every optimizer: what the training step, the checkpoints and the comparison of replicas need of it, and no more.
+
+An optimizer's state is a list of rectangles of named global tensors, as views that may be read and filled. So a checkpoint
+depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the two Adam moments are state:
+the working weights are cast(master) on every rank, so storing them would add a fifth to a quarter to the bytes and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from frontier_llm.topology import Rectangle, ShardSpec, rectangles_of_run
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")  # in the order in which a shard file holds them
+
+
+@dataclass(frozen=True)
+class StateRectangle:
+    """A rectangle of a global tensor and this rank's optimizer state of it."""
+
+    spec: ShardSpec  # of this rank's part of the parameter
+    rectangle: Rectangle  # inside that part, in coordinates of the global tensor
+    saved: bool  # of all replicas of these elements, the one that goes into checkpoints
+    tensors: Mapping[str, Tensor]  # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself
+
+    @property
+    def name(self) -> str:
+        """Of the global tensor."""
+        return self.spec.name
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the global tensor."""
+        return self.spec.global_shape
+
+
+def state_of_run(spec: ShardSpec, start: int, stop: int, saved: bool, flat: Mapping[str, Tensor]) -> Iterator[StateRectangle]:
+    """Elements [start, stop) of a rank's parameter, in its flat order, as rectangles; `flat` holds their state, 1-D, by kind."""
+    position = 0
+    for local in rectangles_of_run(spec.shape, start, stop):
+        end = position + local.numel
+        views = {kind: values[position:end].view(local.shape) for kind, values in flat.items()}
+        yield StateRectangle(spec, local.shifted(spec.offset), saved, views)
+        position = end
+
+
+class GradientSums(Protocol):
+    """What happens to gradients between the backward passes of a step and its update."""
+
+    def begin(self) -> None:
+        """Forget the last step's gradients and expect a new step's."""
+
+    def finish(self) -> None:
+        """Wait until this rank has the full sums of what it updates. Collective over dp, tp and tied."""
+
+
+class Optimizer(Protocol):
+    """One rank's part of the update, whatever engine does it."""
+
+    updates: int  # steps that were not skipped: what Adam's bias correction counts; set on resume
+
+    @property
+    def sharded(self) -> bool:
+        """Each dp rank has its own share of the state; otherwise all have all of it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where collectives about the state take place."""
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the whole model's gradient, still multiplied by the loss scale; 0-dim fp64, the same on every rank. Collective."""
+
+    def step(self, lr: float, grad_scale: float) -> None:
+        """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor)."""
+
+    def settle(self) -> None:
+        """Wait for weights that are still being gathered: before a rank looks at them without their module, and before it leaves."""
+
+    def state(self) -> list[StateRectangle]:
+        """What this rank holds, replicas included; the views stay valid for as long as the optimizer lives."""
+
+    def weights(self) -> list[tuple[ShardSpec, Tensor]]:
+        """The working weights that this rank keeps between steps; equal on all replicas."""
+
+    def weights_from_masters(self) -> None:
+        """Make the working weights follow masters that were filled from outside. Collective over dp."""

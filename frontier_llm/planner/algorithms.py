@@ -1,0 +1,98 @@
+"""Which collective algorithm the gradients take: one ring (or RCCL's tree) against two stages, by message size and by nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from frontier_llm.costs.collectives import flat_s
+from frontier_llm.costs.hierarchical import hierarchical_s
+from frontier_llm.costs.parameters import stage_parameters
+from frontier_llm.costs.time import placement
+from frontier_llm.costs.workload import FSDP
+from frontier_llm.machine import Rates
+from frontier_llm.planner.search import Plan
+from frontier_llm.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One collective of a gradient bucket, priced both ways."""
+
+    operation: str
+    ranks: int
+    nodes: int
+    size_bytes: float  # of one bucket on one rank
+    flat_s: float
+    hierarchical_s: float
+    wins_from_nodes: int | None  # fewest nodes of the machine, by doubling, from which two stages stay faster; None = never
+
+    @property
+    def words(self) -> str:
+        """'reduce-scatter in two stages 30 ms (ring 45 ms; ahead from 4 nodes on)'."""
+        name = self.operation.replace("_", "-")
+        if self.hierarchical_s >= self.flat_s:
+            return f"{name} as one ring {format_seconds(self.flat_s)} (two stages {format_seconds(self.hierarchical_s)})"
+        start = f"; ahead from {self.wins_from_nodes} nodes on" if self.wins_from_nodes else ""
+        return f"{name} in two stages {format_seconds(self.hierarchical_s)} (one ring {format_seconds(self.flat_s)}{start})"
+
+
+def node_counts(rates: Rates) -> np.ndarray:
+    """2, 4, 8 … and the whole machine."""
+    doubled = [2**power for power in range(1, 15) if 2**power < rates.nodes]
+    return np.array([*doubled, rates.nodes], dtype=float)
+
+
+def times_by_nodes(
+    rates: Rates, per_node: int, sharing: int, size_bytes: float, operation: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(nodes, seconds as one ring, seconds in two stages) of groups with `per_node` ranks on each of their nodes."""
+    nodes = node_counts(rates)
+    args = (rates, nodes * per_node, per_node, sharing, size_bytes, operation)
+    return nodes, np.asarray(flat_s(*args), dtype=float), np.asarray(hierarchical_s(*args), dtype=float)
+
+
+def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
+    """Bytes that one bucket (with FSDP one layer) moves by operation: the gradients' sum, and unless ZeRO is off the weights' gather."""
+    w = plan.workload
+    held = float(stage_parameters(w, w.stage_layers, True, w.pp == 1))
+    bucket = float(stage_parameters(w, 1, False, False)) if w.zero == FSDP else min(held, rates.bucket_parameters or held)
+    gradient_bytes = float(w.gradient_bytes) or rates.gradient_bytes
+    if w.zero == 0:
+        return {"all_reduce": bucket * gradient_bytes}
+    return {"reduce_scatter": bucket * gradient_bytes, "all_gather": bucket * float(w.dtype_bytes)}
+
+
+def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
+    """Both prices of every collective over dp; empty where dp stays inside a node or the stack has one algorithm only."""
+    w, place = plan.workload, placement(plan.workload, rates)
+    per_node, sharing = int(place.dp_per_node), int(place.dp_sharing)
+    if not rates.hierarchical or w.dp <= per_node:
+        return []
+    choices = []
+    for operation, size in bucket_bytes(plan, rates).items():
+        args = (rates, w.dp, per_node, sharing, size, operation)
+        nodes, flat, staged = times_by_nodes(rates, per_node, sharing, size, operation)
+        behind = np.flatnonzero(staged >= flat)
+        after = 0 if len(behind) == 0 else behind[-1] + 1
+        first = int(nodes[after]) if after < len(nodes) else None
+        choices.append(
+            Choice(operation, int(w.dp), -(-int(w.dp) // per_node), size, float(flat_s(*args)), float(hierarchical_s(*args)), first)
+        )
+    return choices
+
+
+def gradient_words(plan: Plan, rates: Rates) -> list[str]:
+    """One line for the report, or none."""
+    choices = gradient_choices(plan, rates)
+    if not choices:
+        return []
+    what = "layers" if plan.workload.zero == FSDP else "buckets"
+    size = " and ".join(format_bytes(one.size_bytes) for one in choices)
+    return [f"  gradients: {what} of {size} over {choices[0].nodes} nodes: " + ", ".join(one.words for one in choices)]
+
+
+def uses_hierarchical(plan: Plan, rates: Rates) -> bool:
+    """Whether some collective of this plan is faster in two stages."""
+    return any(one.hierarchical_s < one.flat_s for one in gradient_choices(plan, rates))

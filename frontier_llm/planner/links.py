@@ -1,0 +1,66 @@
+"""Which link bounds each axis of a layout: where its ranks sit, what connects them, and with whom they share it."""
+
+from __future__ import annotations
+
+from frontier_llm.costs.collectives import fabric_bandwidth
+from frontier_llm.costs.time import Placement, placement
+from frontier_llm.machine import Machine, Rates
+from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
+from frontier_llm.planner.search import Plan
+
+
+def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
+    """{'tensor': …, 'pipeline': …, 'data': …} for the axes with more than one rank; bandwidths in GB/s, per direction.
+
+    Ranks fill a node with tensor innermost, so the first group of an axis stands for all of them.
+    """
+    w, place = plan.workload, placement(plan.workload, rates)
+    links = {}
+    if w.tp > 1:
+        links["tensor"] = _tensor(int(w.tp), machine, rates)
+    if w.pp > 1:
+        links["pipeline"] = _neighbours(machine, rates, place)
+    if w.dp > 1:
+        links["data"] = _replicas(int(w.dp), int(place.dp_per_node), int(place.dp_sharing), machine, rates)
+    return links
+
+
+def _tensor(tp: int, machine: Machine, rates: Rates) -> str:
+    if tp > rates.node_devices:
+        return f"{tp} ranks over {-(-tp // rates.node_devices)} nodes: {_nics(machine, rates)} bound every layer"
+    return f"{tp} ranks of a node: {_fabric(tuple(range(tp)), machine, rates)}"
+
+
+def _neighbours(machine: Machine, rates: Rates, place: Placement) -> str:
+    if place.pp_inside:
+        return f"neighbours in one node: {_fabric((0, 1), machine, rates)}; every node's last stage sends over its NICs"
+    sharing = int(place.pp_sharing)
+    return f"neighbours on different nodes: {_share(sharing, rates)} for each of {sharing} devices that share {_nics(machine, rates)}"
+
+
+def _replicas(dp: int, inside: int, sharing: int, machine: Machine, rates: Rates) -> str:
+    if dp <= inside:
+        return f"{dp} replicas in one node"
+    peers = ", peers on the same NIC" if machine.node.links and inside == 1 else ""
+    share = _share(sharing, rates, rates.network_crowding if sharing > 1 else 1.0)
+    return f"{inside} of {dp} replicas in each node: {share} for each of {sharing} groups that share {_nics(machine, rates)}{peers}"
+
+
+def _share(sharing: int, rates: Rates, factor: float = 1.0) -> str:
+    return f"{rates.node_network_bytes_s * rates.network_efficiency * factor / sharing / 1e9:.1f} GB/s"
+
+
+def _nics(machine: Machine, rates: Rates) -> str:
+    count = int(machine.node.nics.value)
+    return f"{count} NIC{'s' if count > 1 else ''} of {machine.node.nic_gbps.value:g} GB/s"
+
+
+def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
+    """Bus bandwidth that collectives of these neighbours reach; on MI250X also what the links between them would allow."""
+    reached = float(fabric_bandwidth(rates, len(devices))) / 1e9
+    words = f"{reached:.0f} GB/s bus bandwidth"
+    if machine.node.links != "mi250x" or len(devices) > len(NODE):
+        return words
+    order, slowest = best_ring(devices)
+    ring = "-".join(str(gcd) for gcd in order)
+    return f"{words} (links allow {bus_limit_gbps(devices):.0f}; one ring {ring} crosses a link of {slowest:.0f})"

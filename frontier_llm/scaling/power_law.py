@@ -1,0 +1,85 @@
+"""Loss against compute: L(C) = E + A · C^-b, fitted with its uncertainty, and with the question whether the data can tell E from 0.
+
+Kaplan et al. 2020 (arXiv:2001.08361) fit E = 0 within a family, Hoffmann et al. 2022 (arXiv:2203.15556) an irreducible E > 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Student's t, two-sided 95 %, by degrees of freedom; its square is the 95 % point of F(1, dof)
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+_T95_MANY = 1.96
+_GRID = 2000  # candidate values of E between 0 and the smallest loss
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """E + A · C^-b, fitted by least squares on log(L - E) against log C with E held."""
+
+    irreducible: float  # E, in the loss's unit
+    coefficient: float  # A
+    exponent: float  # b
+    exponent_interval: tuple[float, float]  # 95 %, given E
+    r_squared: float  # of log(L - E)
+    residuals: tuple[float, ...]  # relative: measured / predicted - 1
+
+    def predict(self, compute_flops: float) -> float:
+        """Loss at this compute."""
+        return float(self.irreducible + self.coefficient * compute_flops**-self.exponent)
+
+
+@dataclass(frozen=True)
+class Irreducible:
+    """What the points say about E: the best value, and the values that they do not rule out."""
+
+    best: float
+    interval: tuple[float, float]  # 95 %, by an F test on the residual sum of squares of log L
+
+    @property
+    def identified(self) -> bool:
+        """True when 0 is ruled out."""
+        return self.interval[0] > 0
+
+
+def fit_power_law(compute_flops: Sequence[float], losses: Sequence[float], irreducible: float = 0.0) -> PowerLaw:
+    """Fit A and b for a given E. Raises ValueError for fewer than 3 points or losses not above E."""
+    C, L = np.asarray(compute_flops, dtype=float), np.asarray(losses, dtype=float)
+    if len(C) < 3 or len(C) != len(L) or (irreducible >= L).any():
+        raise ValueError(
+            f"{len(C)} points and {len(L)} losses, smallest {L.min() if len(L) else None}: at least 3, all above {irreducible}"
+        )
+    x, y = np.log(C), np.log(L - irreducible)
+    slope, level = np.polyfit(x, y, 1)
+    errors = y - (level + slope * x)
+    dof = len(x) - 2
+    spread = np.sqrt(errors @ errors / dof / np.sum((x - x.mean()) ** 2))
+    half = _t95(dof) * spread
+    law = irreducible + np.exp(level + slope * x)
+    return PowerLaw(
+        irreducible, float(np.exp(level)), float(-slope), (float(-slope - half), float(-slope + half)),
+        float(1 - errors @ errors / np.sum((y - y.mean()) ** 2)), tuple(map(float, L / law - 1)),
+    )  # fmt: skip
+
+
+def find_irreducible(compute_flops: Sequence[float], losses: Sequence[float]) -> Irreducible:
+    """Profile E over [0, smallest loss). Raises ValueError for fewer than 4 points: three parameters need a degree of freedom."""
+    if len(losses) < 4:
+        raise ValueError("an irreducible term needs at least 4 points")
+    candidates = np.linspace(0, min(losses), _GRID, endpoint=False)
+    squares = np.array([_squares(fit_power_law(compute_flops, losses, E)) for E in candidates])
+    dof = len(losses) - 3
+    allowed = candidates[squares <= squares.min() * (1 + _t95(dof) ** 2 / dof)]
+    return Irreducible(float(candidates[squares.argmin()]), (float(allowed.min()), float(allowed.max())))
+
+
+def _squares(law: PowerLaw) -> float:
+    """Residual sum of squares of log L, comparable between values of E."""
+    return float(np.sum(np.log1p(law.residuals) ** 2))
+
+
+def _t95(dof: int) -> float:
+    return _T95.get(dof, _T95_MANY)

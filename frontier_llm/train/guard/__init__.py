@@ -1,0 +1,33 @@
+"""What keeps a run alive and honest: nothing here trains.
+
+Watchdog      sees a rank that died, froze or hangs, and has the first to fail named (`cause`)
+Saves         keeps checkpoints coming, bears one failed save
+Wishes        signals and the files STOP and SAVE, agreed by all ranks
+SpikePolicy   judges each step's loss and gradient norm; Skips decides what follows, Decisions writes it down
+ReplicaCheck  compares the copies of weights that must be bit-equal
+Recompute     computes one step twice on every replica and compares
+provenance    which code, libraries and device this is
+"""
+
+from frontier_llm.train.guard.provenance import provenance
+from frontier_llm.train.guard.recompute import Recompute, WrongArithmetic
+from frontier_llm.train.guard.replicas import ReplicaCheck, ReplicaDrift
+from frontier_llm.train.guard.saves import Saves
+from frontier_llm.train.guard.skips import Decisions, Skips
+from frontier_llm.train.guard.spikes import SpikePolicy
+from frontier_llm.train.guard.watchdog import Watchdog
+from frontier_llm.train.guard.wishes import Wishes
+
+__all__ = [
+    "Decisions",
+    "Recompute",
+    "ReplicaCheck",
+    "ReplicaDrift",
+    "Saves",
+    "Skips",
+    "SpikePolicy",
+    "Watchdog",
+    "Wishes",
+    "WrongArithmetic",
+    "provenance",
+]

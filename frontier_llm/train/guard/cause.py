@@ -1,0 +1,161 @@
+"""Who failed first? Answered from the notices that all ranks keep posting, and written down once.
+
+A peer that died or froze shows on the others only as a collective that fails or never ends. The rank that posts no longer is the dead or
+stopped one; when all still post, the one whose progress is furthest behind is the one that the others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.comm.board import Board
+from frontier_llm.errors import RankFailure
+
+PERIOD_S = 1.0  # between two notices of a rank, if the store can take so many
+POSTS_PER_S = 20_000  # by all ranks together: a third of what the store on rank 0 takes (scripts/bench_rendezvous.py)
+ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
+_FIRST, _ALARM = "first failure", "alarm"
+
+
+def period_s(world_size: int) -> float:
+    """Seconds between two notices of a rank that stands still."""
+    return max(PERIOD_S, world_size / POSTS_PER_S)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What ended the run first."""
+
+    rank: int
+    host: str
+    step: int
+    section: str
+    what: str
+
+    def describe(self) -> str:
+        """'rank 2 on n0 failed first, at step 17 (train): …'."""
+        return f"rank {self.rank} on {self.host} failed first, at step {self.step} ({self.section}): {self.what}"
+
+
+class Inquiry:
+    """One rank's access to the notices of all, and to the answer that they have agreed on."""
+
+    def __init__(self, board: Board | None, rank: int, world_size: int, run_dir: Path, own: Callable[[str], Cause]) -> None:
+        """`board` is None in a run of one process. `own(what)`: this rank where it stands now, as a cause."""
+        self._board, self._rank, self._world_size, self._run_dir, self._own = board, rank, world_size, run_dir, own
+
+    @property
+    def alone(self) -> bool:
+        """Nobody to ask: one process, or the store went with rank 0."""
+        return self._board is None
+
+    def post(self, notice: dict[str, Any]) -> None:
+        """Tell the others where this rank is."""
+        if self._board is not None:
+            try:
+                self._board.post(self._rank, notice)
+            except RuntimeError:
+                self._board = None  # rank 0 is gone; the collectives will say so to the main thread
+
+    def answer_alarm(self) -> None:
+        """Rank 0: find the cause for a rank whose collective failed, perhaps long before ours do."""
+        if self._rank == 0 and self._board is not None:
+            try:
+                alarm = self._board.claimed(_ALARM)
+                if alarm is not None and self._board.claimed(_FIRST) is None:
+                    self._investigate(self._board, alarm)
+            except RuntimeError:
+                self._board = None
+
+    def explain(self, error: BaseException) -> Cause:
+        """Who failed first, given what the main thread of this rank ran into; at most a few seconds."""
+        what = f"{type(error).__name__}: {error}"
+        secondary = isinstance(error, RankFailure) or _is_communication(error)
+        cause = self.find(what) if secondary else self._claim(self._own(what))
+        self.record(cause)
+        return cause
+
+    def find(self, symptom: str) -> Cause:
+        """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it to."""
+        try:
+            if self._board is None:
+                return self._own(symptom)
+            return self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
+        except RuntimeError:
+            here = self._own("its process, which holds the rendezvous, is gone or stopped")
+            return self._recorded() or Cause(0, "the host of rank 0", here.step, here.section, here.what)
+
+    def record(self, cause: Cause) -> None:
+        """failure.json of the run directory; the first writer wins, as it has the first cause."""
+        content = json.dumps({**vars(cause), "time": time.strftime("%Y-%m-%d %H:%M:%S"), "written_by_rank": self._rank}, indent=1)
+        try:
+            with (self._run_dir / "failure.json").open("x", encoding="utf-8") as file:
+                file.write(content + "\n")
+        except FileExistsError:
+            return
+
+    def forget(self) -> None:
+        """Remove what an earlier start has recorded."""
+        if self._rank == 0:
+            (self._run_dir / "failure.json").unlink(missing_ok=True)
+
+    def _recorded(self) -> Cause | None:
+        """What rank 0 has found out before it left."""
+        try:
+            content = json.loads((self._run_dir / "failure.json").read_text(encoding="utf-8"))
+            return Cause(**{field.name: content[field.name] for field in fields(Cause)})
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def _claim(self, cause: Cause) -> Cause:
+        """The first cause that any rank has claimed."""
+        if self._board is None:
+            return cause
+        try:
+            return Cause(**json.loads(self._board.claim(_FIRST, json.dumps(vars(cause)))))
+        except RuntimeError:
+            return cause
+
+    def _ask(self, board: Board, symptom: str) -> Cause:
+        board.claim(_ALARM, f"rank {self._rank}: {symptom}")
+        deadline_s = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline_s:
+            claimed = board.claimed(_FIRST)
+            if claimed is not None:
+                return Cause(**json.loads(claimed))
+            time.sleep(0.25)
+        return self._own(symptom)
+
+    def _investigate(self, board: Board, symptom: str) -> Cause:
+        before = self._read_all(board)
+        time.sleep(2.5 * period_s(self._world_size))
+        claimed = board.claimed(_FIRST)
+        if claimed is not None:
+            return Cause(**json.loads(claimed))
+        after = self._read_all(board)
+        silent = [
+            rank for rank in range(1, self._world_size) if rank not in after or before.get(rank, {}).get("posts") == after[rank]["posts"]
+        ]
+        if silent:
+            rank, how = silent[0], "it died or was stopped: it gives no sign of life"
+        else:
+            rank = min(after, key=lambda number: (after[number]["progress"], number))
+            how = f"all live, and it is furthest behind ({after[rank]['collectives']} collectives, the last: {after[rank]['call']})"
+        notice = after.get(rank, {"host": "an unknown host", "step": 0, "section": "start"})
+        return self._claim(Cause(rank, notice["host"], notice["step"], notice["section"], f"{how}; seen as: {symptom}"))
+
+    def _read_all(self, board: Board) -> dict[int, dict[str, Any]]:
+        notices = ((rank, board.read(rank)) for rank in range(self._world_size))
+        return {rank: notice for rank, notice in notices if notice is not None}
+
+
+def _is_communication(error: BaseException) -> bool:
+    """torch reports a lost peer as a plain RuntimeError or DistBackendError."""
+    text = str(error).lower()
+    words = ("gloo", "nccl", "peer", "connection", "timed out", "process group", "socket", "broken pipe")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)

@@ -1,0 +1,154 @@
+"""A thread in each rank that posts its progress, sees when nothing moves any more, and then has the culprit named.
+
+Each rank posts (step, section, collectives done) to the rendezvous' store at every step and at least every second; `cause` reads that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from frontier_llm import log
+from frontier_llm.cluster.rank_env import RankEnv
+from frontier_llm.comm import Mesh, dump_flight_record
+from frontier_llm.comm.board import Board
+from frontier_llm.config import TrainConfig
+from frontier_llm.errors import FrontierError, RankFailure
+from frontier_llm.train.guard.cause import PERIOD_S, Cause, Inquiry, period_s
+
+EXIT_STUCK = 70  # the watchdog ended this process; sysexits' EX_SOFTWARE
+FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
+DUMP_AT = 0.75  # share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
+SHORTEST_S = 0.05  # between two posts, however short the steps are
+
+
+class Watchdog:
+    """Watches this rank's progress while `guarding`."""
+
+    def __init__(self, train: TrainConfig, mesh: Mesh, place: RankEnv | None) -> None:
+        """Nothing moving for most of train.timeout_s means stuck. `place` is None in a run of one process."""
+        board = None
+        if place is not None and place.world_size > 1 and place.master_port is not None:
+            board = Board(place.master_addr, place.master_port, place.rank - place.local_rank)
+        self._mesh, self._logs = mesh, Path(train.run_dir) / "logs"
+        self._rank, self._ledger, self._timeout_s = mesh.world.rank, mesh.ledger, FIRES_AT * train.timeout_s
+        self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, Path(train.run_dir), self._here)
+        self._step, self._section, self._posts = 0, "start", 0
+        self._step_began_at = self._per_step = 0  # collectives
+        self._moved_s = time.monotonic()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._period_s = min(period_s(mesh.world.size), self._timeout_s / 10)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._stacks_path = self._logs / f"stacks_rank_{self._rank:05}.txt"
+        self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
+        self._stacks = self._stacks_path.open("w", encoding="utf-8")  # faulthandler writes to it even without the interpreter lock
+
+    def at(self, step: int, section: str) -> None:
+        """Note where the main thread is; cheap."""
+        if step != self._step:
+            done = self._collectives()
+            self._step_began_at, self._per_step = done, done - self._step_began_at
+            self._wake.set()
+        self._step, self._section = step, section
+        self._moved_s = time.monotonic()
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Note a part of the run (evaluate, save) and return to the one before."""
+        before = self._section
+        self.at(self._step, name)
+        try:
+            yield
+        finally:
+            self.at(self._step, before)
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Watch the body; when it fails, say who failed first before the error goes on."""
+        self._inquiry.forget()
+        self._inquiry.post(self._notice())
+        self._thread.start()
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
+                raise  # all ranks know it alike
+            if self._inquiry.alone:
+                raise
+            dump_flight_record(self._mesh, self._logs, str(error))
+            self._leave(self._inquiry.explain(error))
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        self._close_stacks()
+
+    def _leave(self, cause: Cause) -> None:
+        """The last words of a rank after an exception, and its end."""
+        traceback.print_exc()
+        log.warn(cause.describe() if cause.rank == self._rank else f"secondary failure. {cause.describe()}")
+        sys.stderr.flush()
+        self._close_stacks()
+        if self._rank == 0:
+            time.sleep(PERIOD_S)  # the others read the answer from the store, which goes with this process
+        os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
+
+    def _close_stacks(self) -> None:
+        self._stacks.close()
+        if self._stacks_path.stat().st_size == 0:
+            self._stacks_path.unlink()
+
+    def _collectives(self) -> int:
+        return sum(list(self._ledger.calls.values()))
+
+    def _here(self, what: str) -> Cause:
+        return Cause(self._rank, socket.gethostname(), self._step, self._section, what)
+
+    def _notice(self) -> dict[str, Any]:
+        self._posts += 1
+        collectives = self._collectives()
+        # stages of a pipeline make different numbers of calls, so progress is counted in shares of the own step
+        progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
+        return {
+            "host": socket.gethostname(), "pid": os.getpid(), "step": self._step, "section": self._section,
+            "collectives": collectives, "progress": round(progress, 3), "posts": self._posts, "call": self._ledger.last(),
+        }  # fmt: skip
+
+    def _watch(self) -> None:
+        seen: tuple[Any, ...] = ()
+        while not self._stop.wait(SHORTEST_S):
+            self._wake.wait(self._period_s)  # a new step is posted at once, so that a rank's last notice says how far it got
+            self._wake.clear()
+            notice = self._notice()
+            place = (self._moved_s, notice["collectives"])
+            if place != seen:
+                seen, changed_s, dumped = place, time.monotonic(), False
+                # fires in C, so also when this rank's main thread holds the interpreter lock for ever
+                faulthandler.dump_traceback_later(self._timeout_s + 2 * PERIOD_S, file=self._stacks)
+            self._inquiry.post(notice)
+            self._inquiry.answer_alarm()
+            idle_s = time.monotonic() - changed_s
+            if idle_s > DUMP_AT * self._timeout_s and not dumped:
+                dumped = True
+                faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            if idle_s > self._timeout_s:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Nothing has moved for too long: the suspect named, this process ended; the stacks are on disk already."""
+        self._stacks.flush()
+        waited = f"nothing has moved for {self._timeout_s:.0f} s"
+        path = dump_flight_record(self._mesh, self._logs, waited)
+        cause = self._inquiry.find(waited)
+        self._inquiry.record(cause)
+        log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")
+        os._exit(EXIT_STUCK)

@@ -1,0 +1,32 @@
+"""The scalars that a run continues from, between the training state and a checkpoint; the tensors are the checkpoint room's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontier_llm.checkpoint import Progress
+from frontier_llm.train.build import TrainState
+
+
+def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
+    """Where the run is now; `rewinds` are those of its course so far."""
+    batch, sequence = state.config.batch.global_batch, state.config.model.sequence_length
+    return Progress(
+        step=state.current_step,
+        consumed_samples=(state.current_step + state.feed.left_out_steps) * batch,
+        tokens=state.current_step * batch * sequence,
+        optimizer_updates=state.optimizer.updates,
+        loss_scale=state.scaler.scale,
+        scaler_clean_steps=state.scaler.clean_steps,
+        skipped_steps=state.skipped_steps,
+        policy={**state.spikes.state(), "left_out_steps": state.feed.left_out_steps, "rewinds": rewinds},
+    )
+
+
+def restore(state: TrainState, progress: Progress) -> None:
+    """Put the scalars back."""
+    state.current_step, state.skipped_steps = progress.step, progress.skipped_steps
+    state.optimizer.updates = progress.optimizer_updates
+    state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps
+    state.spikes.restore(progress.policy)
+    state.feed.left_out_steps = int(progress.policy.get("left_out_steps", 0))

@@ -1,0 +1,113 @@
+"""A link of stated speed between the ranks of one machine: the transfer takes its time whether or not the ranks compute meanwhile.
+
+Shared memory moves bytes with the same cores that compute, so on one machine there is nothing to hide. This wraps a group: the bytes go
+through it as before, but a result may not be used before the link would have delivered it; a rank that has to wait sleeps. Each rank has
+one link per axis, and what it sends goes one after another. *Simulated*: no NIC, no contention between axes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from frontier_llm.comm import Axis, Group, Mesh, Pending
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message costs."""
+
+    bytes_s: float
+    latency_s: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """From the moment when both ends are ready."""
+        return self.latency_s + size_bytes / self.bytes_s
+
+
+class _Transfer:
+    """`work`, whose result is there `seconds` after the moment that `stamp` says, when the last of the ends was ready."""
+
+    def __init__(self, work: Pending, stamp: Tensor, stamped: Pending, seconds: float) -> None:
+        self._work, self._stamp, self._stamped, self._seconds = work, stamp, stamped, seconds
+        self._posted_s = time.monotonic()
+
+    def wait(self) -> None:
+        """See Pending."""
+        self._work.wait()
+        self._stamped.wait()
+        left_s = max(float(self._stamp), self._posted_s) + self._seconds - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+class LinkedGroup:
+    """A group of `size` ranks whose bytes take time."""
+
+    def __init__(self, group: Group, size: int, link: Link) -> None:
+        self._group, self._size, self._link, self._free_s = group, size, link, 0.0
+
+    def _collective(self, work: Pending, sent_bytes: float) -> Pending:
+        seconds = self._link.seconds(sent_bytes)
+        stamp = torch.tensor([max(time.monotonic(), self._free_s)], dtype=torch.float64)
+        self._free_s = float(stamp) + seconds
+        return _Transfer(work, stamp, self._group.start_all_reduce_(stamp, "max"), seconds)
+
+    def _share(self, whole: Tensor) -> float:
+        return whole.numel() * whole.element_size() * (self._size - 1) / self._size
+
+    def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
+        """See Group."""
+        return self._collective(self._group.start_all_reduce_(x, op), 2 * self._share(x))
+
+    def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        return self._collective(self._group.start_all_gather_into(gathered, x), self._share(gathered))
+
+    def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        return self._collective(self._group.start_reduce_scatter_into(scattered, x), self._share(x))
+
+    def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
+        """See Group."""
+        return self._collective(self._group.start_all_to_all_into(arriving, x), self._share(x))
+
+    def broadcast_(self, x: Tensor, source: int) -> None:
+        """See Group. Free of charge, as nothing in a step broadcasts."""
+        self._group.broadcast_(x, source)
+
+    def barrier(self) -> None:
+        """See Group. Free of charge."""
+        self._group.barrier()
+
+    def send(self, x: Tensor, to: int) -> Pending:
+        """See Group. The receiver pays: a stamp of the sending time follows the message."""
+        seconds = self._link.seconds(x.numel() * x.element_size())
+        begin_s = max(time.monotonic(), self._free_s)
+        self._free_s = begin_s + seconds
+        work = self._group.send(x, to)
+        self._group.send(torch.tensor([begin_s], dtype=torch.float64), to).wait()
+        return work
+
+    def receive(self, buffer: Tensor, source: int) -> Pending:
+        """See Group."""
+        work, stamp = self._group.receive(buffer, source), torch.empty(1, dtype=torch.float64)
+        return _Transfer(work, stamp, self._group.receive(stamp, source), self._link.seconds(buffer.numel() * buffer.element_size()))
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
+        """See Group."""
+        self.send(outgoing, to)
+        return self.receive(incoming, source)
+
+
+def linked(mesh: Mesh, link: Link) -> Mesh:
+    """The mesh with a link on its tp, dp and pipeline axes."""
+
+    def slow(axis: Axis) -> Axis:
+        return axis if axis.group is None else replace(axis, group=LinkedGroup(axis.group, axis.size, link))
+
+    channels = {name: slow(axis) for name, axis in mesh.channels.items()}
+    return replace(mesh, tp=slow(mesh.tp), dp=slow(mesh.dp), channels=channels)

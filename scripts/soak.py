@@ -1,0 +1,147 @@
+"""Random faults for a given time, then a long run without any; what a process may leak is sampled all along and must stay flat.
+
+    python scripts/soak.py [--minutes 30] [--seed 1] [--ranks 2]
+
+Faults are all of scripts/kill_anywhere.py, drawn at random; each disturbed run must end bit-equal to the undisturbed one. After each run this
+process's open files and memory, files in shared memory, leftovers beside the checkpoints and processes without a parent are counted; in
+the long run, once a second, open files and memory of every rank. Prints a JSON summary; exit code 1 when a run differs or a series grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from kill_anywhere import CODES, Campaign, Different
+
+from frontier_llm.cluster.run_dir import STOP_FILE
+from frontier_llm.comm.shm import MEMORY_DIR
+from frontier_llm.train.loop import EXIT_INTERRUPTED
+
+FAULTS = ["kill", "kill", *CODES]
+LONG_SHARE = 1 / 6  # of the time is the long run's
+SLACK = {"files": 2, "rss_mib": 24, "shared_memory": 8, "orphans": 0, "leftovers": 0}  # how much a series may grow
+
+Series = dict[str, list[float]]
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def rss_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def orphans() -> int:
+    """Processes of this program's group besides itself; it waits for all that it forks."""
+    found = 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has just ended
+            found += int(fields[2]) == os.getpgrp()
+    return found
+
+
+def shared_memory() -> int:
+    """Files in /dev/shm with a name or without, of the whole machine."""
+    system = os.statvfs(MEMORY_DIR)
+    return system.f_files - system.f_ffree
+
+
+def sample(base: Path, series: Series) -> None:
+    """Between two runs, when no rank lives."""
+    series["files"].append(open_files(os.getpid()))
+    series["rss_mib"].append(rss_mib(os.getpid()))
+    series["shared_memory"].append(shared_memory())
+    series["orphans"].append(orphans())
+    series["leftovers"].append(len(list(base.iterdir())))
+
+
+def long_run(campaign: Campaign, seconds: float) -> dict[str, Series]:
+    """An undisturbed run, stopped after so many seconds by the file STOP, sampled once a second; by rank."""
+    run = campaign.new_run("long")
+    attempt, stop_s = campaign.start(run, "", steps=10**6), time.monotonic() + seconds
+    found: dict[str, Series] = {f"rank {rank}": defaultdict(list) for rank in range(len(attempt.pids))}
+    while not attempt.ended_within(1.0):
+        for series, pid in zip(found.values(), attempt.pids, strict=True):
+            series["files"].append(open_files(pid))
+            series["rss_mib"].append(rss_mib(pid))
+        if time.monotonic() > stop_s:
+            (run.run_dir / STOP_FILE).touch()
+    codes = attempt.end(kill=False)
+    if codes != [EXIT_INTERRUPTED] * len(codes):
+        raise Different(f"the long run: exit codes {codes}\n{(run.directory / 'log').read_text()[-3000:]}")
+    shutil.rmtree(run.directory)
+    return found
+
+
+def growth(values: list[float]) -> float:
+    """How much the last third lies above the middle one; the first is start-up."""
+    third = len(values) // 3
+    return median(values[-third:]) - median(values[third : 2 * third]) if third else 0.0
+
+
+def growing(where: str, series: Series) -> list[str]:
+    return [f"{where}: {name} grew by {growth(values):g}" for name, values in series.items() if growth(values) > SLACK[name]]
+
+
+def span(series: Series) -> dict[str, list[float]]:
+    return {name: [round(min(values), 1), round(max(values), 1)] for name, values in series.items()}
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--minutes", type=float, default=30)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--ranks", type=int, default=2)
+    args = options.parse_args()
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    print(f"seed {args.seed}", file=sys.stderr, flush=True)
+    base, started, series = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic(), defaultdict[str, list[float]](list)
+    try:
+        campaign = Campaign(base, args.ranks, args.seed, 1, FAULTS, 0.3)
+        disturbed = time.monotonic()
+        while time.monotonic() - started < 60 * args.minutes * (1 - LONG_SHARE):
+            campaign.one_run()
+            sample(base, series)
+            print(f"{time.monotonic() - started:.0f} s: {dict(campaign.count)}", file=sys.stderr, flush=True)
+        disturbed_s = time.monotonic() - disturbed
+        ranks = long_run(campaign, 60 * args.minutes * LONG_SHARE)
+    except Different as difference:
+        print(f"seed {args.seed}: {difference}")
+        return 1
+    problems = [*growing("this process", series), *(line for rank, own in ranks.items() for line in growing(rank, own))]
+    shutil.rmtree(base)
+    summary = {
+        **campaign.summary(),
+        "effective_time": round(campaign.count["runs"] * campaign.undisturbed_s / disturbed_s, 3),
+        "from_to": {"this process": span(series), **{rank: span(own) for rank, own in ranks.items()}},
+        "grew": problems,
+        "bit_equal": True,
+        "elapsed_s": round(time.monotonic() - started),
+        "seed": args.seed,
+    }
+    print(json.dumps(summary))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The documentation's commands: those for a laptop are run, those for a cluster are read by the real argument parser."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cli.main import COMMANDS
+from frontier_llm.config import RunConfig, load_run
+from tests.docs.pages import LANGUAGES, PAGES, ROOT, Fence, commands, fences
+
+FENCES = [fence for page in PAGES for fence in fences(page)]
+# the tutorial comes first: other pages show commands on what it leaves
+RUNNABLE = sorted({fence.page for fence in FENCES if fence.language == "bash"}, key=lambda page: (page != "docs/tutorial.md", page))
+TO_PARSE = [fence for fence in FENCES if fence.language == "console"]
+SYNOPSIS = re.compile(r"[\[\]…|·]|\b[A-Z][A-Z_]+\b(?!=)")  # stands for several commands
+
+
+def test_every_fence_says_what_it_is() -> None:
+    unknown = [f"{fence.page}:{fence.line}" for fence in FENCES if fence.language not in LANGUAGES]
+    assert unknown == [], f"give these a language of {sorted(LANGUAGES)}; bash is run, console is parsed"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout's own folders in a place where runs/ may be written, and `frontier-llm` on the PATH."""
+    place = tmp_path_factory.mktemp("checkout")
+    for name in ("configs", "docs", "frontier_llm", "launch", "scripts", "slurm"):
+        (place / name).symlink_to(ROOT / name)
+    command = place / "bin" / "frontier-llm"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m frontier_llm.cli.main "$@"\n')
+    command.chmod(0o755)
+    (place / "bin" / "python").symlink_to(sys.executable)
+    return place
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_commands_run(page: str, checkout: Path) -> None:
+    text = "".join(fence.text for fence in FENCES if fence.page == page and fence.language == "bash")
+    environment = {**os.environ, "PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = ["bash", "-euxo", "pipefail", "-c", text]
+    done = subprocess.run(script, cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, f"{page}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The real parser of one command."""
+    parser = argparse.ArgumentParser(prog="frontier-llm")
+    importlib.import_module(COMMANDS[name][0]).add_parser(parser.add_subparsers(dest="command", required=True))
+    return parser
+
+
+def options_below(parser: argparse.ArgumentParser, words: list[str]) -> tuple[set[str], list[str]]:
+    """Options of the subcommand that the words lead to, and the words that are left."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and words:
+            assert set(words[0].split("|")) <= set(action.choices), f"{words[0]} is none of {sorted(action.choices)}"
+            return options_below(action.choices[words[0].split("|")[0]], words[1:])
+    return {option for action in parser._actions for option in action.option_strings}, words
+
+
+def check_frontier_llm(line: str) -> None:
+    """One command, or a synopsis of several separated by ·."""
+    for part in line.split(" · "):
+        words = shlex.split(part.removeprefix("frontier-llm").strip())
+        assert words[0] in COMMANDS, f"no command {words[0]!r}"
+        parser = parser_of(words[0])
+        known, rest = options_below(parser, words)
+        given = {re.sub(r"[=\]].*", "", word.lstrip("[")) for word in rest if word.lstrip("[").startswith("--")}
+        assert given <= known, f"{part}: no {sorted(given - known)}"
+        if not SYNOPSIS.search(part):
+            _, loose = parser.parse_known_args(words)
+            assert all("=" in word for word in loose), f"{part}: {loose}"
+
+
+def check_batch_script(line: str) -> None:
+    """The script is there, and the run that it names takes the key=value words."""
+    words = shlex.split(line)
+    script = next(word for word in words if word.endswith(".sbatch"))
+    text = (ROOT / script).read_text(encoding="utf-8")
+    overrides = [word for word in words[words.index(script) + 1 :] if re.match(r"[\w.]+=", word)]
+    run = re.search(r"configs/runs/(\w+)\.yaml", text)
+    assert run, f"{script} names no run"
+    load_run(run[1], overrides)
+
+
+@pytest.mark.parametrize("fence", TO_PARSE, ids=lambda fence: f"{fence.page}:{fence.line}")
+def test_other_commands_are_real(fence: Fence) -> None:
+    for line in commands(fence):
+        line = re.sub(r"^(?:python3?) -m frontier_llm\.cli\.main", "frontier-llm", line)
+        if line.startswith("frontier-llm "):
+            check_frontier_llm(line)
+        elif ".sbatch" in line:
+            check_batch_script(re.sub(r"^for .*? do (.*?); done$", r"\1", line))
+        elif script := re.search(r"(?:^|\s)((?:scripts|launch)/[\w./-]+)", line):
+            assert (ROOT / script[1]).is_file(), script[1]
+
+
+KEY = re.compile(r"`(model|parallel|batch|optimizer|precision|data|ops|comm|train|guard)\\.([a-z_]+)(?=[`:=\\s])")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_configuration_keys_exist(page: Path) -> None:
+    for section, key in KEY.findall(page.read_text(encoding="utf-8")):
+        fields = RunConfig.model_fields[section].annotation.model_fields
+        assert key in fields, f"{page.name}: {section}.{key}"
+
+
+def test_the_checks_themselves() -> None:
+    for wrong in (
+        "frontier-llm trian",
+        "frontier-llm data tokenise X",
+        "frontier-llm plan gpt-1t --nods 4",
+        "frontier-llm evaluate MODEL [--dta X]",
+    ):
+        with pytest.raises((AssertionError, SystemExit)):
+            check_frontier_llm(wrong)
+    with pytest.raises(Exception, match="stps"):
+        check_batch_script("sbatch -A X slurm/train_1t.sbatch train.stps=3")

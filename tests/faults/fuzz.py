@@ -1,0 +1,110 @@
+"""Damaged inputs, and what reading one may cost: only typed errors, bounded time and memory, no file outside of the given folder."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.errors import FrontierError
+
+# Together 10,000 cases; each kind's test takes its number from here
+MANIFESTS, HEADERS, INDICES, RUN_FILES = 6_900, 500, 2_000, 600
+MOST_CPU_S = 2.0  # of one case; a run file of 100,000 characters of YAML takes one of them
+MOST_GROWTH_KIB = 200 * 1024
+
+NASTY: list[Any] = [
+    None, True, -1, 0, 1, 2**31, 2**53, 2**63, 2**64, 10**40, 0.5, 1e308, "", "../../../etc/passwd", "/etc/passwd", "shard_00000.safetensors",
+    "shard_00001.safetensors\x00", "shard_00001.safetensors/../..", "é" * 100, "a" * 100_000, [], [[]], {}, [0] * 1000, [2**40] * 8, [1] * 9,
+]  # fmt: skip
+
+
+def paths(value: Any, prefix: tuple = ()) -> list[tuple]:
+    """The keys to every place in a tree of JSON."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [prefix, *(path for key, inner in items for path in paths(inner, (*prefix, key)))]
+
+
+def mutate(content: Any, rng: random.Random, places: list[tuple]) -> bytes:
+    """One to three changes of the tree, or of the text."""
+    text = json.dumps(content)
+    return mutate_bytes(text.encode(), rng) if rng.random() < 0.3 else json.dumps(_mutate_tree(json.loads(text), rng, places)).encode()
+
+
+def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
+    """One to four bytes changed, stretches cut out, put in, or everything after a point cut off."""
+    damaged = bytearray(content)
+    for _ in range(rng.randint(1, 4)):
+        position = rng.randrange(len(damaged))
+        choice = rng.randrange(4)
+        if choice == 0:
+            damaged[position] = rng.randrange(256)
+        elif choice == 1:
+            del damaged[position : position + rng.randint(1, 50)]
+        elif choice == 2:
+            damaged[position:position] = rng.choice([b"[" * 5000, b"{", b'"', b"1e999", b"\xff\xfe", b"NaN"])
+        else:
+            damaged = damaged[:position]
+        if not damaged:
+            break
+    return bytes(damaged)
+
+
+def _mutate_tree(tree: Any, rng: random.Random, places: list[tuple]) -> Any:
+    for _ in range(rng.randint(1, 3)):
+        *parents, leaf = rng.choice(places[1:])
+        target = tree
+        try:
+            for key in parents:
+                target = target[key]
+            if rng.random() < 0.25:
+                del target[leaf]
+            elif rng.random() < 0.3 and isinstance(target, dict):
+                target[f"{leaf}x"] = rng.choice(NASTY)
+            else:
+                value = target[leaf]
+                small = isinstance(value, int) and rng.random() < 0.5
+                target[leaf] = value + rng.choice([-1, 1, 8, 1000]) if small else rng.choice(NASTY)
+        except (KeyError, IndexError, TypeError):
+            continue
+    return tree
+
+
+_opened: list[set[str]] = []  # of the readers under test, while one is
+
+
+def _note(event: str, args: tuple) -> None:
+    if _opened and event == "open":
+        _opened[-1].add(str(args[0]))
+
+
+sys.addaudithook(_note)
+
+
+def refused(read: Callable[[bytes], bool], cases: list[bytes], folders: set[Path]) -> int:
+    """How many of the cases `read` refuses, by a FrontierError or by saying True; any other exception passes through.
+
+    Asserts the bounds on time and memory, and that files were opened in `folders` only.
+    """
+    before_kib, count, slowest_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 0.0
+    _opened.append(set())
+    try:
+        for case in cases:
+            started_s = time.process_time()  # not of what else the machine does
+            try:
+                count += bool(read(case))
+            except FrontierError:
+                count += 1
+            slowest_s = max(slowest_s, time.process_time() - started_s)
+    finally:
+        opened = _opened.pop()
+    assert slowest_s < MOST_CPU_S
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < MOST_GROWTH_KIB
+    strange = [path for path in opened if (path.startswith("/") or ".." in path) and Path(path).parent not in folders]
+    assert strange == []
+    return count

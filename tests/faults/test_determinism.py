@@ -1,0 +1,40 @@
+"""The same seed twice is the same run, bit for bit; replicas that compute the same step agree, and one that does not is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run
+from tests.faults.test_policies import decisions
+
+LAYOUT = ("parallel.data=2", "parallel.tensor=2", "parallel.sequence_parallel=true")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_same_seed_twice_is_bit_equal(dtype: str, tmp_path: Path) -> None:
+    once, again = (Run(tmp_path / name, overrides=(*LAYOUT, f"precision.dtype={dtype}")) for name in ("once", "again"))
+    assert once.finish()[0] == again.finish()[0] == 0
+    assert once.losses() == again.losses() and once.shards() == again.shards()
+    other = Run(tmp_path / "other", overrides=(*LAYOUT, f"precision.dtype={dtype}", "train.seed=5"))
+    assert other.finish()[0] == 0 and other.losses() != once.losses()
+
+
+def test_recomputing_changes_nothing_and_is_silent_in_a_clean_run(tmp_path: Path) -> None:
+    without, checked = (
+        Run(tmp_path / name, overrides=(*LAYOUT, *more)) for name, more in (("a", ()), ("b", ("guard.recompute_interval=1",)))
+    )
+    assert without.finish()[0] == checked.finish()[0] == 0
+    assert checked.losses() == without.losses() and checked.shards() == without.shards()
+    assert not (checked.run_dir / "decisions.jsonl").exists()
+
+
+def test_a_perturbed_result_is_classified_with_its_rank(tmp_path: Path) -> None:
+    run = Run(tmp_path, overrides=("parallel.data=3", "batch.global_batch=6", "guard.recompute_interval=4"))
+    code, output, _ = run.finish("train.recomputed@1#2=perturb")
+    assert code == 0 and "step 4: transient error on rank 1 on" in output
+    assert [(entry["step"], entry["rank"], entry["kind"]) for entry in decisions(run)] == [(4, 1, "transient")]
+    code, output, _ = Run(tmp_path / "lasting", overrides=run.overrides).finish("train.recomputed@2#1%=perturb")
+    assert code == 1 and "persistent error on rank 2 on" in output and "exclude these hosts" in output
+    assert "rank 1 on" not in output.split("persistent error")[1].splitlines()[0]

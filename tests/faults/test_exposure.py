@@ -1,0 +1,60 @@
+"""What a run shows of itself: no secret of its environment in any file, and no open port but the rendezvous and the transport's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run
+from tests.faults.test_runs import wait_for_ranks
+
+SECRETS = {
+    "HF_TOKEN": "hf_never-to-be-written",
+    "WANDB_API_KEY": "wandb-never-to-be-written",
+    "AWS_SECRET_ACCESS_KEY": "aws-never-to-be-written",
+}
+
+
+def listening(pids: list[int]) -> list[tuple[str, int]]:
+    """(address, port) of every TCP socket on which one of the processes listens."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                sockets |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
+            except OSError:
+                continue  # closed meanwhile
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def test_ports_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    run = Run(tmp_path, steps=10_000, save_interval=3, overrides=("parallel.data=2", "train.tensorboard=true"))
+    process = run.start()
+    pids = wait_for_ranks(process.pid, run)
+    environment = Path(f"/proc/{pids[0]}/environ").read_bytes()
+    assert all(value.encode() in environment for value in SECRETS.values())
+    port = next(int(entry[12:]) for entry in environment.decode().split("\0") if entry.startswith("MASTER_PORT="))
+    ports = listening(pids)
+    assert {address for address, _ in ports} == {"0100007F"}, "only the job's interface, here 127.0.0.1"
+    assert [number for _, number in ports].count(port) == 1
+    assert len(ports) <= 1 + 3 * len(pids), "the rendezvous, and gloo's own: one per group and rank"
+    os.kill(pids[1], signal.SIGSEGV)  # the files of a crash, too: traceback, stacks, flight records, failure.json
+    output, _ = process.communicate(timeout=60)
+    files = [path for path in run.run_dir.rglob("*") if path.is_file()]
+    assert any(path.name == "failure.json" for path in files) and len(files) > 10
+    for value in SECRETS.values():
+        assert value not in output
+        assert [path for path in files if value.encode() in path.read_bytes()] == []

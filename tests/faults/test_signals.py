@@ -1,0 +1,66 @@
+"""Signals in any state of a run: starting, loading, evaluating, saving; a second one ends it at once and leaves a loadable checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run
+from tests.faults.test_runs import wait_for_ranks
+
+TWO = ("parallel.data=2", "data.validation=synthetic", "train.eval_interval=3", "train.eval_samples=64")
+
+
+def wait_until_inside(run: Run, process: subprocess.Popen[str], state: str) -> None:
+    """Until rank 0 sleeps at a failpoint: its stack is not visible, but the marker before the sleep is."""
+    marker, deadline_s = run.run_dir / "logs" / "rank_0.log", time.monotonic() + 90
+    while not marker.exists() or f"failpoint {state}: sleeping" not in marker.read_text():
+        assert time.monotonic() < deadline_s and process.poll() is None
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("undisturbed"), overrides=TWO)
+    assert run.finish()[0] == 0
+    return run
+
+
+@pytest.mark.parametrize(
+    ("state", "nth"), [("train.start", 1), ("checkpoint.loading", 1), ("train.evaluate", 11), ("checkpoint.shard_written", 2)]
+)
+def test_one_agreed_step_is_saved_wherever_the_signal_comes(state: str, nth: int, undisturbed: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path, overrides=TWO)
+    if state == "checkpoint.loading":
+        assert run.finish("train.step#8=kill")[0] == 137
+    process = run.start(f"{state}#{nth}=sleep:2")
+    wait_until_inside(run, process, state)
+    children = sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+    os.kill(children[1], signal.SIGUSR1)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert run.finish()[0] == 0
+    assert run.losses() == undisturbed.losses() and run.shards() == undisturbed.shards()
+
+
+def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path, overrides=TWO)
+    process = run.start("checkpoint.shard_written#3=sleep:60")
+    pids = wait_for_ranks(process.pid, run)
+    wait_until_inside(run, process, "checkpoint.shard_written")
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(1.5)  # within a second it would be the same request, delivered twice
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    second_s = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - second_s < 10 and process.returncode == 128 + signal.SIGTERM, output
+    assert (run.run_dir / "checkpoints" / "LATEST").read_text() == "step_00000006\n"
+    assert run.finish()[0] == 0
+    assert run.losses() == undisturbed.losses() and run.shards() == undisturbed.shards()

@@ -1,0 +1,117 @@
+"""Models of transformers against ours with the same weights, through files, both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from frontier_llm.checkpoint.huggingface import HuggingFaceModel, export_huggingface
+from frontier_llm.comm import serial_mesh
+from frontier_llm.config import OpsConfig
+from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_plan
+from frontier_llm.inference.score import token_scores
+from frontier_llm.units import GIB
+from tests.unit.checkpoint.huggingface.families import VARIANTS, S, V, saved
+
+transformers = pytest.importorskip("transformers")
+
+
+def imported(directory: Path, dtype: str, vocab_multiple: int | None = None) -> InferenceModel:
+    source = HuggingFaceModel(directory, vocab_multiple)
+    plan = inference_plan(source.model, 1, 1, 1)
+    return build_inference_model(source, plan, serial_mesh(), torch.device("cpu"), dtype, OpsConfig())
+
+
+def tokens(rows: int = 3) -> torch.Tensor:
+    return torch.randint(0, V, (rows, S), generator=torch.Generator().manual_seed(2))
+
+
+def compare(ours: InferenceModel, theirs: torch.nn.Module, tolerance: float) -> None:
+    tokens_BS = tokens()
+    with torch.inference_mode():
+        expected_BSV = theirs(tokens_BS).logits
+        x_SBH = ours.hidden(tokens_BS.T.contiguous())
+        assert x_SBH is not None
+        logits_BSV = ours.whole_logits(x_SBH).transpose(0, 1)
+        expected_loss = theirs(tokens_BS, labels=tokens_BS).loss
+    assert logits_BSV.shape == expected_BSV.shape
+    assert expected_BSV.abs().max() > 1  # not all zeros
+    assert (logits_BSV - expected_BSV).abs().max() <= tolerance
+    scores = token_scores(ours, tokens_BS.tolist())
+    assert scores is not None
+    loss = -torch.cat([log_probabilities for log_probabilities, _ in scores]).mean()
+    assert abs(loss - expected_loss) <= tolerance
+    for row, (_, greedy) in enumerate(scores):
+        assert greedy.tolist() == (expected_BSV[row].argmax(-1)[:-1] == tokens_BS[row, 1:]).tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_loss_equal_transformers_in_float32(variant: str, tmp_path: Path) -> None:
+    theirs = saved(variant, tmp_path)
+    compare(imported(tmp_path, "fp32"), theirs, 1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_loss_equal_transformers_in_float64(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = saved(variant, tmp_path, torch.float64)
+    ours = imported(tmp_path, "fp64")
+    # transformers casts norms, softmax and rotary tables to float32 by name; here that name means float64
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    again = type(theirs)(theirs.config).double().eval()  # its rotary tables were made when it was built
+    again.load_state_dict(theirs.state_dict())
+    compare(ours, again, 1e-11)
+
+
+def test_a_swapped_key_and_value_is_noticed(tmp_path: Path) -> None:
+    theirs = saved("llama-gqa", tmp_path)
+    ours = imported(tmp_path, "fp32")
+    with torch.no_grad():
+        qkv = ours.stage.blocks[1].attention.qkv.weight
+        qkv[:, -2:] = qkv[:, -2:].flip(1).clone()
+    with pytest.raises(AssertionError):
+        compare(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_import_then_export_gives_back_the_same_bytes_and_configuration(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = saved(variant, tmp_path / "theirs", dtype)
+    family = export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", dtype)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(back).__name__ == family.architecture and back.dtype == dtype
+    expected = theirs.state_dict()
+    assert list(back.state_dict()) == list(expected)
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor.contiguous().view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # .to(bf16) had rounded its rotary table, too
+    with torch.inference_mode():
+        assert torch.equal(back.eval()(tokens()).logits, reloaded.eval()(tokens()).logits)
+    assert HuggingFaceModel(tmp_path / "ours").model.model_dump(exclude={"name"}) == HuggingFaceModel(tmp_path / "theirs").model.model_dump(
+        exclude={"name"}
+    )
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "gpt2", "neox", "mpt"])
+def test_shards_are_read_and_written(variant: str, tmp_path: Path) -> None:
+    theirs = saved(variant, tmp_path / "theirs", max_shard_size="40KB")
+    assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 2
+    export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", torch.float32, shard_gib=40_000 / GIB)
+    shards = sorted((tmp_path / "ours").glob("model-*.safetensors"))
+    assert len(shards) > 2 and all(path.stat().st_size < 50_000 for path in shards)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name]), name
+
+
+def test_padding_of_the_vocabulary_changes_nothing_and_is_not_exported(tmp_path: Path) -> None:
+    theirs = saved("llama-gqa", tmp_path / "theirs")
+    ours = imported(tmp_path / "theirs", "fp32", vocab_multiple=50)
+    assert ours.stage.output_head is not None and ours.stage.output_head.shape[0] == 100
+    compare(ours, theirs, 1e-5)
+    export_huggingface(HuggingFaceModel(tmp_path / "theirs", 50), tmp_path / "ours", torch.float32)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert back.lm_head.weight.shape[0] == V

@@ -1,0 +1,87 @@
+"""`frontier-llm checkpoint list|verify|diff` as a person reads them; and checkpoints of the format's first version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.inspect import verify
+from frontier_llm.cli.main import main
+from tests.unit.checkpoint.serial import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    run.save(2, 4)
+    return run
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def as_version_1(checkpoint: Path) -> None:
+    """What the first version would have written: one sha256 over each whole file."""
+    manifest = json.loads((checkpoint / folder.MANIFEST).read_text())
+    manifest["version"] = 1
+    del manifest["block_bytes"]
+    for shard in manifest["shards"]:
+        shard["sha256"] = hashlib.sha256((checkpoint / shard["file"]).read_bytes()).hexdigest()
+    content = (json.dumps(manifest, separators=(",", ":")) + "\n").encode()
+    (checkpoint / folder.MANIFEST).write_bytes(content)
+    (checkpoint / folder.MANIFEST_DIGEST).write_text(f"{hashlib.sha256(content).hexdigest()}  manifest.json\n")
+
+
+def test_version_1_is_read_and_its_damage_found(run: Run) -> None:
+    newest = run.manager.directory / "step_00000004"
+    as_version_1(newest)
+    assert verify(newest) == []
+    loaded = run.manager.load_latest(strict=True)
+    assert loaded is not None and loaded.step == 4
+    run.check(4)
+    flip(newest / "shard_00000.safetensors", -1)
+    assert "is damaged: digest" in str(verify(newest)[0])
+
+
+def test_list_is_a_table_with_ages_and_sizes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run.manager.directory
+    old_s = time.time() - 2.5 * 3600
+    os.utime(directory / "step_00000002" / folder.MANIFEST, (old_s, old_s))
+    assert main(["checkpoint", "list", str(directory.parent)]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert [line.index(word) for line, word in ((first, "TP1"), (second, "TP1"))] == [header.index("written as")] * 2
+    assert first.startswith("step_00000002") and first.endswith("2 h ago")
+    assert second.startswith("step_00000004") and second.endswith("just now  LATEST")
+    flip(directory / "step_00000002" / folder.MANIFEST, 5)
+    assert main(["checkpoint", "list", str(directory.parent)]) == 1
+    said = capsys.readouterr()
+    assert "step_00000002  DAMAGED" in said.out and "sha256 is" in said.err
+
+
+def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = run.manager.directory
+    assert main(["checkpoint", "verify", str(directory)]) == 0
+    assert [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines()] == [[f"step_0000000{step}", "intact"] for step in (2, 4)]
+    flip(directory / "step_00000004" / "shard_00000.safetensors", -1)
+    assert main(["checkpoint", "verify", str(directory)]) == 1
+    said = capsys.readouterr()
+    assert "step_00000004  DAMAGED" in said.out and "MiB read in" in said.out and "it holds" in said.err
+
+
+def test_diff_groups_and_counts(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (str(run.manager.directory / f"step_0000000{step}") for step in (2, 4))
+    assert main(["checkpoint", "diff", first, first]) == 0
+    assert capsys.readouterr().out == "weights and optimizer state are bit-equal\n"
+    assert main(["checkpoint", "diff", first, second]) == 1
+    out = capsys.readouterr().out
+    assert "\n  progress.step: 2 → 4\n" in out and "elements that differ" in out and out.endswith("weights or optimizer state differ\n")
+    assert max(map(len, out.splitlines())) < 180

@@ -1,0 +1,158 @@
+"""Every command's --help: fast, complete, within 80 columns; wrong words are answered with the right ones."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from frontier_llm.cli import main as cli
+from frontier_llm.cli.arguments import Parser, count_of, natural, positive
+from frontier_llm.cli.main import COMMANDS, main
+
+# commands that a login node answers: they must not wait for torch
+WITHOUT_TORCH = ("plan", "submit", "status", "doctor", "scaling", "data")
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
+    """Every command's parser and those of its actions."""
+    root = Parser(prog="frontier-llm")
+    subparsers = root.add_subparsers()
+    for module, _ in COMMANDS.values():
+        importlib.import_module(module).add_parser(subparsers)
+    todo = [root]
+    while todo:
+        parser = todo.pop()
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                todo += action.choices.values()
+
+
+PARSERS = {parser.prog: parser for parser in parsers() if parser.prog != "frontier-llm"}
+
+
+def test_the_first_page_names_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert sorted(name for names in cli._GROUPS.values() for name in names) == sorted(COMMANDS)
+    assert all(len(re.findall(rf"^  {name} ", page, re.MULTILINE)) == 1 for name in COMMANDS)
+    assert max(map(len, page.splitlines())) <= 90
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_every_argument_is_explained(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = PARSERS[prog]
+    for action in parser._actions:
+        assert action.help or isinstance(action, argparse._SubParsersAction), action
+        if action.option_strings and action.nargs != 0 and action.help != argparse.SUPPRESS:
+            # LONG_NAME of --long-name only repeats the flag; a word says what to type
+            assert action.metavar or action.choices or "-" not in action.option_strings[-1].removeprefix("--"), action
+    assert parser.description and parser.description[0].isupper() and parser.description.endswith(".")
+    for columns in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert max(map(len, parser.format_help().splitlines())) <= int(columns) + 2
+
+
+@pytest.mark.parametrize("prog", [prog for prog in PARSERS if PARSERS[prog].epilog])
+def test_examples_are_commands_of_this_program(prog: str) -> None:
+    for line in str(PARSERS[prog].epilog).splitlines()[1:]:
+        words = shlex.split(line)
+        words = words[words.index("frontier-llm") + 1 :]
+        root = Parser(prog="frontier-llm")
+        importlib.import_module(COMMANDS[words[0]][0]).add_parser(root.add_subparsers(dest="command"))
+        assert root.parse_args(words).command == words[0]
+
+
+def test_every_command_has_examples() -> None:
+    assert [name for name in COMMANDS if not PARSERS[f"frontier-llm {name}"].epilog] == []
+
+
+def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
+    seen: dict[str, set[str]] = {}
+    for parser in PARSERS.values():
+        for action in parser._actions:
+            for flag in action.option_strings:
+                if flag not in ("--data", "--model", "--nodes", "--output", "--time"):  # one or a list; a file or a directory
+                    seen.setdefault(flag, set()).add(f"{type(action).__name__} {action.metavar} {action.nargs}")
+    assert {flag: kinds for flag, kinds in seen.items() if len(kinds) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trian"], "did you mean 'train'"),
+        (["submit", "x", "--site", "local", "--nodes", "1", "--dryrun"], "--dry-run instead of --dryrun"),
+        (["plan", "gpt-1t", "--nodes", "0"], "'0' is not a whole number above 0"),
+        (["plan", "gpt-1t", "--nodes", "many"], "'many' is not a whole number above 0"),
+        (["data", "tokenize"], "the following arguments are required"),
+        (["data", "tokenise", "x"], "invalid choice: 'tokenise'"),
+        (["generate"], "required: MODEL"),
+    ],
+)
+def test_wrong_words_end_with_2_and_a_way_out(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and expected in said.err and "fix:" in said.err and len(said.err.splitlines()) <= 6
+
+
+def test_help_is_fast_and_login_node_commands_import_no_torch() -> None:
+    slow = []
+    program = (
+        "import sys, time; started_s = time.process_time(); sys.modules['torch'] = None\n"
+        "from frontier_llm.cli.main import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "sys.stderr.write(str(time.process_time() - started_s))"
+    )
+    for words in (["--help"], *([name, "--help"] for name in WITHOUT_TORCH)):
+        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        if float(done.stderr) > 0.3:
+            slow.append((words, done.stderr))
+    assert slow == []
+
+
+@pytest.mark.parametrize(("text", "count"), [("300B", 3e11), ("1.5T", 1.5e12), ("2e9", 2e9), ("20_000", 20_000.0), ("7M", 7e6)])
+def test_counts(text: str, count: float) -> None:
+    assert count_of(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "B", "-3B", "0", "3 apples", "1e999", "nan"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        count_of(text)
+
+
+def test_whole_numbers() -> None:
+    assert (positive("7"), natural("0")) == (7, 0)
+    for wrong in ("0", "-1", "1.5", "x", "9" * 30):
+        with pytest.raises(argparse.ArgumentTypeError):
+            positive(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["bench", "ops", "--device", "cuda"], "torch sees no GPU"),
+        (["bench", "ops", "--model", "nope"], "no model file 'nope'"),
+        (["plan", "gpt-22b", "--nodes", "16", "--figures", "/proc/x"], "/proc/x: No such file or directory"),
+        (["report", "/nonexistent"], "is not a run directory"),
+        (["scaling", "report", "/nonexistent"], "holds no point of a series"),
+        (["checkpoint", "list", "/nonexistent"], "holds no complete checkpoint"),
+        (["generate", "/nonexistent"], "does not exist"),
+        (["data", "inspect", "/nonexistent"], "no such file"),
+    ],
+)
+def test_what_cannot_work_is_one_short_error(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert expected in said and "fix:" in said and "Traceback" not in said

@@ -1,0 +1,122 @@
+"""One store connection per node: the relay answers as the store does, and groups are made through it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.comm import all_reduce_, barrier, build_mesh, connect, disconnect, node_store
+from frontier_llm.comm.board import Board
+from frontier_llm.comm.node_store import NodeStore, Relay, relay_name
+from frontier_llm.comm.rendezvous import allow_connections
+from frontier_llm.errors import BackendError
+from frontier_llm.topology import Grid
+from tests.harness.pool import RankPool
+
+
+@pytest.fixture
+def upstream() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+
+
+@pytest.fixture
+def name(upstream: dist.TCPStore) -> Iterator[str]:
+    name = relay_name("127.0.0.1", upstream.port, 0)
+    relay = Relay(upstream, name)
+    yield name
+    relay.close()
+
+
+def test_it_answers_as_the_store_does(upstream: dist.TCPStore, name: str) -> None:
+    store = NodeStore(name, 5.0)
+    store.set("text", "zwölf")
+    store.set("bytes", b"\0\xff")
+    assert store.get("text").decode() == "zwölf" and store.get("bytes") == b"\0\xff" == upstream.get("bytes")
+    assert store.add("count", 2) == 2 and upstream.add("count", 3) == 5 and store.add("count", 0) == 5
+    assert store.check(["text", "bytes"]) and not store.check(["text", "missing"])
+    assert store.compare_set("claim", "", "mine") == b"mine" and store.compare_set("claim", "", "yours") == b"mine"
+    assert store.delete_key("text") and not store.delete_key("text") and not upstream.check(["text"])
+    prefixed = dist.PrefixStore("a", store)
+    prefixed.set("key", "1")
+    assert upstream.get("a/key") == b"1" and prefixed.get("key") == b"1"
+
+
+def test_waiting_for_a_key_holds_up_nobody(upstream: dist.TCPStore, name: str) -> None:
+    waiting, other = NodeStore(name, 5.0), NodeStore(name, 5.0)
+    arrived: list[bytes] = []
+    threads = [threading.Thread(target=lambda: arrived.append(waiting.get("late"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    begin_s = time.monotonic()
+    other.set("else", "1")
+    assert waiting.check(["else"])  # on the store that two threads are waiting on
+    assert time.monotonic() - begin_s < 1.0 and not arrived
+    other.set("late", "now")
+    for thread in threads:
+        thread.join(5.0)
+    assert arrived == [b"now", b"now"]
+
+
+def test_time_outs_and_a_gone_relay_are_store_errors(upstream: dist.TCPStore, name: str) -> None:
+    store = NodeStore(name, 0.2)
+    with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.2 s, keys: never"):
+        store.get("never")
+    with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.1 s"):
+        store.wait(["never"], timedelta(seconds=0.1))
+    store.set("still", "works")
+    assert store.get("still") == b"works"
+    with pytest.raises(dist.DistStoreError, match=r"no store relay on this node within 0\.1 s"):
+        NodeStore(name + "-other", 0.1)
+
+
+def test_another_users_relay_is_refused(name: str) -> None:
+    with patch.object(node_store, "_is_own_user", lambda connection: False), pytest.raises(dist.DistStoreError):
+        NodeStore(name, 0.2).set("key", "value")
+
+
+def _sockets_to(port: int) -> int:
+    """Established TCP connections of this machine's processes to a local port, from the client's side."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    return sum(int(row[2].split(":")[1], 16) == port and row[3] == "01" for row in rows)
+
+
+def _on_pretended_nodes(rank: int, port: int, per_node: int | None) -> tuple[float, str, int]:
+    dist.barrier()
+    dist.destroy_process_group()  # the pool's own world
+    first = rank - rank % per_node if per_node else rank
+    connect(rank, 4, "127.0.0.1", port, "gloo", 30.0, (first, per_node) if per_node else None)
+    board = Board("127.0.0.1", port, first)
+    board.post(rank, {"at": rank})
+    mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=30.0)
+    total = float(all_reduce_(torch.tensor([10.0**rank]), mesh.world)) + float(all_reduce_(torch.tensor([0.5]), mesh.tp))
+    claimed = board.claim("first", "same")
+    barrier(mesh.world)
+    notices, connections = [board.read(other) for other in range(4)], _sockets_to(port)
+    barrier(mesh.world)
+    assert notices == [{"at": other} for other in range(4)]
+    disconnect()
+    return total, claimed, connections
+
+
+@pytest.mark.parametrize(("per_node", "expected"), [(2, 2), (4, 1), (None, 8)], ids=["two nodes", "one node", "direct"])
+def test_groups_and_notices_through_one_connection_per_node(ranks: RankPool, per_node: int | None, expected: int) -> None:
+    for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node):
+        assert (total, claimed) == (1112.0, "same")
+        assert connections == expected
+
+
+def test_the_limit_of_open_files_is_raised_or_refused() -> None:
+    with patch("resource.getrlimit", return_value=(1024, 4096)), patch("resource.setrlimit") as raised:
+        allow_connections(2000)
+        assert raised.call_args.args[1] == (3024, 4096)
+        with pytest.raises(BackendError, match="4096 files, but 150000 connections"):
+            allow_connections(150_000)

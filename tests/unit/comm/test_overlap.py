@@ -1,0 +1,169 @@
+"""Overlap changes nothing but time: each switch gives the same bits, in every kind of layout, and really leaves something under way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from frontier_llm.comm import DONE, build_mesh
+from frontier_llm.config import RunConfig
+from frontier_llm.errors import LayoutError
+from frontier_llm.optim import Bucket
+from frontier_llm.topology import make_plan
+from frontier_llm.train.build import TrainState, build_state
+from frontier_llm.train.evaluate import held_out_loss
+from frontier_llm.train.step import train_step
+from tests.harness.pool import RankPool
+from tests.parity.cases import Case
+from tests.parity.play import Source
+
+SMALL_BUCKETS = 2_000  # elements: a dozen buckets or more, so that gathers end at different layers
+LAYOUTS = [
+    Case("llama", dp=2),
+    Case("gpt", dp=2, pp=2, recompute="full"),  # a tied embedding on both ends
+    Case("mpt", dp=2, pp=2, schedule="interleaved"),
+    Case("llama", dp=2, tp=2, sequence_parallel=True, recompute="selective"),
+    Case("llama", dp=2, pp=2, schedule="zb-h1"),
+    Case("gpt", dp=2, zero=0),
+    Case("llama", dp=4, transport="torch"),
+]
+
+
+class Outcome(NamedTuple):
+    """What one rank has after three steps with an evaluation between them."""
+
+    numbers: list[float]
+    weights: list[torch.Tensor]
+    under_way: int  # buckets whose gather was not complete when a step returned
+
+
+def _config(case: Case, comm: dict[str, Any], dtype: str) -> RunConfig:
+    config = case.config(dtype)
+    return config.model_copy(
+        update={"comm": config.comm.model_copy(update={"transport": case.transport, "bucket_elements": SMALL_BUCKETS, **comm})}
+    )
+
+
+def _state(rank: int, case: Case, comm: dict[str, Any], dtype: str = "fp32") -> TrainState:
+    config = _config(case, comm, dtype)
+    plan = make_plan(config, case.world_size)
+    mesh = build_mesh(plan.grid, rank, plan.chunks, config.model.tied_embeddings, 60.0, config.comm.transport)
+    return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
+
+
+def _three_steps(rank: int, case: Case, comm: dict[str, Any], dtype: str = "fp32") -> Outcome:
+    state = _state(rank, case, comm, dtype)
+    numbers, under_way = [], 0
+    for step in range(3):
+        result = train_step(state)
+        numbers += [result.loss, result.gradient_norm]
+        under_way += sum(bucket.arriving is not DONE for bucket in state.optimizer.buckets)
+        if step == 1:
+            numbers.append(held_out_loss(state, Source(case, state.mesh.dp.rank), 8, lambda: False))
+    return Outcome(numbers, [bucket.weights.clone() for bucket in state.optimizer.buckets], under_way)
+
+
+def _assert_same_bits(ours: list[Outcome], theirs: list[Outcome]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.numbers == other.numbers
+        assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_overlapping_the_weights_changes_no_bit(ranks: RankPool, case: Case) -> None:
+    waited, overlapped = (ranks.run(case.world_size, _three_steps, case, {"overlap_weights": on}) for on in (False, True))
+    _assert_same_bits(overlapped, waited)
+    assert all(outcome.under_way == 0 for outcome in waited)
+    for outcome in overlapped:  # without ZeRO there is nothing to gather
+        assert outcome.under_way == (3 * len(outcome.weights) if case.zero else 0)
+
+
+def _arrivals(rank: int) -> tuple[list[int], list[int], list[int]]:
+    """First uses of the buckets under way: after a step, after the first norm was taken, after the last layer's was."""
+    state = _state(rank, Case("llama", dp=2), {"overlap_weights": True})
+    train_step(state)
+
+    def under_way() -> list[int]:
+        return sorted(bucket.first_use for bucket in state.optimizer.buckets if bucket.arriving is not DONE)
+
+    after_step = under_way()
+    blocks = state.stages[0].blocks
+    _ = blocks[0].attention.qkv.weight
+    after_first = under_way()
+    _ = blocks[-1].mlp.down.weight
+    after_last = under_way()
+    state.optimizer.settle()
+    return after_step, after_first, after_last
+
+
+def test_a_parameter_waits_for_its_own_bucket_alone(ranks: RankPool) -> None:
+    for after_step, after_first, after_last in ranks.run(2, _arrivals):
+        assert len(after_step) > 10
+        assert len(after_first) == len(after_step) - 1 and len(after_last) == len(after_step) - 2
+
+
+def _gather_order(rank: int) -> list[int]:
+    state = _state(rank, Case("llama", dp=2), {})
+    spread: list[int] = []
+    honest = Bucket.spread
+
+    def noted(bucket: Bucket) -> None:
+        spread.append(bucket.first_use)
+        honest(bucket)
+
+    with patch.object(Bucket, "spread", noted):
+        train_step(state)
+    return spread
+
+
+def test_gathers_start_in_the_order_of_the_next_forward(ranks: RankPool) -> None:
+    for spread in ranks.run(2, _gather_order):
+        assert len(spread) > 10 and spread == sorted(spread)
+
+
+def _stale(rank: int) -> list[float]:
+    """Taking parameters without waiting: what the test above would not notice if gathers happened to be early."""
+    state = _state(rank, Case("llama", dp=2), {"overlap_weights": True})
+    losses = []
+    for _ in range(3):
+        losses.append(train_step(state).loss)
+        kept = [bucket.arriving for bucket in state.optimizer.buckets]
+        for bucket in state.optimizer.buckets:
+            bucket.arriving = DONE
+        losses.append(held_out_loss(state, Source(Case("llama", dp=2), state.mesh.dp.rank), 8, lambda: False))
+        for pending in kept:
+            pending.wait()
+    return losses
+
+
+def test_weights_that_are_not_waited_for_are_seen(ranks: RankPool) -> None:
+    honest = ranks.run(2, _three_steps, Case("llama", dp=2), {"overlap_weights": True})[0].numbers
+    assert ranks.run(2, _stale)[0][3] != honest[4]  # the evaluation after the second step
+
+
+@pytest.mark.parametrize("case", [case for case in LAYOUTS if case.pp > 1], ids=str)
+def test_posting_receives_ahead_changes_no_bit(ranks: RankPool, case: Case) -> None:
+    late, ahead = (ranks.run(case.world_size, _three_steps, case, {"overlap_messages": on}) for on in (False, True))
+    _assert_same_bits(ahead, late)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunks", "recompute", "tolerance"),
+    [("fp64", 2, "none", 1e-12), ("fp64", 3, "full", 1e-12), ("fp32", 6, "none", 1e-5), ("bf16", 2, "none", 0.02)],
+)
+def test_tensor_chunks_stay_within_rounding(ranks: RankPool, dtype: str, chunks: int, recompute: str, tolerance: float) -> None:
+    """Sums go over the same ranks in the same order, but a library's product may round otherwise for another number of rows:
+    a few units in the last place, 1e-16, 6e-8 and 4e-3, which the model amplifies."""
+    case = Case("gpt", tp=2, sequence_parallel=True, recompute=recompute)
+    whole, cut = (ranks.run(2, _three_steps, case, {"tensor_chunks": count}, dtype) for count in (1, chunks))
+    assert cut[0].numbers == pytest.approx(whole[0].numbers, rel=tolerance)
+
+
+def test_chunks_must_divide_a_ranks_part_of_the_sequence() -> None:
+    with pytest.raises(LayoutError, match=r"5 does not divide a rank's 6 of 12 tokens[\s\S]*use one of"):
+        make_plan(_config(Case("llama", tp=2, sequence_parallel=True), {"tensor_chunks": 5}, "fp32"), 2)
+    with pytest.raises(LayoutError, match="without sequence parallelism"):
+        make_plan(_config(Case("llama", tp=2), {"tensor_chunks": 2}, "fp32"), 2)

@@ -1,0 +1,237 @@
+"""The whole way of a launch but for the GPU: ops, argument packing, csrc/gpu_launcher.cpp and a driver that writes down what it is asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import shutil
+import struct
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from frontier_llm.errors import BackendError
+from frontier_llm.ops import prebuilt
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, variants
+
+pytestmark = [
+    pytest.mark.skipif(not prebuilt.LAUNCHER.exists(), reason="scripts/build_native.sh"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the fake driver"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real driver: test_gpu.py"),
+]
+DEVICE, STREAM = 3, 0xABC0
+checked_address = prebuilt.address_or_number
+IMAGE = b"\x7fELF of nothing"
+
+
+class Record(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("launches", "loads", "device", "context_switches", "shared_attribute", "count")),
+        *((name, ctypes.c_uint * 3) for name in ("grid", "block")),
+        ("shared", ctypes.c_uint),
+        *((name, ctypes.c_ulonglong) for name in ("stream", "function")),
+        ("slots", ctypes.c_ulonglong * 64),
+        ("symbol", ctypes.c_char * 64),
+    )
+
+
+def write_code_objects(folder, architecture):
+    """A manifest as the build writes it, with every kernel's real arguments and an image that only the fake driver takes."""
+    machine, lines = ARCHITECTURES[architecture], []
+    (folder / "code").write_bytes(IMAGE)
+    for kernel in KERNELS.values():
+        for dtype in kernel.dtypes:
+            for name, variant in variants(kernel.name, architecture).items():
+                for aligned in kernel.builds:
+                    signature = kernel.signature(dtype)
+                    lines.append(
+                        {
+                            "kernel": kernel.name,
+                            "dtype": dtype,
+                            "variant": name,
+                            "aligned": aligned,
+                            "symbol": f"{kernel.name}{'' if aligned else '_unaligned'}",
+                            "file": f"{kernel.name}-{dtype}-{name}-{aligned}",
+                            "sha256": hashlib.sha256(IMAGE).hexdigest(),
+                            "arguments": [[argument.name, signature[argument.name], argument.by16] for argument in kernel.arguments],
+                            "constants": variant.constants,
+                            "threads": variant.warps * machine.wave,
+                            "shared_bytes": 60000 if kernel.module == "attention" else 0,
+                        }
+                    )
+                    (folder / lines[-1]["file"]).write_bytes(IMAGE)
+    manifest = {"version": prebuilt.MANIFEST_VERSION, "architecture": architecture, "tools": {"triton": "3.9.0"}}
+    manifest |= {"sources_sha256": prebuilt.source_digest(), "kernels": lines}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module", params=["gfx90a", "sm_90"])
+def gpu_of_module(request, tmp_path_factory):
+    """(kernels, driver, its record) with tensors on the CPU playing those of device 3."""
+    folder, amd = tmp_path_factory.mktemp("driver"), request.param == "gfx90a"
+    library = folder / ("libamdhip64.so" if amd else "libcuda.so.1")
+    source = Path(__file__).with_name("fake_driver.c")
+    command = ["cc", "-shared", "-fPIC", *(["-DAMD"] if amd else []), f"-Wl,-soname,{library.name}", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    driver = ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)  # dlopen finds what is loaded already by its soname
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", lambda: DEVICE)
+    patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
+    patch.setattr(prebuilt, "address_or_number", lambda name, kind, value, device: checked_address(name, kind, value, -1))
+    prebuilt._open_driver.cache_clear()
+    code = tmp_path_factory.mktemp("code")
+    write_code_objects(code, request.param)
+    yield prebuilt.PrebuiltKernels(request.param, code), driver, Record.in_dll(driver, "record")
+    patch.undo()
+    prebuilt._open_driver.cache_clear()
+
+
+@pytest.fixture
+def gpu(gpu_of_module):
+    yield gpu_of_module
+    watch(gpu_of_module[1], 0)
+
+
+def watch(driver, count):
+    """Note down so many arguments of the launches to come; a kernel must have as many."""
+    ctypes.c_int.in_dll(driver, "wanted_count").value = count
+
+
+def as_float(slot):
+    return struct.unpack("<f", struct.pack("<Q", slot)[:4])[0]
+
+
+def test_every_argument_arrives(gpu):
+    kernels, driver, record = gpu
+    ops, wave = GpuOps(kernels), ARCHITECTURES[kernels.architecture].wave
+    x, weight, bias = torch.zeros(5, 48), torch.zeros(48), torch.zeros(48)
+    watch(driver, 14)
+    out = ops.layer_norm(x, weight, bias, 1e-3)
+    assert record.symbol == b"norm_forward" and list(record.grid) == [5, 1, 1] and list(record.block) == [4 * wave, 1, 1]
+    assert (record.stream, record.shared, record.device) == (STREAM, 0, DEVICE)
+    assert list(record.slots[:3]) == [x.data_ptr(), 0, weight.data_ptr()]  # no residual: null
+    assert record.slots[4] == out.data_ptr() and record.slots[5] == x.data_ptr()
+    assert [slot & 0xFFFFFFFF for slot in (record.slots[8], record.slots[10], record.slots[11])] == [48, 0, 1]
+    assert as_float(record.slots[9]) == pytest.approx(1e-3)
+    assert list(record.slots[12:14]) == [0, 0]  # Triton's scratch pointers
+
+
+def test_long_integers_and_device_scalars(gpu):
+    kernels, driver, record = gpu
+    master, grad, first, second = (torch.zeros(4096) for _ in range(4))
+    weights, clip = torch.zeros(4096, dtype=torch.bfloat16), torch.tensor(0.5)
+    watch(driver, 14)
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    GpuOps(kernels).adamw_(master, grad, first, second, weights, grad_scale=clip, **options)
+    tensors = (master, grad, first, second, weights, clip)
+    assert list(record.slots[:7]) == [*(tensor.data_ptr() for tensor in tensors), 4096]
+    assert as_float(record.slots[7]) == pytest.approx(1.0) and as_float(record.slots[8]) == pytest.approx(0.9)
+    assert record.slots[13] & 0xFFFFFFFF == 1
+    watch(driver, 3)
+    kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), master, grad, 2**40 + 16)
+    assert record.slots[2] == 2**40 + 16
+
+
+@pytest.mark.parametrize(
+    ("count", "offset", "symbol"),
+    [(4096, 0, b"accumulate"), (4096, 4, b"accumulate"), (4095, 0, b"accumulate_unaligned"), (4096, 1, b"accumulate_unaligned")],
+)
+def test_alignment_is_looked_at_when_it_is_launched(gpu, count, offset, symbol):
+    kernels, driver, record = gpu
+    watch(driver, 3)
+    main, grad = torch.zeros(8192)[offset : offset + count], torch.zeros(count)
+    kernels._functions.clear()
+    loads = record.loads
+    GpuOps(kernels).accumulate_(main, grad)
+    assert record.slots[0] == main.data_ptr()
+    assert record.symbol == symbol
+    GpuOps(kernels).accumulate_(main, grad)
+    assert record.loads == loads + 1  # loaded once
+
+
+def test_a_kernel_that_wants_alignment_refuses_anything_else(gpu):
+    kernels, *_ = gpu
+    q = torch.zeros(16, 1, 1, 64, dtype=torch.bfloat16)
+    strides = (64, 64, 64)
+    with pytest.raises(BackendError, match=r"head_dim, g_b: not a multiple of 16(.|\n)*"):
+        arguments = (q, q, torch.zeros(16), 16, 1, 72, *strides, 64, 72, 64)
+        kernels.launch("attention_delta", torch.bfloat16, "d64", (1, 1, 1), *arguments)
+
+
+def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
+    kernels, driver, record = gpu
+    kernels._functions.clear()
+    fused = torch.zeros(100, 2, 3, 4, 64, dtype=torch.float16)
+    q, k, v = (x.requires_grad_() for x in fused.unbind(2))
+    watch(driver, 26)
+    out = GpuOps(kernels).attention(q, k, v, scale=0.125)
+    block = kernels.block("attention_forward", "d64", "BLOCK_M")
+    assert list(record.grid) == [-(-100 // block), 8, 1] and record.shared == 60000
+    assert [slot & 0xFFFFFFFF for slot in record.slots[8:15]] == [100, 4, 1, 64, *q.stride()[:3]]
+    assert kernels.architecture == "gfx90a" or record.shared_attribute == 60000
+    watch(driver, 0)
+    launches = record.launches
+    out.sum().backward()
+    assert record.launches == launches + 3  # delta, grad_kv, grad_q
+
+
+def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
+    kernels, _, record = gpu
+    launches, main = record.launches, torch.zeros(64)
+    with pytest.raises(BackendError, match=r"main_grad is torch\.float64 on cpu, the kernel reads torch\.float32"):
+        kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main.double(), main, 64)
+    with pytest.raises(BackendError, match=r"on cpu, the kernel reads torch\.float32 on the current device \(0\)"):
+        checked_address("grad", "*fp32", main, 0)
+    with pytest.raises(BackendError, match=r"does not fit its type(.|\n)*columns 4294967296"):
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), main, main, 2**32)
+    with pytest.raises(BackendError, match=r"grid has at most"):
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), main, main, 64)
+    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), main, main, 64)  # nothing to do
+    assert record.launches == launches
+
+
+def test_what_the_driver_says_is_said(gpu):
+    kernels, driver, _ = gpu
+    main = torch.zeros(64)
+    fail = ctypes.c_int.in_dll(driver, "fail_launch")
+    fail.value = 1
+    with pytest.raises(BackendError, match=r"launch of accumulate .*unspecified launch failure \(code 719\)"):
+        GpuOps(kernels).accumulate_(main, main)
+    fail.value = 0
+    code = next(iter(kernels._variants["accumulate", "fp32", "any"].codes.values()))
+    with pytest.raises(BackendError, match=r"absent: some error \(code 500\)(.|\n)*build_ops"):
+        kernels._load(DEVICE, prebuilt._Code(code.path, b"absent", 1, 0, {}))
+    with pytest.raises(BackendError, match="device 64"):
+        kernels._load(64, code)
+    if kernels.architecture == "sm_90":
+        fail = ctypes.c_int.in_dll(driver, "fail_attribute")
+        fail.value = 1
+        with pytest.raises(BackendError, match="more shared memory than this device gives a block"):
+            kernels._load(DEVICE, prebuilt._Code(code.path, code.symbol, 1, 100_000, {}))
+        fail.value = 0
+    broken = code.path.parent / "broken"
+    broken.write_bytes(b"text")
+    with pytest.raises(BackendError, match=r"the driver refuses the code object: some error \(code 200\)"):
+        kernels._load(DEVICE, prebuilt._Code(broken, b"accumulate", 1, 0, {}))
+
+
+def test_another_thread_gets_its_device_first(gpu):
+    """Autograd's threads start without a current device."""
+    kernels, _, record = gpu
+    main = torch.zeros(64)
+    GpuOps(kernels).accumulate_(main, main)
+    record.device, switches = -1, record.context_switches
+    thread = threading.Thread(target=lambda: GpuOps(kernels).accumulate_(main, main))
+    thread.start()
+    thread.join()
+    assert record.device == DEVICE
+    if kernels.architecture == "sm_90":
+        assert record.context_switches == switches + 1
+        GpuOps(kernels).accumulate_(main, main)
+        assert record.context_switches == switches + 1  # already current: no call

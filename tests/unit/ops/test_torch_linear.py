@@ -1,0 +1,70 @@
+"""Which way weight gradients are added on a GPU: the first that this torch has and that adds up right. torch's parts are pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from frontier_llm.ops import torch_linear
+from frontier_llm.ops.torch_linear import accumulate_weight_gradient_
+
+
+@pytest.fixture(autouse=True)
+def _ask_again() -> Iterator[None]:
+    torch_linear._way.cache_clear()
+    yield
+    torch_linear._way.cache_clear()
+
+
+def added() -> tuple[Tensor, Tensor]:
+    """(what main_grad becomes, what it should be) for a bf16 product that needs more than bf16's digits."""
+    generator = torch.Generator().manual_seed(1)
+    grad, x = (torch.randn(64, size, generator=generator).bfloat16() for size in (3, 5))
+    main_grad = torch.full((3, 5), 2.0)
+    accumulate_weight_gradient_(main_grad, grad, x)
+    return main_grad, 2.0 + grad.float().t() @ x.float()
+
+
+def pretend_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return (a.float() @ b.float()).to(out_dtype)
+
+
+def test_without_mixed_products_the_rounded_one_is_added_in_fp32() -> None:
+    """The CPU build has none of them, like torch for ROCm before September 2025."""
+    got, exact = added()
+    assert torch_linear._way(torch.bfloat16, torch.device("cpu")) is torch_linear._rounded_product
+    error = ((got - exact).abs() / (exact - 2.0).abs()).max()
+    assert 2.0**-14 < error < 2.0**-7
+
+
+def test_an_fp32_product_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "mm", pretend_mm)
+    got, exact = added()
+    torch.testing.assert_close(got, exact)
+
+
+def test_a_product_that_adds_wrongly_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets_what_was_there(main: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        return out.copy_(pretend_mm(a, b, out_dtype))
+
+    monkeypatch.setattr(torch, "addmm", forgets_what_was_there)
+    monkeypatch.setattr(torch, "mm", pretend_mm)
+    got, exact = added()
+    torch.testing.assert_close(got, exact)
+
+
+def test_the_product_that_adds_itself_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def adds(main: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        calls.append(out.shape)
+        return out.copy_(main + pretend_mm(a, b, out_dtype))
+
+    monkeypatch.setattr(torch, "addmm", adds)
+    got, exact = added()
+    torch.testing.assert_close(got, exact)
+    assert calls == [(16, 16), (3, 5)]  # the question, then the gradient

@@ -1,0 +1,92 @@
+"""The ways of replicas: ZeRO, fully sharded, and gradients that travel in 16 bits; as priced, held in memory, and emitted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.config import load_model, load_run
+from frontier_llm.costs import Workload, from_config
+from frontier_llm.costs.memory import stage_memory
+from frontier_llm.costs.parameters import total_parameters
+from frontier_llm.costs.time import fsdp_layer_s, gradient_reduction_s, layer_s, step_s
+from frontier_llm.costs.workload import FSDP, model_numbers
+from frontier_llm.machine import load_machine, rates
+from frontier_llm.planner.candidates import enumerate_layouts, parse_fixed
+from frontier_llm.planner.emit import emit
+from frontier_llm.planner.report import breakdown
+from frontier_llm.planner.search import search, simulate_layout
+
+FRONTIER = rates(load_machine("frontier"))
+MODEL = load_model("llama-2-7b")
+
+
+def layout(**changes: float) -> Workload:
+    base = {"tp": 1, "pp": 1, "dp": 32, "chunks": 1, "B": 1, "m": 4, "sp": 0, "recompute": 0, "zero": FSDP, "dp_outer": 0}
+    return Workload(**model_numbers(MODEL), **{**base, **changes})
+
+
+def test_sharded_weights_cost_a_gather_each_way_and_a_scatter_per_microbatch() -> None:
+    """On a network so slow that nothing else counts, time is what moves: per layer two gathers of bf16 and a scatter of fp32."""
+    slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
+    parameters = 202_383_360  # of one layer: 4·4096² + 3·4096·11008, and two norms
+    gather, scatter = (float(one) for one in fsdp_layer_s(layout(), slow, parameters))
+    wire = slow.node_network_bytes_s * slow.network_efficiency
+    assert gather == pytest.approx(31 / 32 * parameters * 2 / wire, rel=1e-3)
+    assert scatter == pytest.approx(31 / 32 * parameters * (2 + 4) / wire, rel=1e-3)
+    for m in (2, 4):
+        assert float(step_s(layout(m=m), slow)) == pytest.approx(m * MODEL.layers * (gather + scatter), rel=0.01)
+
+
+def test_what_fits_under_the_compute_does_not_show_but_for_the_share_that_never_overlaps() -> None:
+    forward, backward = layer_s(layout(), FRONTIER)
+    plain = layer_s(layout(zero=1), FRONTIER)
+    gather, scatter = fsdp_layer_s(layout(), FRONTIER, 202_383_360)
+    assert float(forward - plain[0]) == pytest.approx(0.1 * float(gather), rel=1e-3)
+    assert float(backward - plain[1]) == pytest.approx(0.1 * float(scatter), rel=1e-3)
+
+
+def test_a_rank_holds_one_part_of_weights_gradients_and_state() -> None:
+    lines = stage_memory(layout(), FRONTIER, MODEL.layers, 0, True, True)
+    parameters = total_parameters(MODEL)
+    assert float(lines["weights"]) == 0  # the fp32 master is the only copy
+    assert float(lines["optimizer"]) == pytest.approx(12 * parameters / 32)
+    assert float(lines["gradients"]) == pytest.approx(4 * parameters / 32)
+    assert float(lines["communication buffers"]) == pytest.approx(202_383_360 * (2 * 2 + 4))
+
+
+def test_simulation_equals_the_closed_form_and_the_breakdown_adds_up() -> None:
+    plan = simulate_layout(MODEL, layout(), FRONTIER)
+    assert plan.step_s == pytest.approx(plan.closed_form_s, rel=1e-3)
+    assert sum(breakdown(plan, FRONTIER).values()) == pytest.approx(plan.step_s, rel=1e-6)
+    assert breakdown(plan, FRONTIER)["sharded weights and gradients"] > 0
+
+
+def test_sharding_is_offered_without_a_pipeline_only() -> None:
+    layouts = enumerate_layouts(MODEL, 32, 256, 8)
+    assert set(layouts.pp[layouts.zero == FSDP]) == {1.0}
+    assert set(layouts.zero[layouts.pp == 1]) == {0.0, 1.0, float(FSDP)}
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "zero"])
+def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
+    machine, path = load_machine("frontier"), tmp_path / "mine.yaml"
+    found = search(MODEL, FRONTIER, 4, 256, parse_fixed([f"data_mode={mode}"]))
+    emit(path, "llama-2-7b", "frontier", machine, found, FRONTIER)
+    config = load_run(str(path))
+    assert config.parallel.data_mode == mode
+    assert from_config(config, 32).zero == found.best.workload.zero
+
+
+def test_gradients_in_16_bits_take_half_the_time_on_the_wire(tmp_path: Path) -> None:
+    w = layout(zero=1)
+    slow = replace(FRONTIER, node_network_bytes_s=1e9, all_reduce_table=None)
+    full, narrow = (float(gradient_reduction_s(replace(w, gradient_bytes=size), slow, 1e9)[0]) for size in (0, 2))
+    assert narrow == pytest.approx(full / 2, rel=0.01)
+    found = search(MODEL, FRONTIER, 4, 256, parse_fixed(["gradient_wire=bf16"]))
+    path = tmp_path / "mine.yaml"
+    emit(path, "llama-2-7b", "frontier", load_machine("frontier"), found, FRONTIER)
+    assert load_run(str(path)).precision.gradient_wire == "bf16"
+    assert from_config(load_run(str(path)), 32).gradient_bytes == 2

@@ -1,0 +1,48 @@
+"""What the other engines cannot do is refused before a rank starts, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frontier_llm.config import BatchConfig, RunConfig, load_model
+from frontier_llm.topology import plan_problems
+
+
+def problems(world_size: int, **sections: dict[str, Any]) -> list[str]:
+    config = RunConfig(model=load_model("llama-tiny"), batch=BatchConfig(global_batch=8), **sections)  # type: ignore[arg-type]
+    return [f"{problem.where}: {problem.what}; {problem.fix}" for problem in plan_problems(config, world_size)]
+
+
+DEEPSPEED = {"engine": "deepspeed"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"parallel": {"data_mode": "fsdp", "pipeline": 2}}, "parallel.pipeline: 2 stages with fsdp: "),
+        ({"parallel": {"zero": 3, "pipeline": 2}, "optimizer": DEEPSPEED}, "parallel.pipeline: 2 stages with zero 3: "),
+        ({"parallel": {"data_mode": "fsdp"}, "optimizer": DEEPSPEED}, "parallel.data_mode: fsdp and the engine deepspeed"),
+        ({"parallel": {"zero": 2}}, "parallel.zero: 2 is DeepSpeed's; set optimizer.engine=deepspeed, or parallel.data_mode=fsdp"),
+        ({"parallel": {"zero": 0}, "optimizer": DEEPSPEED}, "parallel.zero: without ZeRO"),
+        ({"parallel": {"zero": 2, "schedule": "gpipe"}, "optimizer": DEEPSPEED}, "parallel.schedule: gpipe with zero 2"),
+        ({"precision": {"dtype": "fp16"}, "optimizer": DEEPSPEED}, "precision.dtype: fp16 with the engine deepspeed"),
+        ({"optimizer": {"deepspeed_config": "ds.json"}}, "optimizer.deepspeed_config: is given, but the engine is native"),
+    ],
+)
+def test_refused(sections: dict[str, Any], expected: str) -> None:
+    found = problems(2, **sections)
+    assert len(found) == 1 and found[0].startswith(expected), found
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"data_mode": "fsdp", "tensor": 2}},
+        {"parallel": {"zero": 3, "tensor": 2}, "optimizer": DEEPSPEED},
+        {"parallel": {"pipeline": 2, "schedule": "zb-h1"}, "optimizer": DEEPSPEED},
+    ],
+)
+def test_allowed(sections: dict[str, Any]) -> None:
+    assert problems(4, **sections) == []

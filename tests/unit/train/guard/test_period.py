@@ -1,0 +1,10 @@
+"""Notices must not drown the store of a large job."""
+
+from __future__ import annotations
+
+from frontier_llm.train.guard.cause import POSTS_PER_S, period_s
+
+
+def test_a_whole_machine_posts_no_faster_than_the_store_takes() -> None:
+    assert period_s(1) == period_s(3072) == 1.0
+    assert 75_264 / period_s(75_264) <= POSTS_PER_S

@@ -1,0 +1,53 @@
+"""What a rank reads: the ends of the pipeline their samples, the stages between them nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.comm import serial_mesh
+from frontier_llm.data.loader import Microbatch as Samples
+from frontier_llm.train.feed import Feed
+
+
+class Source:
+    """Two microbatches of one row of four tokens; counts how often it is read."""
+
+    microbatches = 2
+
+    def __init__(self, reset_at_documents: bool) -> None:
+        self.reset_at_documents, self.reads = reset_at_documents, 0
+
+    def microbatch(self, step: int, index: int) -> Samples:
+        self.reads += 1
+        tokens = np.arange(5)[None] + 10 * index + 100 * step
+        return (
+            Samples(tokens, np.zeros((1, 4), np.int32), np.array([[True, True, False, True]]))
+            if self.reset_at_documents
+            else Samples(tokens)
+        )
+
+
+def feed(source: Source, is_end: bool) -> Feed:
+    return Feed(source, 8, serial_mesh().dp, torch.device("cpu"), is_end)
+
+
+def test_an_end_gets_tokens_and_the_next_ones_sequence_first() -> None:
+    batch = feed(Source(False), is_end=True).microbatch(2, 1)
+    assert batch.tokens_SB is not None and batch.tokens_SB.tolist() == [[210], [211], [212], [213]]
+    assert batch.targets_SB is not None and batch.targets_SB.tolist() == [[211], [212], [213], [214]]
+
+
+@pytest.mark.parametrize("reset_at_documents, reads", [(False, 0), (True, 1)])
+def test_a_middle_stage_reads_only_where_documents_cut_attention(reset_at_documents: bool, reads: int) -> None:
+    source = Source(reset_at_documents)
+    batch = feed(source, is_end=False).microbatch(0, 0)
+    assert source.reads == reads
+    assert (batch.documents_BS is not None) == reset_at_documents
+
+
+def test_targets_are_counted_without_reading_unless_some_are_masked() -> None:
+    plain, masked = Source(False), Source(True)
+    assert feed(plain, is_end=True).count_targets(0) == 8 and plain.reads == 0
+    assert feed(masked, is_end=True).count_targets(0) == 6 and masked.reads == 2

@@ -1,0 +1,69 @@
+"""metrics.jsonl and the TensorBoard events of a run that was interrupted or went back: one value per step for every reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from frontier_llm.cluster import run_dir
+from frontier_llm.comm import Ledger
+from frontier_llm.config import load_run
+from frontier_llm.train.clock import PhaseClock
+from frontier_llm.train.metrics import Metrics, open_lines
+from frontier_llm.train.step import StepResult
+
+
+def metrics(directory: Path, incarnation: int, done_steps: int) -> Metrics:
+    config = load_run("quickstart", ["train.steps=100", "train.log_interval=1"])
+    return Metrics(directory, config, 1, 1e6, None, PhaseClock(Ledger()), incarnation, done_steps)
+
+
+def steps(writer: Metrics, start: int, stop: int, loss: float) -> None:
+    for step in range(start, stop):
+        writer.step(step, StepResult(loss, 1.0, 1e-3, 1.0, skipped=False), 0)
+
+
+def course(directory: Path) -> list[tuple[int, float, int]]:
+    return [(row["step"], row["loss"], row["incarnation"]) for row in run_dir.steps(directory)]
+
+
+def test_steps_that_a_resume_takes_back_are_not_read(tmp_path: Path) -> None:
+    first = metrics(tmp_path, 1, 0)
+    steps(first, 0, 5, loss=3.0)
+    first.event("evaluation", 5, {"loss": 2.9})
+    second = metrics(tmp_path, 2, 2)  # the first was killed, and is never closed
+    steps(second, 2, 4, loss=1.0)
+    second.close()
+    assert course(tmp_path) == [(1, 3.0, 1), (2, 3.0, 1), (3, 1.0, 2), (4, 1.0, 2)]
+    assert run_dir.evaluations(tmp_path) == []
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5 + 1 + 2 + 2  # nothing was rewritten
+    first.close()
+
+
+def test_a_rewind_takes_back_too_and_tensorboard_agrees(tmp_path: Path) -> None:
+    first = metrics(tmp_path, 1, 0)
+    steps(first, 0, 6, loss=3.0)
+    first.go_back(3)
+    steps(first, 3, 5, loss=2.0)
+    first.close()
+    second = metrics(tmp_path, 2, 4)
+    steps(second, 4, 7, loss=1.0)
+    second.close()
+    expected = [(1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 1.0), (6, 1.0), (7, 1.0)]
+    assert [row[:2] for row in course(tmp_path)] == expected
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("step/loss")] == expected
+
+
+def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "step", "step": 1, "loss": 3.0}\n{"kind": "step", "st')
+    with open_lines(path) as lines:
+        lines.write(b'{"kind": "step", "step": 2, "loss": 2.0}\n')
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    path.write_text("torn from the start")
+    open_lines(path).close()
+    assert path.read_bytes() == b""
