@@ -63,7 +63,7 @@ class MegatronModel:
                 what = f"is {shapes or 'missing'}, expected {self._degree} parts of shape {list(expected)}"
                 problems.append(Problem(name, what, "copy the whole checkpoint"))
         tied_copy = {"head.weight"} if self._model.tied_embeddings else set()
-        for name in self._found.tensors.keys() - self._shapes.keys() - tied_copy:
+        for name in sorted(self._found.tensors.keys() - self._shapes.keys() - tied_copy):
             problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
         if problems:
             raise CheckpointError(problems[:_REPORTED])

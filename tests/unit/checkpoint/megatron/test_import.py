@@ -123,7 +123,7 @@ def test_bigsciences_enum_names_the_positions() -> None:
         ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size 4, files of 1"),
         ({"ffn_hidden_size": 96}, r"layers.0.mlp.up.weight: is \[\(80, 48\)\], expected 1 parts of shape \[96, 48\]"),
         ({"num_layers": 3}, "layers.2.attention.qkv.weight: is missing"),
-        ({"num_layers": 1}, "layers.1.attention.qkv.weight: is in the checkpoint, but not in the model"),
+        ({"num_layers": 1}, "layers.1.attention.output.bias: is in the checkpoint, but not in the model"),
     ],
 )
 def test_arguments_without_a_counterpart_are_named(over: dict[str, object], message: str, tmp_path: Path) -> None:
