@@ -22,6 +22,7 @@ from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, TorchGroup
 from frontier_llm.comm.hierarchical import ChosenGroup, HierarchicalGroup
 from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.p2p import open_channels
 from frontier_llm.comm.rendezvous import forget_stores, join_store
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.topology import Grid
@@ -204,7 +205,7 @@ def build_mesh(
     if tied_embeddings and not is_end:
         # torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many
         _new_group((global_rank,), timeout_s)
-    return Mesh(
+    mesh = Mesh(
         tp=groups.axis("tp", grid.group("tp", global_rank)),
         pp=groups.axis("pp", pipeline),
         dp=groups.axis("dp", grid.group("dp", global_rank)),
@@ -213,6 +214,8 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
         ledger=groups.ledger,
     )
+    open_channels(mesh.channels, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    return mesh
 
 
 def process_group(axis: Axis, timeout_s: float) -> Any:

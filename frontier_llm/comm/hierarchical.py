@@ -20,7 +20,7 @@ from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_all_to_all_into, start_reduce_scatter
-from frontier_llm.comm.group import DONE, Collectives, Group, Pending
+from frontier_llm.comm.group import DONE, Collectives, Group, Pending, Sending
 from frontier_llm.comm.p2p import exchange
 
 CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part of a Slingshot NIC's bandwidth curve
@@ -219,7 +219,7 @@ class ChosenGroup:
         """See Group."""
         self.flat.barrier()
 
-    def send(self, x: Tensor, to: int) -> Pending:
+    def send(self, x: Tensor, to: int) -> Sending:
         """See Group."""
         return self.flat.send(x, to)
 
