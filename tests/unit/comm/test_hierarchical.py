@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from frontier_llm.comm import (
     hierarchical,
     load_algorithms,
     reduce_scatter,
+    single,
     start_all_gather_into,
     start_all_to_all_into,
     start_reduce_scatter_into,
@@ -183,3 +187,61 @@ def test_a_damaged_table_is_refused_with_every_violation(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="frontier"):
         load_algorithms("fronteer")
     assert load_algorithms("flat") == AlgorithmTable(())
+
+
+class _Device:
+    """Records what is asked of streams and events, as `torch.cuda` is; 'main' is the stream that calls come from."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current, self.made, self.events = self.stream_named("main"), 0, 0
+
+    def stream_named(self, name: str) -> SimpleNamespace:
+        stream = SimpleNamespace(name=name, device="cuda:0")
+        stream.wait_stream = lambda other: self.log.append(f"{name} waits for all of {other.name}")
+        stream.record_event = lambda: self.event(name)
+        return stream
+
+    def event(self, name: str) -> SimpleNamespace:
+        self.events += 1
+        number = self.events
+        return SimpleNamespace(wait=lambda: self.log.append(f"{self.current.name} waits for event {number} of {name}"))
+
+    def Stream(self, device: object, priority: int) -> SimpleNamespace:
+        self.made += 1
+        return self.stream_named(f"side {self.made} ({priority})")
+
+    def current_stream(self, device: object) -> SimpleNamespace:
+        return self.current
+
+    @contextmanager
+    def stream(self, chosen: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, chosen
+        yield
+        self.current = before
+
+
+def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_call() -> None:
+    device = _Device()
+    group = hierarchical.HierarchicalGroup(single("dp.node"), single("dp.rail"))
+    x = SimpleNamespace(is_cuda=True, device="cuda:0")
+
+    def start(name: str) -> hierarchical._Staged:
+        stage = lambda number: lambda chunk, *_: device.log.append(f"{device.current.name}: {name}, stage {number} of chunk {chunk}")  # noqa: E731
+        return hierarchical._Staged(stage(1), stage(2), 2, group._stream(x))  # type: ignore[arg-type]
+
+    with patch.object(torch, "cuda", device):
+        one, two = start("a"), start("b")
+        one.wait()
+        two.wait()
+    side = "side 1 (-1)"
+    assert device.made == 1
+    for name, place in (("a", 0), ("b", 5)):
+        assert device.log[place : place + 5] == [
+            f"{side} waits for all of main",
+            f"{side}: {name}, stage 1 of chunk 0",
+            f"{side}: {name}, stage 1 of chunk 1",  # under way while chunk 0 is in its second stage
+            f"{side}: {name}, stage 2 of chunk 0",
+            f"{side}: {name}, stage 2 of chunk 1",
+        ]
+    assert device.log[10:] == [f"main waits for event 1 of {side}", f"main waits for event 2 of {side}"]
