@@ -133,7 +133,11 @@ class HierarchicalGroup:
         def between(chunk: int) -> tuple[Tensor, Tensor, Pending]:
             x_Nc = double(flat[cuts[chunk]], self._rail)
             gathered_kNc = torch.empty((places, *x_Nc.shape), dtype=x.dtype, device=x.device)
-            return x_Nc, gathered_kNc, start_all_gather_into(gathered_kNc, x_Nc, self._node)
+            return (
+                x_Nc,
+                gathered_kNc,
+                start_all_gather_into(gathered_kNc.flatten(0, 1), x_Nc, self._node),
+            )  # gloo wants it stacked along x's dim
 
         def inside(chunk: int, started: tuple[Tensor, Tensor, Pending]) -> None:
             x_Nc, gathered_kNc, pending = started
