@@ -43,14 +43,14 @@ class Stage(nn.Module):
         self._rope = rope_table(model, device, _table_dtype(context.dtype)) if model.position == "rope" else None
         self._alibi_slopes_a = _local_slopes(model, context.tp, device) if model.position == "alibi" else None
 
-    def forward(self, x: Tensor | None, batch: Microbatch, global_tokens: int) -> Tensor:
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """What this stage does for one microbatch.
 
         `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B, H), or on
-        the last stage this microbatch's share of the mean loss over the step's `global_tokens`, a scalar in fp32 (fp64 under fp64).
+        the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64).
         """
         x = self.hidden(x, batch)
-        return self.loss(x, batch, global_tokens) if self.spec.head else x
+        return self.loss(x, batch) if self.spec.head else x
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Embedding and blocks: (S or s, B, H)."""
@@ -74,12 +74,12 @@ class Stage(nn.Module):
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
         return vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
 
-    def loss(self, x: Tensor, batch: Microbatch, global_tokens: int) -> Tensor:
+    def loss(self, x: Tensor, batch: Microbatch) -> Tensor:
         """This microbatch's share of the mean loss over the step's targets."""
         loss_SB = self.token_losses(x, batch)
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
-        return mean_over_global_batch(loss_SB, global_tokens)
+        return mean_over_global_batch(loss_SB, batch.global_targets)
 
     def _real_rows(self, weight_vH: ShardedParameter) -> int:
         """Rows of this rank's slice that stand for a token; the rest is padding and never enters a logit."""
