@@ -17,8 +17,8 @@ from frontier_llm.train.step import StepResult
 
 
 def metrics(directory: Path, incarnation: int, done_steps: int) -> Metrics:
-    config = load_run("quickstart", ["train.steps=100", "train.log_interval=1"])
-    return Metrics(directory, config, 1, 1e6, None, PhaseClock(Ledger()), incarnation, done_steps)
+    config = load_run("quickstart", ["train.steps=100", "train.log_interval=1", f"train.run_dir={directory}"])
+    return Metrics(config, 1, PhaseClock(Ledger()), incarnation, done_steps)
 
 
 def steps(writer: Metrics, start: int, stop: int, loss: float) -> None:
