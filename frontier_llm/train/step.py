@@ -56,8 +56,8 @@ def train_step(state: TrainState) -> StepResult:
     return result
 
 
-def local_gradients(state: TrainState, feed: Feed) -> list[torch.Tensor]:
-    """Forward and backward of the current step over `feed`: this rank's unsummed gradients. Changes nothing else; native engine only."""
+def local_gradients(state: TrainState, feed: Feed) -> dict[str, torch.Tensor]:
+    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter. Changes nothing else; native engine only."""
     own, sync = state.feed, state.sync
     assert isinstance(sync, GradientSync)
     try:
@@ -67,8 +67,9 @@ def local_gradients(state: TrainState, feed: Feed) -> list[torch.Tensor]:
         state.engine.run(loss_scale=state.scaler.scale)
     finally:
         state.feed = own
-    hit("train.recomputed", sync.gradients[0])
-    return sync.gradients
+    gradients = sync.gradients
+    hit("train.recomputed", next(iter(gradients.values())).view(-1))
+    return gradients
 
 
 def global_loss(state: TrainState, losses: list[torch.Tensor]) -> float:
