@@ -55,6 +55,11 @@ def environ(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name, default)
 
 
+def node_name() -> str:
+    """This node as the scheduler calls it, so that it can be excluded by that name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def environment() -> dict[str, str]:
     """A copy of the whole environment, to hand to child processes."""
     return dict(os.environ)
