@@ -25,7 +25,7 @@ from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome, Step, run_step
 from frontier_llm.cluster.doctor import examine, settings_for
 from frontier_llm.cluster.lead import measured_lead_s
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.rank_env import environ, environment, rank_python
 from frontier_llm.cluster.sites import Site, load_site, root_dir
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
@@ -226,7 +226,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
         command=(
-            environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable,
+            rank_python(),
             *job.program,
             *job.words,
             *job.flags,
