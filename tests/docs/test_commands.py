@@ -129,6 +129,9 @@ def test_the_checks_themselves() -> None:
     ):
         with pytest.raises((AssertionError, SystemExit)):
             check_frontier_llm(wrong)
-    assert unknown_keys("| `model.n_layers` | `model.layers`, `model.layer`, `train.steps: 3`, `train.stps=3` |") == ["model.layer", "train.stps"]
+    assert unknown_keys("| `model.n_layers` | `model.layers`, `model.layer`, `train.steps: 3`, `train.stps=3` |") == [
+        "model.layer",
+        "train.stps",
+    ]
     with pytest.raises(Exception, match="stps"):
         check_batch_script("sbatch -A X slurm/train_1t.sbatch train.stps=3")
