@@ -1,6 +1,6 @@
-"""The four families of Hugging Face models that are the same function as one of ours, name by name and key by key.
+"""The families of Hugging Face models that are the same function as one of ours, name by name and key by key.
 
-Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, gpt2, gpt_neox and mpt. Whatever a configuration
+Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, gpt2, gpt_neox and mpt. Whatever a configuration
 asks for that our model does not compute is refused by name; nothing is dropped silently.
 """
 
@@ -15,6 +15,13 @@ from frontier_llm.checkpoint.rules import TensorRule, gate_and_up, qkv, same, tu
 from frontier_llm.config import ModelConfig
 
 ROPE_DEFAULT_THETA = 10000.0
+# transformers' Mistral without the key looks no further back than this
+MISTRAL_DEFAULT_WINDOW = 4096
+# Llama 3.1's scaling: their name → ours
+_SCALING = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_sequence_length",
+}  # fmt: skip
 # transformers' MPT takes no maximum: its slopes always end at 2^-8
 MPT_ALIBI_MAX_BIAS = 8.0
 # nor does it look at expansion_ratio: its MLP is always four times as wide
@@ -25,15 +32,21 @@ _OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu
 class ConfigJson(Fields):
     """A config.json."""
 
-    def rope(self, theta_key: str, fraction_key: str, default_fraction: float) -> dict[str, float]:
-        """rope_theta and rope_fraction, from `rope_parameters` (transformers 5) or from the older keys."""
+    def rope(self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)) -> dict[str, Any]:
+        """Our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys; `kinds` of rotation are computed."""
         new, scaling = self.get("rope_parameters", {}), self.get("rope_scaling", {})
         kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-        if kind != "default":
-            self.refuse("rope_parameters.rope_type", kind, "'default'")
+        if kind not in kinds:
+            self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
+        stretched = ConfigJson({**scaling, **new}, f"{self.where}: rope_parameters") if kind in kinds and kind != "default" else None
         theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
         fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
-        return {"rope_theta": float(theta), "rope_fraction": float(fraction)}
+        values = {"rope_theta": float(theta), "rope_fraction": float(fraction)}
+        if stretched is None:
+            return values
+        result = {**values, "rope_scaling": {ours: stretched.need(theirs) for theirs, ours in _SCALING.items()}}
+        self.problems += stretched.problems
+        return result
 
     def gelu(self, key: str, default: str) -> str:
         """Our name of a GELU."""
@@ -52,6 +65,7 @@ class Family:
     rules: Callable[[ModelConfig], list[TensorRule]]
     ignored: tuple[str, ...]  # endings of buffers in older files that are no weights
     prefix: str = ""  # that files saved from the bare model lack
+    grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
 
     def refusals(self, model: ModelConfig) -> list[str]:
         """Why this architecture cannot be `model`; empty when it can."""
@@ -60,11 +74,12 @@ class Family:
             for field, allowed in self.needs.items()
             if getattr(model, field) not in allowed
         ]
-        multi_head = model.num_kv_heads == model.heads
-        if self.model_type != "llama" and not multi_head:
+        if not self.grouped and model.num_kv_heads != model.heads:
             reasons.append(f"kv_heads is {model.kv_heads}, needs {model.heads}")
-        if self.model_type != "llama" and model.heads * model.dim_per_head != model.hidden:
+        if not self.grouped and model.heads * model.dim_per_head != model.hidden:
             reasons.append(f"head_dim is {model.head_dim}, needs {model.hidden / model.heads:g}")
+        if "qkv_bias" not in self.needs and model.has_qkv_bias != model.bias:
+            reasons.append(f"qkv_bias is {model.qkv_bias}, needs {model.bias}")
         if self.model_type == "mpt" and model.ffn_hidden != MPT_EXPANSION * model.hidden:
             reasons.append(f"ffn_hidden is {model.ffn_hidden}, needs {MPT_EXPANSION} x {model.hidden}")
         return reasons
@@ -104,25 +119,50 @@ def _attention_and_mlp(
 
 
 def _read_llama(f: ConfigJson) -> ModelConfig:
-    f.only("hidden_act", "silu", default="silu")
     bias = f.get("attention_bias", False)
     f.only("mlp_bias", bias, default=False)
-    rope = f.rope("rope_theta", "partial_rotary_factor", 1.0)
+    return _read_llama_like(f, bias)
+
+
+def _read_mistral(f: ConfigJson) -> ModelConfig:
+    window = f.content.get("sliding_window", MISTRAL_DEFAULT_WINDOW)
+    if window is not None and window < f.get("max_position_embeddings", 131072):
+        f.refuse("sliding_window", window, "null, or no less than max_position_embeddings")
+    return _read_llama_like(f, bias=False)
+
+
+def _read_qwen2(f: ConfigJson) -> ModelConfig:
+    f.only("use_sliding_window", False, default=False)
+    return _read_llama_like(f, bias=False, qkv_bias=True)
+
+
+def _read_llama_like(f: ConfigJson, bias: bool, qkv_bias: bool | None = None) -> ModelConfig:
+    f.only("hidden_act", "silu", default="silu")
+    hidden, heads, head_dim = f.need("hidden_size"), f.need("num_attention_heads"), f.get("head_dim", None)
     return f.model(
-        layers=f.need("num_hidden_layers"), hidden=f.need("hidden_size"), heads=f.need("num_attention_heads"),
-        kv_heads=f.get("num_key_value_heads", None), head_dim=f.get("head_dim", None), ffn_hidden=f.need("intermediate_size"),
+        layers=f.need("num_hidden_layers"), hidden=hidden, heads=heads, kv_heads=f.get("num_key_value_heads", None),
+        head_dim=None if head_dim == hidden / heads else head_dim, ffn_hidden=f.need("intermediate_size"),
         vocab_size=f.need("vocab_size"), sequence_length=f.get("max_position_embeddings", 2048), position="rope", norm="rmsnorm",
-        norm_eps=f.get("rms_norm_eps", 1e-6), activation="swiglu", bias=bias, tied_embeddings=f.get("tie_word_embeddings", False),
-        init_std=f.get("initializer_range", 0.02), rope_theta=rope["rope_theta"], rope_fraction=rope["rope_fraction"],
+        norm_eps=f.get("rms_norm_eps", 1e-6), activation="swiglu", bias=bias, qkv_bias=qkv_bias,
+        tied_embeddings=f.get("tie_word_embeddings", False), init_std=f.get("initializer_range", 0.02),
+        **f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3")),
     )  # fmt: skip
 
 
 def _write_llama(m: ModelConfig) -> dict[str, Any]:
+    return {**_write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}
+
+
+def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if m.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **{theirs: getattr(m.rope_scaling, ours) for theirs, ours in _SCALING.items()}}
     return {
         "hidden_size": m.hidden, "intermediate_size": m.ffn_hidden, "num_hidden_layers": m.layers, "num_attention_heads": m.heads,
         "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rms_norm_eps": m.norm_eps,
-        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std, "attention_bias": m.bias, "mlp_bias": m.bias,
-        "rope_theta": m.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
+        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std,
+        "rope_theta": m.rope_theta, "rope_parameters": {**scaling, "rope_theta": m.rope_theta},
+        "rope_scaling": scaling if m.rope_scaling else None,
     }  # fmt: skip
 
 
@@ -131,12 +171,14 @@ def _llama_rules(m: ModelConfig) -> list[TensorRule]:
     for i in range(m.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        for leaf in ("weight", "bias") if m.bias else ("weight",):
+        for leaf, in_attention, in_mlp in (("weight", True, True), ("bias", m.has_qkv_bias, m.bias)):
             bias = leaf == "bias"
-            parts = tuple(f"{theirs}.self_attn.{part}_proj.{leaf}" for part in "qkv")
-            rules.append(qkv(f"{ours}.attention.qkv.{leaf}", m, parts, "separate", bias))
-            pair = (f"{theirs}.mlp.gate_proj.{leaf}", f"{theirs}.mlp.up_proj.{leaf}")
-            rules.append(gate_and_up(f"{ours}.mlp.up.{leaf}", m, pair, bias))
+            if in_attention:
+                parts = tuple(f"{theirs}.self_attn.{part}_proj.{leaf}" for part in "qkv")
+                rules.append(qkv(f"{ours}.attention.qkv.{leaf}", m, parts, "separate", bias))
+            if in_mlp:
+                pair = (f"{theirs}.mlp.gate_proj.{leaf}", f"{theirs}.mlp.up_proj.{leaf}")
+                rules.append(gate_and_up(f"{ours}.mlp.up.{leaf}", m, pair, bias))
         rules += _linear(m, f"{ours}.attention.output", (m.hidden, m.heads * m.dim_per_head), f"{theirs}.self_attn.o_proj")
         rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
         rules += _linear(m, f"{ours}.mlp.down", (m.hidden, m.ffn_hidden), f"{theirs}.mlp.down_proj")
@@ -266,14 +308,23 @@ _MPT = {
 }  # fmt: skip
 
 FAMILIES = (
-    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, _llama_rules, ("rotary_emb.inv_freq",), "model."),
+    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, _llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True),
+    Family(
+        "Qwen2ForCausalLM", "qwen2", _read_qwen2, lambda m: {**_write_llama_like(m), "use_sliding_window": False},
+        {**_LLAMA, "bias": (False,), "qkv_bias": (True,)}, _llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
+    # after Llama, which computes the same: a Mistral comes in, and goes out as a Llama
+    Family(
+        "MistralForCausalLM", "mistral", _read_mistral, lambda m: {**_write_llama_like(m), "sliding_window": None},
+        {**_LLAMA, "bias": (False,)}, _llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
     Family(
         "GPT2LMHeadModel", "gpt2", _read_gpt2, _write_gpt2,
         {"position": ("learned",), "parallel_residual": (False,), **_LAYERNORM_WITH_BIAS},
         _gpt2_rules, (".attn.bias", ".attn.masked_bias"), "transformer.",
     ),
     Family(
-        "GPTNeoXForCausalLM", "gpt_neox", _read_neox, _write_neox, {"position": ("rope",), **_LAYERNORM_WITH_BIAS},
+        "GPTNeoXForCausalLM", "gpt_neox", _read_neox, _write_neox, {"position": ("rope",), "rope_scaling": (None,), **_LAYERNORM_WITH_BIAS},
         _neox_rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
     ),
     Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, _mpt_rules, (), "transformer."),
