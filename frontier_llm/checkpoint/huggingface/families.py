@@ -1,4 +1,4 @@
-"""The families of Hugging Face models that are the same function as one of ours, name by name and key by key.
+"""The families of Hugging Face models that are the same function as one of ours, key by key; the names of their tensors are in names.py.
 
 Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, gpt2, gpt_neox and mpt. Whatever a configuration
 asks for that our model does not compute is refused by name; nothing is dropped silently.
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from frontier_llm.checkpoint.fields import Fields
-from frontier_llm.checkpoint.rules import TensorRule, gate_and_up, qkv, same, turned, vocabulary
+from frontier_llm.checkpoint.huggingface.names import GPT2, MPT, NEOX, llama_rules
+from frontier_llm.checkpoint.rules import TensorRule
 from frontier_llm.config import ModelConfig
 
 ROPE_DEFAULT_THETA = 10000.0
@@ -85,39 +86,6 @@ class Family:
         return reasons
 
 
-def _norms(model: ModelConfig, ours: str, theirs: str) -> list[TensorRule]:
-    leaves = ("weight", "bias") if model.norm_bias else ("weight",)
-    return [same(f"{ours}.{leaf}", (model.hidden,), f"{theirs}.{leaf}") for leaf in leaves]
-
-
-def _linear(model: ModelConfig, ours: str, shape: tuple[int, int], theirs: str, turn: bool = False) -> list[TensorRule]:
-    weight = (turned if turn else same)(f"{ours}.weight", shape, f"{theirs}.weight")
-    return [weight, same(f"{ours}.bias", shape[:1], f"{theirs}.bias")] if model.bias else [weight]
-
-
-def _ends(model: ModelConfig, embedding: str, final_norm: str, head: str) -> tuple[list[TensorRule], list[TensorRule]]:
-    """Embedding in front; final norm and head behind."""
-    last = _norms(model, "final_norm", final_norm)
-    if not model.tied_embeddings:
-        last.append(vocabulary("head.weight", model, head))
-    return [vocabulary("embedding.token.weight", model, embedding)], last
-
-
-def _attention_and_mlp(
-    model: ModelConfig, layer: str, theirs: tuple[str, str, str, str], packing: str, turn: bool = False
-) -> list[TensorRule]:
-    """qkv, output, up and down of a layer whose MLP has no gate; `theirs` are their four names."""
-    H, F = model.hidden, model.ffn_hidden
-    fused, output, up, down = theirs
-    leaves = ("weight", "bias") if model.bias else ("weight",)
-    rules = [
-        qkv(f"{layer}.attention.qkv.{leaf}", model, (f"{fused}.{leaf}",), packing, leaf == "bias", turn and leaf == "weight")  # type: ignore[arg-type]
-        for leaf in leaves
-    ]
-    rules += _linear(model, f"{layer}.attention.output", (H, H), output, turn)
-    return rules + _linear(model, f"{layer}.mlp.up", (F, H), up, turn) + _linear(model, f"{layer}.mlp.down", (H, F), down, turn)
-
-
 def _read_llama(f: ConfigJson) -> ModelConfig:
     bias = f.get("attention_bias", False)
     f.only("mlp_bias", bias, default=False)
@@ -166,25 +134,6 @@ def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _llama_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "model.embed_tokens.weight", "model.norm", "lm_head.weight")
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        for leaf, in_attention, in_mlp in (("weight", True, True), ("bias", m.has_qkv_bias, m.bias)):
-            bias = leaf == "bias"
-            if in_attention:
-                parts = tuple(f"{theirs}.self_attn.{part}_proj.{leaf}" for part in "qkv")
-                rules.append(qkv(f"{ours}.attention.qkv.{leaf}", m, parts, "separate", bias))
-            if in_mlp:
-                pair = (f"{theirs}.mlp.gate_proj.{leaf}", f"{theirs}.mlp.up_proj.{leaf}")
-                rules.append(gate_and_up(f"{ours}.mlp.up.{leaf}", m, pair, bias))
-        rules += _linear(m, f"{ours}.attention.output", (m.hidden, m.heads * m.dim_per_head), f"{theirs}.self_attn.o_proj")
-        rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        rules += _linear(m, f"{ours}.mlp.down", (m.hidden, m.ffn_hidden), f"{theirs}.mlp.down_proj")
-    return rules + last
-
-
 def _read_gpt2(f: ConfigJson) -> ModelConfig:
     f.only("scale_attn_weights", True, default=True)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
@@ -204,17 +153,6 @@ def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
         "activation_function": "gelu_new" if m.activation == "gelu_tanh" else "gelu", "layer_norm_epsilon": m.norm_eps,
         "initializer_range": m.init_std, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }  # fmt: skip
-
-
-def _gpt2_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "transformer.wte.weight", "transformer.ln_f", "lm_head.weight")
-    rules.append(same("embedding.position.weight", (m.sequence_length, m.hidden), "transformer.wpe.weight"))
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.ln_1") + _norms(m, f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        names = (f"{theirs}.attn.c_attn", f"{theirs}.attn.c_proj", f"{theirs}.mlp.c_fc", f"{theirs}.mlp.c_proj")
-        rules += _attention_and_mlp(m, ours, names, "blocks", turn=True)
-    return rules + last
 
 
 def _read_neox(f: ConfigJson) -> ModelConfig:
@@ -238,17 +176,6 @@ def _write_neox(m: ModelConfig) -> dict[str, Any]:
         "attention_bias": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "rotary_emb_base": m.rope_theta, "rotary_pct": m.rope_fraction, "rope_theta": m.rope_theta, "rope_parameters": rope,
     }  # fmt: skip
-
-
-def _neox_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight")
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"gpt_neox.layers.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        mlp = (f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h")
-        rules += _attention_and_mlp(m, ours, (f"{theirs}.attention.query_key_value", f"{theirs}.attention.dense", *mlp), "per_head")
-    return rules + last
 
 
 def _read_mpt(f: ConfigJson) -> ModelConfig:
@@ -289,16 +216,6 @@ def _write_mpt(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mpt_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "transformer.wte.weight", "transformer.norm_f", "lm_head.weight")
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"transformer.blocks.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.norm_1") + _norms(m, f"{ours}.mlp_norm", f"{theirs}.norm_2")
-        names = (f"{theirs}.attn.Wqkv", f"{theirs}.attn.out_proj", f"{theirs}.ffn.up_proj", f"{theirs}.ffn.down_proj")
-        rules += _attention_and_mlp(m, ours, names, "blocks")
-    return rules + last
-
-
 _GELUS = ("gelu", "gelu_tanh")
 _LAYERNORM_WITH_BIAS = {"norm": ("layernorm",), "activation": _GELUS, "bias": (True,), "norm_bias": (True,)}
 _LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",), "rope_fraction": (1.0,), "parallel_residual": (False,)}
@@ -308,24 +225,24 @@ _MPT = {
 }  # fmt: skip
 
 FAMILIES = (
-    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, _llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True),
+    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True),
     Family(
         "Qwen2ForCausalLM", "qwen2", _read_qwen2, lambda m: {**_write_llama_like(m), "use_sliding_window": False},
-        {**_LLAMA, "bias": (False,), "qkv_bias": (True,)}, _llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        {**_LLAMA, "bias": (False,), "qkv_bias": (True,)}, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     # after Llama, which computes the same: a Mistral comes in, and goes out as a Llama
     Family(
         "MistralForCausalLM", "mistral", _read_mistral, lambda m: {**_write_llama_like(m), "sliding_window": None},
-        {**_LLAMA, "bias": (False,)}, _llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        {**_LLAMA, "bias": (False,)}, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     Family(
         "GPT2LMHeadModel", "gpt2", _read_gpt2, _write_gpt2,
         {"position": ("learned",), "parallel_residual": (False,), **_LAYERNORM_WITH_BIAS},
-        _gpt2_rules, (".attn.bias", ".attn.masked_bias"), "transformer.",
+        GPT2.rules, (".attn.bias", ".attn.masked_bias"), "transformer.",
     ),
     Family(
         "GPTNeoXForCausalLM", "gpt_neox", _read_neox, _write_neox, {"position": ("rope",), "rope_scaling": (None,), **_LAYERNORM_WITH_BIAS},
-        _neox_rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
+        NEOX.rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
     ),
-    Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, _mpt_rules, (), "transformer."),
+    Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, MPT.rules, (), "transformer."),
 )  # fmt: skip
