@@ -199,6 +199,24 @@ def _read_mpt(f: ConfigJson) -> ModelConfig:
     )  # fmt: skip
 
 
+def _read_foundry_mpt(f: ConfigJson) -> ModelConfig:
+    """LLM Foundry's own class, which computes more than transformers' and has other defaults."""
+    attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
+    attention.only("alibi", True, default=False)
+    attention.only("rope", False, default=False)
+    attention.only("qk_gn", False, default=False)
+    attention.only("sliding_window_size", -1, default=-1)
+    mlp = ConfigJson(f.get("ffn_config", {}), f"{f.where}: ffn_config")
+    mlp.only("ffn_type", "mptmlp", default="mptmlp")
+    mlp.only("ffn_act_fn", None, {"name": "gelu", "approximate": "none"})
+    f.problems += attention.problems + mlp.problems
+    f.only("no_bias", True, default=False)
+    f.only("norm_type", "layernorm", "low_precision_layernorm", default="low_precision_layernorm")
+    f.only("residual_modification", None)
+    f.only("norm_eps", 1e-5, default=1e-5)
+    return _read_mpt(f)
+
+
 def _write_mpt(m: ModelConfig) -> dict[str, Any]:
     attention = {
         "model_type": "",
@@ -245,4 +263,6 @@ FAMILIES = (
         NEOX.rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
     ),
     Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, MPT.rules, (), "transformer."),
+    # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own
+    Family("MPTForCausalLM", "mpt", _read_foundry_mpt, _write_mpt, _MPT, MPT.rules, (), "transformer."),
 )  # fmt: skip

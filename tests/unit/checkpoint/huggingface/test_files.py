@@ -244,6 +244,43 @@ def test_what_our_model_does_not_compute_is_refused(variant: str, values: dict[s
     assert word in refusal(tmp_path)
 
 
+FOUNDRY = {
+    "architectures": ["MPTForCausalLM"], "no_bias": True, "norm_type": "low_precision_layernorm", "learned_pos_emb": True,
+    "attn_config": {
+        "alibi": True, "alibi_bias_max": 8, "attn_impl": "flash", "attn_type": "multihead_attention", "clip_qkv": None, "prefix_lm": False,
+        "qk_ln": False, "softmax_scale": None, "attn_uses_sequence_id": False, "rope": False, "sliding_window_size": -1,
+    },
+    "ffn_config": {"ffn_type": "mptmlp"}, "resid_pdrop": 0, "residual_modification": None, "fc_type": "torch",
+}  # fmt: skip
+
+
+def test_an_mpt_of_llm_foundry_is_the_one_of_transformers(tmp_path: Path) -> None:
+    saved("mpt", tmp_path)
+    plain = HuggingFaceModel(tmp_path)
+    edit(tmp_path, **FOUNDRY)
+    assert HuggingFaceModel(tmp_path).model == plain.model
+    family = export_huggingface(HuggingFaceModel(tmp_path), tmp_path / "out", torch.float32)
+    assert family.architecture == "MptForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("over", "word"),
+    [
+        ({"attn_config": {"alibi": False, "rope": True}}, "rope"),
+        ({"attn_config": {"alibi": True, "clip_qkv": 6}}, "clip_qkv"),
+        ({"attn_config": {"alibi": True, "attn_type": "grouped_query_attention", "kv_n_heads": 2}}, "attn_type"),
+        ({"ffn_config": {"ffn_type": "mptglu"}}, "ffn_type"),
+        ({"norm_type": "rmsnorm"}, "norm_type"),
+        ({"no_bias": None}, "no_bias"),
+        ({"expansion_ratio": 3}, "expansion_ratio"),
+    ],
+)
+def test_what_llm_foundry_computes_beyond_that_is_refused(over: dict[str, Any], word: str, tmp_path: Path) -> None:
+    saved("mpt", tmp_path)
+    edit(tmp_path, **{**FOUNDRY, **over})
+    assert word in refusal(tmp_path)
+
+
 def test_missing_shards_are_all_named(tmp_path: Path) -> None:
     saved("llama-gqa", tmp_path, max_shard_size="40KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
