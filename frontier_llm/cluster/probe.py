@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.rank_env import environment, node_name
+from frontier_llm.cluster.rank_env import environ, environment, node_name
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
 NO_FI_INFO = "fi_info is not on PATH"
