@@ -225,12 +225,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         options=tuple(job.site.srun.items()),
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
-        command=(
-            rank_python(),
-            *job.program,
-            *job.words,
-            *job.flags,
-        ),
+        command=(rank_python(), *job.program, *job.words, *job.flags),
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
