@@ -127,7 +127,7 @@ def supervise(job: Job) -> int:
             log.info(reason)
             return 0
         bad = slurm.unhealthy(job.allocation.nodes)
-        run_dir.add_bad_hosts(job.directory, bad)
+        run_dir.add_bad_hosts(job.directory, [*bad, *too_slow(job)])
         unusable = {*bad, *untrusted_here(job)}
         avoid = {*bad, *run_dir.bad_hosts(job.directory)}
         # a host that has failed before is used again only when no other is left, one that computed wrongly never
@@ -197,6 +197,12 @@ def refuse_short_walltime(job: Job) -> None:
 def untrusted_here(job: Job) -> list[str]:
     """Nodes of the allocation that computed wrongly."""
     return [node for node in run_dir.untrusted_hosts(job.directory) if node in job.allocation.nodes]
+
+
+def too_slow(job: Job) -> list[str]:
+    """Hosts that were named slow as often as the site bears."""
+    limit = job.site.exclude_slow_after
+    return [] if limit is None else [slow.host for slow in run_dir.slow_hosts(job.directory) if slow.times >= limit]
 
 
 def nothing_to_do(job: Job) -> str:
@@ -293,6 +299,7 @@ def dead_nodes(job: Job, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
 
 def continue_later(job: Job) -> int:
     """Hand the rest of the run on: this job requeued, or exactly one successor."""
+    run_dir.add_bad_hosts(job.directory, too_slow(job))
     bad = run_dir.bad_hosts(job.directory)
     if job.continue_with == "never":
         log.info("not continued: FRONTIER_LLM_CONTINUE=never")

@@ -40,6 +40,7 @@ class Site(Section):
     max_queued_jobs: PositiveInt | None = None
     signal_lead_s: PositiveInt = 600  # before the walltime, while no save has been measured
     node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s unless changed) and a little
+    exclude_slow_after: PositiveInt | None = None  # leave a host out once it was named slow so often; None: only say so
     sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value
     srun: dict[str, str] = Field(default_factory=dict)
     interfaces: tuple[str, ...] = ()  # that must be up on every node

@@ -188,7 +188,7 @@ class CommConfig(Section):
     overlap_messages: bool = True  # pipeline receives are posted one action ahead of their use; False: at their use, for comparison
     bucket_elements: PositiveInt = 40_000_000  # of a bucket of gradients and weights; Megatron-LM's default, 160 MB of fp32
     overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
-    tensor_chunks: PositiveInt = 1  # pieces in which sequence parallelism gathers and scatters beside its products
+    tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
     store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path

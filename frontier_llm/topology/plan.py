@@ -128,18 +128,17 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
 
 
 def _chunk_problems(config: RunConfig) -> list[Problem]:
-    """comm.tensor_chunks cuts each rank's part of the sequence into equal pieces."""
+    """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
     chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
     if chunks == 1:
         return []
-    if not config.parallel.sequence_parallel:
-        what = f"{chunks} chunks, but without sequence parallelism nothing is gathered or scattered along the sequence"
-        return [Problem("comm.tensor_chunks", what, "set parallel.sequence_parallel=true or comm.tensor_chunks=1")]
-    if length % tp == 0 and (length // tp) % chunks:
-        valid = nearest(chunks, divisors(length // tp))
-        return [
-            Problem("comm.tensor_chunks", f"{chunks} does not divide a rank's {length // tp} of {length} tokens", f"use one of {valid}")
-        ]
+    if tp == 1:
+        what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
+        return [Problem("comm.tensor_chunks", what, "set parallel.tensor=2 or comm.tensor_chunks=1")]
+    rows = length // tp if config.parallel.sequence_parallel else length
+    if rows % chunks:
+        what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
+        return [Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")]
     return []
 
 

@@ -64,8 +64,8 @@ class PhaseClock:
         return taken
 
     def communication(self) -> dict[str, dict[str, Any]]:
-        """What this rank has moved and waited for since it joined, by axis and operation (Ledger.summary)."""
-        return self._ledger.summary()
+        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) and `axes` (Ledger.latency_by_axis)."""
+        return {"operations": self._ledger.summary(), "axes": self._ledger.latency_by_axis()}
 
     def _timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
         """`function`, its time booked to `phase` instead of the phase that calls it."""

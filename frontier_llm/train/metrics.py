@@ -110,10 +110,15 @@ class Metrics:
                 self._board.close()
             self._board = _summary_writer(self._events, step + 1)
 
+    def communication(self) -> None:
+        """Write down what has been communicated so far."""
+        moved = self._clock.communication()
+        if moved["operations"]:
+            self._write("communication", self._last_step, {"rank": 0, **moved})
+
     def close(self) -> None:
         """Write down what was communicated, flush and close."""
-        if moved := self._clock.communication():
-            self._write("communication", self._last_step, {"rank": 0, "operations": moved})
+        self.communication()
         self._lines.close()
         if self._board is not None:
             self._board.close()

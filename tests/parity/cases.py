@@ -95,7 +95,7 @@ class Case:
             data={"reset_at_documents": self.documents},
             comm=CommConfig(
                 overlap_weights=self.overlap, overlap_messages=not self.overlap, bucket_elements=3_000 if self.overlap else 40_000_000,
-                tensor_chunks=3 if self.overlap and self.sequence_parallel else 1,
+                tensor_chunks=3 if self.overlap and self.tp > 1 else 1,
             ),
             train=TrainConfig(steps=STEPS + 1, recompute=self.recompute),
         )  # fmt: skip
