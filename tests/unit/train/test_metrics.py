@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from frontier_llm.cluster import run_dir
@@ -67,3 +68,17 @@ def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> No
     path.write_text("torn from the start")
     open_lines(path).close()
     assert path.read_bytes() == b""
+
+
+def test_a_full_disk_costs_lines_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = metrics(tmp_path, 1, 0)
+    steps(writer, 0, 1, loss=3.0)
+    disk, full = writer._lines, open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    writer._lines = full
+    steps(writer, 1, 2, loss=2.0)
+    assert "a line of metrics.jsonl is lost: No space left on device" in capsys.readouterr().err
+    writer._lines = disk
+    steps(writer, 2, 3, loss=1.0)
+    writer.close()
+    full.close()
+    assert course(tmp_path) == [(1, 3.0, 1), (3, 1.0, 1)]
