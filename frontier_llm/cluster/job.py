@@ -246,21 +246,8 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     end_step = run_dir.latest_step(job.directory)
     if outcome.cause == "interrupted" and end_step >= job.config.train.steps:
         outcome = replace(outcome, cause="finished")
-    run_dir.record(
-        job.directory,
-        run_dir.Attempt(
-            incarnation,
-            job.allocation.job_id,
-            nodes,
-            start_step,
-            end_step,
-            outcome.exit_code,
-            outcome.cause,
-            outcome.detail,
-            outcome.host,
-            started_s,
-        ),
-    )
+    ended = (outcome.exit_code, outcome.cause, outcome.detail, outcome.host, started_s)
+    run_dir.record(job.directory, run_dir.Attempt(incarnation, job.allocation.job_id, nodes, start_step, end_step, *ended))
     log.info(f"attempt {incarnation} ended at step {end_step}: {outcome.cause}{', ' + outcome.detail if outcome.detail else ''}")
     if outcome.cause not in ("finished", "interrupted", "wrong results"):
         outcome.write(job.directory / "failure.json")
