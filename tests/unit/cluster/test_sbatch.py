@@ -93,6 +93,15 @@ def test_site_values_expand_names_and_nothing_else(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_modules_do_not_set_what_depends_on_the_node_count(tmp_path: Path) -> None:
+    script = "module() { export NCCL_SOCKET_IFNAME=all FI_CXI_DEFAULT_CQ_SIZE=1 NCCL_CROSS_NIC=1; }\n" + sbatch.render_site(FRONTIER)
+    script += 'echo "${NCCL_SOCKET_IFNAME-unset} ${FI_CXI_DEFAULT_CQ_SIZE-unset} $NCCL_CROSS_NIC"\n'
+    done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.stdout == "unset unset 1\n", done.stderr
+    with pytest.raises(ConfigError, match="not the name of a variable"):
+        sbatch.render_site(FRONTIER.model_copy(update={"unset": ("A; reboot",)}))
+
+
 def test_overrides_arrive_as_words(tmp_path: Path) -> None:
     """What a user types after the script's name reaches the program unchanged, spaces and quotes included."""
     (tmp_path / "launch").mkdir()
