@@ -88,3 +88,37 @@ def test_a_missing_image_is_explained(tmp_path: Path) -> None:
     env = {**os.environ, "FRONTIER_LLM_CONTAINER": f"{tmp_path}/none.sif"}
     done = subprocess.run([LAUNCH / "container_python.sh"], capture_output=True, text=True, env=env)
     assert done.returncode == 2 and "apptainer build" in done.stderr
+
+
+def test_the_address_is_the_interfaces_own(tmp_path: Path) -> None:
+    executable(tmp_path / "ip", '[[ "$*" == *"dev hsn0" ]] && echo "7: hsn0    inet 10.128.0.9/18 brd 10.128.63.255 scope global hsn0"')
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run([LAUNCH / "address.sh", "hsn0"], capture_output=True, text=True, env=env)
+    assert done.stdout == "10.128.0.9\n", done.stderr
+    done = subprocess.run([LAUNCH / "address.sh", "hsn9"], capture_output=True, text=True, env=env)
+    assert done.returncode != 0 and "hsn9" in done.stderr
+
+
+def test_a_rank_has_its_own_log_and_rank_0_speaks_to_the_job_too(tmp_path: Path) -> None:
+    outputs = []
+    for rank in ("0", "1"):
+        env = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": rank, "FRONTIER_LLM_LOG_DIR": str(tmp_path / "logs")}
+        command = [LAUNCH / "rank.sh", "bash", "-c", "echo out $SLURM_PROCID; echo err >&2"]
+        outputs.append(subprocess.run(command, capture_output=True, text=True, env=env).stdout)
+    assert outputs == ["out 0\nerr\n", ""]
+    assert [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr\n", "out 1\nerr\n"]
+
+
+def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:
+    env = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": "0", "FRONTIER_LLM_BIND": "gdc"}
+    done = subprocess.run([LAUNCH / "rank.sh", "true"], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "FRONTIER_LLM_BIND=gdc is neither gcd nor none" in done.stderr
+
+
+def test_local_ranks_start_without_slurm(tmp_path: Path) -> None:
+    env = {**os.environ, "FRONTIER_LLM_PYTHON": sys.executable}
+    done = subprocess.run([LAUNCH / "local.sh", "2", "quickstart", "--check"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("logs/*/*")) == ["rank_0.log", "rank_1.log"]
+    done = subprocess.run([LAUNCH / "local.sh", "two", "quickstart"], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "usage: launch/local.sh RANKS CONFIG" in done.stderr
