@@ -23,7 +23,8 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 BLOCK_BYTES = 1 << 20
-CHUNK_BYTES = 16 << 20  # a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
+ARRAY_HINT = "; a file with one large JSON value? It takes one object per line: jq -c '.[]' FILE > FILE.jsonl"
+CHUNK_BYTES = 4 << 20  # a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 
@@ -86,8 +87,8 @@ def find_inputs(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """A file of a known kind; an MDS dataset's index.json only repeats what its shards say."""
-    if path.name == "index.json" and any(path.parent.glob("*.mds*")):
+    """A file of a known kind; an MDS dataset's index.json only repeats what its shards say, and our records are no text."""
+    if path.name.endswith(".meta.json") or (path.name == "index.json" and any(path.parent.glob("*.mds*"))):
         return False
     return _plain_suffix(path) in SUFFIXES
 
@@ -167,7 +168,7 @@ def _parse_json(line: bytes, text_key: str) -> Text | str | None:
     try:
         record = json.loads(line)
     except ValueError as error:  # also UnicodeDecodeError
-        return f"is no JSON: {error}"
+        return f"is no JSON: {error}" + (ARRAY_HINT if line.lstrip()[:1] in (b"[", b"{") and line.rstrip()[-1:] in b"[{," else "")
     if not isinstance(record, dict):
         return f"is a JSON {type(record).__name__}, not an object"
     if text_key not in record:

@@ -166,3 +166,11 @@ def test_missing_optional_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(BackendError, match=r"needs pyarrow.*(?s:.*)frontier-llm\[data\]"):
         cut(tmp_path / "a.parquet", "file", 100)
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}, \n{"text": "b"}]\n', '{\n "text": "a"\n}\n', '[\n{"text": "a"}\n]\n'])
+def test_one_large_json_value_gets_a_hint(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    (piece,) = cut(tmp_path / "a.json", "file", 1 << 20)
+    first = next(read(piece))
+    assert isinstance(first, Damage) and "one object per line: jq -c" in first.why

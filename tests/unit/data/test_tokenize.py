@@ -153,7 +153,7 @@ def test_empty_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(DataError, match="corpus is empty"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", workers=1)
-    assert not list(tmp_path.glob("out.[bi]*"))
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_long_document_of_several_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
