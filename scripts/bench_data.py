@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from frontier_llm.data.indexed import IndexedDataset, IndexedWriter
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import cut
 from frontier_llm.data.loader import Batches
 from frontier_llm.data.native import call

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm import log
-from frontier_llm.data.indexed import IndexedWriter, optimal_dtype
+from frontier_llm.data.indexed import optimal_dtype
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.mds import read_tokens
 from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.indexed import IndexedDataset, IndexedWriter, optimal_dtype
-from frontier_llm.data.inputs import Damage, Piece, Text, cut, find_inputs, read
+from frontier_llm.data.documents import Damage, Text, read
+from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
+from frontier_llm.data.indexed_writer import IndexedWriter
+from frontier_llm.data.inputs import Piece, cut, find_inputs
 from frontier_llm.data.meta import DatasetMeta, read_meta, write_json, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError, FrontierError
