@@ -21,7 +21,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)  # JSON has neither
 
 
 class RopeScaling(Section):
