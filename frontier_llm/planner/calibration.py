@@ -184,7 +184,8 @@ def _fit_waiting(found: Rates, samples: Measured, config: RunConfig) -> Rates:
             still = float(step_s(w, replace(found, sharded_slowdown=0.0)))
             moved.append(((float(step_s(w, found)) - still) / seconds,))
             rest.append(1 - still / seconds)
-        found = replace(found, sharded_slowdown=float(non_negative(np.array(moved), np.array(rest))[0]))
+        # not below 1: nothing that torch sends through sockets beats the table's transport, only a disturbed sample says so
+        found = replace(found, sharded_slowdown=max(float(non_negative(np.array(moved), np.array(rest))[0]), 1.0))
     return found
 
 

@@ -7,7 +7,6 @@ long for the scheduler (`contention`), and not by chance in each short sample.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -75,11 +74,6 @@ class _Timer:
         barrier(self.mesh.world)
         run()
         return median(self._cpu_s(run) for _ in range(self.repeats)) * self.stretch
-
-    def step(self, run: Callable[[], object], ranks: int) -> float:
-        """Seconds of a training step: by the wall where ranks meet in it, or outnumber the cores; a step is long for the scheduler."""
-        crowded = self.mesh.world.size > (os.cpu_count() or 1)
-        return self.wall(run) if ranks > 1 or crowded else self.kernel(run)
 
     @staticmethod
     def _cpu_s(run: Callable[[], object]) -> float:
@@ -240,4 +234,4 @@ def _step(
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     assert batches is not None
     state = build_state(config, make_plan(config, mesh.world.size), mesh, device, batches)
-    return B, m, timer.step(lambda: train_step(state), mesh.world.size)
+    return B, m, (timer.wall if mesh.world.size > 1 else timer.kernel)(lambda: train_step(state))
