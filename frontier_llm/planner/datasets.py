@@ -134,7 +134,7 @@ def _vtrain(row: dict[str, str]) -> Measurement:
     single = devices <= 8
     workload = Workload(
         S=number["sequence length"], H=H, A=A, G=A, D=H / A, F=4 * H, V=51200, layers=number["# layers"], gated=0,
-        learned_positions=1, rope=0, bias=1, norm_bias=1, tied=1, tp=number["tensor parallelism"], pp=number["pipeline parallelism"],
+        learned_positions=1, rope=0, bias=1, qkv_bias=1, norm_bias=1, tied=1, tp=number["tensor parallelism"], pp=number["pipeline parallelism"],
         dp=dp, chunks=1, B=B, m=number["global batch"] / dp / B, sp=0, recompute=2, zero=0, dp_outer=0,
     )  # fmt: skip
     return Measurement(
@@ -256,6 +256,7 @@ def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: flo
         "rope": float(llama),
         "learned_positions": 0.0,
         "bias": float(not llama),
+        "qkv_bias": float(not llama),
         "norm_bias": float(not llama),
         "tied": float(not llama),
         "chunks": max(1.0, round(layers / pp / per_virtual)) if per_virtual else 1.0,
