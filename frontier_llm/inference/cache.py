@@ -8,12 +8,13 @@ is overwritten when its row's generation reaches it, before any query may look a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frontier_llm.ops.face import Op
+from frontier_llm.ops import Scores
 
 
 class KeyValueCache:
@@ -79,27 +80,18 @@ class KeyValueCache:
 class RememberingAttention:
     """The attention op of an inference model: with a cache it sees earlier tokens, without one it is the training op."""
 
-    def __init__(self, attention: Op) -> None:
+    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor, Scores], Tensor]) -> None:
         self._attention = attention
         self.cache: KeyValueCache | None = None
 
-    def __call__(
-        self,
-        q_SBaD: Tensor,
-        k_SBgD: Tensor,
-        v_SBgD: Tensor,
-        *,
-        scale: float,
-        alibi_slopes_a: Tensor | None = None,
-        documents_BS: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
         """o_SBaD; see ops.reference.attention. Documents are a matter of training: a cache holds one document per row."""
         if self.cache is not None:
-            assert documents_BS is None
+            assert scores.documents_BS is None
             k_BgTD, v_BgTD = self.cache.extend(k_SBgD, v_SBgD)
             if not self.cache.is_prefill:
-                return attend(q_SBaD, k_BgTD, v_BgTD, scale, self.cache.bias(alibi_slopes_a, q_SBaD.dtype))
-        return self._attention(q_SBaD, k_SBgD, v_SBgD, scale=scale, alibi_slopes_a=alibi_slopes_a, documents_BS=documents_BS)
+                return attend(q_SBaD, k_BgTD, v_BgTD, scores.scale, self.cache.bias(scores.alibi_slopes_a, q_SBaD.dtype))
+        return self._attention(q_SBaD, k_SBgD, v_SBgD, scores)
 
 
 def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scale: float, bias: Tensor | None) -> Tensor:

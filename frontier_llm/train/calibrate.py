@@ -21,7 +21,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.model import working_dtype
-from frontier_llm.ops import Ops, select_ops
+from frontier_llm.ops import AdamWUpdate, Ops, Scores, select_ops
 from frontier_llm.topology import make_plan
 from frontier_llm.train.bench import gemm_shapes
 from frontier_llm.train.build import build_state
@@ -122,7 +122,7 @@ def _contention(config: RunConfig, ops: Ops, timer: _Timer, dtype: torch.dtype) 
     model, mesh, device = config.model, timer.mesh, timer.device
     tokens = config.batch.micro_batch * model.sequence_length
     x, w = (torch.randn(rows, model.hidden, dtype=dtype, device=device) for rows in (tokens, model.ffn_hidden))
-    once = max(median_s(lambda: ops.linear(x, w), 3, device), 1e-6)
+    once = max(median_s(lambda: ops.linear(x, w, None), 3, device), 1e-6)
     repeats = torch.tensor([LONG_S / once], dtype=torch.float64, device=device)
     if mesh.world.size > 1:
         all_reduce_(repeats, mesh.world)  # the same amount of work everywhere
@@ -130,7 +130,7 @@ def _contention(config: RunConfig, ops: Ops, timer: _Timer, dtype: torch.dtype) 
 
     def busy() -> None:
         for _ in range(count):
-            ops.linear(x, w)
+            ops.linear(x, w, None)
 
     counts = [2**power for power in range(mesh.world.size.bit_length()) if 2**power < mesh.world.size]
     found = [(k, timer.wall(busy if mesh.world.rank < k else lambda: None)) for k in [*counts, mesh.world.size]]
@@ -145,7 +145,7 @@ def _products(config: RunConfig, ops: Ops, B: int, tp: int, dtype: torch.dtype, 
         x, w, g = (torch.randn(shape, dtype=dtype, device=timer.device) for shape in ((M, K), (N, K), (M, N)))
         total = torch.zeros(N, K, device=timer.device)
         products: tuple[tuple[int, int, int, Callable[[], object]], ...] = (
-            (M, N, K, lambda: ops.linear(x, w)),  # noqa: B023
+            (M, N, K, lambda: ops.linear(x, w, None)),  # noqa: B023
             (M, K, N, lambda: ops.linear_input_gradient(g, w)),  # noqa: B023
             (N, K, M, lambda: ops.accumulate_weight_gradient_(total, g, x)),  # noqa: B023
         )
@@ -160,7 +160,7 @@ def _attention(config: RunConfig, ops: Ops, B: int, tp: int, dtype: torch.dtype,
     q, k, v = (torch.randn(S, B, heads, D, dtype=dtype, device=timer.device, requires_grad=True) for heads in (a, g, g))
 
     def forward() -> Any:
-        return ops.attention(q, k, v, scale=D**-0.5, alibi_slopes_a=None, documents_BS=None)
+        return ops.attention(q, k, v, Scores(D**-0.5))
 
     grad = torch.randn_like(forward())
     forward_s = timer.kernel(forward)
@@ -194,12 +194,8 @@ def _adamw(ops: Ops, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
     size = COPY_ELEMENTS // 4
     master, gradient, first, second = (torch.zeros(size, device=timer.device) for _ in range(4))
     weight = torch.zeros(size, dtype=dtype, device=timer.device)
-    seconds = timer.kernel(
-        lambda: ops.adamw_(
-            master, gradient, first, second, weight, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1, grad_scale=1.0
-        )
-    )
-    return float(size), seconds
+    update = AdamWUpdate(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    return float(size), timer.kernel(lambda: ops.adamw_(master, gradient, first, second, weight, update))
 
 
 def _collectives(mesh: Mesh, timer: _Timer) -> Iterator[tuple[str, int, int, float]]:
