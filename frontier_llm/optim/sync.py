@@ -40,9 +40,9 @@ class GradientSync:
         self._pending: list[Pending] = []
 
     @property
-    def gradients(self) -> list[torch.Tensor]:
-        """The flat buffers, one for each bucket."""
-        return [bucket.gradients for bucket in self._buckets]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's sums, by parameter."""
+        return {parameter.spec.name: parameter.main_grad for parameter in self._bucket_of}
 
     def begin(self, reduce: bool = True) -> None:
         """Zero the gradients and expect a new step's contributions; without `reduce` they stay this rank's own (no `finish` follows)."""

@@ -130,11 +130,13 @@ class Metrics:
 
     def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
         share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""
-        skipped = "  SKIPPED: loss or gradient not finite" if result.skipped else ""
+        why = "a spike" if result.spike else "loss or gradient not finite"
+        skipped = f"  SKIPPED: {why}" if result.skipped else ""
+        eta = f"  ETA {format_seconds(eta_s)}" if eta_s else ""
         log.info(
             f"step {step}/{self._config.train.steps}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3f}  "
             f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "
-            f"{speed.model_tflops:.3f} TFLOP/s per device{share}  ETA {format_seconds(eta_s)}{skipped}"
+            f"{speed.model_tflops:.3f} TFLOP/s per device{share}{eta}{skipped}"
         )
 
 

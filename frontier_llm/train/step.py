@@ -57,14 +57,15 @@ def train_step(state: TrainState) -> StepResult:
     return result
 
 
-def local_gradients(state: TrainState, feed: Feed) -> list[torch.Tensor]:
-    """Forward and backward of the current step over `feed`: this rank's unsummed gradients. Changes nothing else; native engine only."""
+def local_gradients(state: TrainState, feed: Feed) -> dict[str, torch.Tensor]:
+    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter. Changes nothing else; native engine only."""
     sync = state.sync
     assert isinstance(sync, GradientSync)
     sync.begin(reduce=False)
     state.pipeline.run(feed.step(state.current_step), state.scaler.scale)
-    hit("train.recomputed", sync.gradients[0])
-    return sync.gradients
+    gradients = sync.gradients
+    hit("train.recomputed", next(iter(gradients.values())).view(-1))
+    return gradients
 
 
 def global_loss(state: TrainState, local_loss: torch.Tensor) -> torch.Tensor:

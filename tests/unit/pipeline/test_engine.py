@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
+from frontier_llm.comm.group import Sending
 from frontier_llm.pipeline import Activation, Engine
 from frontier_llm.pipeline.engine import SENDS_AHEAD
 from frontier_llm.schedule import Schedule, build, forward_only
@@ -21,11 +22,24 @@ from frontier_llm.tensor_parallel import WeightGradients
 STAGES, MICROBATCHES = 4, 24
 
 
-class Neighbour:
-    """Takes every message at once and sends ones."""
+class Waited:
+    """A message that is taken when its sender waits for it, and not before."""
 
-    def send(self, x: Tensor, to: int) -> Pending:
-        return DONE
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        pass
+
+
+class Neighbour:
+    """Sends ones; takes every message at once, or only when waited for."""
+
+    def __init__(self, prompt: bool) -> None:
+        self._prompt = prompt
+
+    def send(self, x: Tensor, to: int) -> Sending:
+        return DONE if self._prompt else Waited()
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         buffer.fill_(1.0)
@@ -62,9 +76,9 @@ class Add(Function):
         return grads[0], grads[0], None
 
 
-def play(schedule: Schedule, rank: int) -> tuple[int, Tensor, float]:
-    """(most outputs alive at once, the weight's gradient, the loss) of one rank among neighbours that always have time."""
-    outputs, weight, group = Living(), torch.ones(1, dtype=torch.float64, requires_grad=True), Neighbour()
+def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:
+    """(most outputs alive at once, the weight's gradient, the loss) of one rank among neighbours that always send at once."""
+    outputs, weight, group = Living(), torch.ones(1, dtype=torch.float64, requires_grad=True), Neighbour(prompt)
 
     def stage(x: Tensor | None, microbatch: Any) -> Tensor:
         y = Add.apply(torch.ones(1, dtype=torch.float64) if x is None else x, weight, outputs)
@@ -82,9 +96,10 @@ def play(schedule: Schedule, rank: int) -> tuple[int, Tensor, float]:
 
 @pytest.mark.parametrize("rank", range(STAGES - 1))
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_outputs_are_freed_when_their_messages_are_taken(name: str, rank: int) -> None:
-    peak, gradient, _ = play(build(name, STAGES, MICROBATCHES), rank)
-    assert peak == SENDS_AHEAD + 1
+@pytest.mark.parametrize("prompt", [True, False])
+def test_outputs_are_freed_when_their_messages_are_taken(prompt: bool, name: str, rank: int) -> None:
+    peak, gradient, _ = play(build(name, STAGES, MICROBATCHES), rank, prompt)
+    assert peak == (1 if prompt else SENDS_AHEAD) + 1
     assert gradient.item() == MICROBATCHES  # of ones that came back
 
 
