@@ -55,7 +55,7 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
 
     Without sequence parallelism each is an all-reduce. With it, forward gathers before and reduce-scatters behind each of the
     two pairs of products; backward gathers the gradient, gathers the input again for the weight gradient and reduce-scatters the
-    input gradient. Full recomputation repeats the forward's. The embedding sums once forward (with sequence parallelism gathers
+    input gradient; a weight gradient that waits for its W gathers its own gradient again. Full recomputation repeats the forward's. The embedding sums once forward (with sequence parallelism gathers
     once backward), the head sums its input gradient once (and gathers forward and again backward). The cross-entropy gathers three statistics per token.
     """
     tp, m = plan.grid.tp, plan.microbatches
@@ -76,6 +76,8 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
             # whole, under the weight gradient: the input again and its gradient; and the embedding, which has no product
             traffic.add("tp", "all_gather", size, (2 * n + stage.head + stage.embedding) * m)
             traffic.add("tp", "reduce_scatter", size, (2 * n + stage.head + stage.embedding) * m)
+            if plan.schedule == "zb-h1":
+                traffic.add("tp", "all_gather", size, 2 * n * m)  # the gradient behind both pairs once more, at its W
         else:
             traffic.add("tp", "all_reduce", size // pieces, 2 * n * forwards * m * pieces)
             traffic.add("tp", "all_reduce", size, (2 * n + stage.embedding + stage.head) * m)  # input gradients, under the weight gradient

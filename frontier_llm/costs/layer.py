@@ -12,7 +12,7 @@ import numpy as np
 from frontier_llm.costs.collectives import node_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import ALIGNMENT, flash_s, gemm_s, memory_s
-from frontier_llm.costs.workload import Number, Workload
+from frontier_llm.costs.workload import ZERO_BUBBLE, Number, Workload
 from frontier_llm.machine.rates import Rates
 
 Terms = dict[str, tuple[Number, Number]]
@@ -110,9 +110,10 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
     tp_s = 2 * tp_collective_s(w, rates)
     # with sequence parallelism the backward of a column-parallel product gathers its input again, under the input gradient
     # where anything runs beside anything: half of it shows
-    regather = np.where(
-        np.asarray(w.sp) == 1, 2 * node_s(rates, np.minimum(tp, rates.node_devices), T * H * w.dtype_bytes, "all_gather"), 0.0
-    )
+    # and a weight gradient that waits for its W gathers its own gradient again
+    split = np.asarray(w.schedule) == ZERO_BUBBLE
+    gather = node_s(rates, np.minimum(tp, rates.node_devices), T * H * w.dtype_bytes, "all_gather")
+    regather = np.where(np.asarray(w.sp) == 1, np.where(split, 4, 2) * gather, 0.0)
     terms: Terms = {
         "matrix products": (
             qkv[0] + out[0] + up[0] + down[0],
@@ -124,7 +125,7 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
     }
     if rates.meeting_s or rates.spread:
         # sums, or where the sequence is parallel twice as many gathers and scatters, and backward gathers its inputs again
-        meetings = np.where(np.asarray(w.sp) == 1, 4, 2), np.where(np.asarray(w.sp) == 1, 6, 2)
+        meetings = np.where(np.asarray(w.sp) == 1, 4, 2), np.where(np.asarray(w.sp) == 1, np.where(split, 8, 6), 2)
         compute = [sum(term[side] for name, term in terms.items() if name != "tp communication") for side in (0, 1)]
         waits = [np.where(np.asarray(tp) > 1, waiting_s(number, one, rates), 0.0) for number, one in zip(meetings, compute, strict=True)]
         terms["waiting for tp ranks"] = waits[0], waits[1]

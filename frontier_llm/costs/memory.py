@@ -61,6 +61,12 @@ def in_flight(w: Workload, stage: Number) -> Number:
     return np.where(v > 1, many, one)
 
 
+def waiting_for_weights(w: Workload, stage: Number) -> Number:
+    """Microbatches of a split backward (ZB-H1) whose input gradient is done and whose weight gradients are not, at the worst moment."""
+    pp, m = np.asarray(w.pp, dtype=float), np.asarray(w.m, dtype=float)
+    return np.where(np.asarray(w.schedule) == ZERO_BUBBLE, np.minimum(m, pp) - np.minimum(m, pp - stage), 0.0)
+
+
 def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embedding: Number, head: Number) -> Lines:
     """Lines of one pipeline rank that holds `layers` layers in all its chunks."""
     parameters = stage_parameters(w, layers, embedding, head)
@@ -73,11 +79,16 @@ def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embed
     weights = np.where(zero >= 2, 0.0, parameters * size)
     state = STATE_BYTES if np.all(np.asarray(size) <= 2) else 2 * np.asarray(size)
     per_chunk = np.asarray(layers, dtype=float) / w.chunks
-    held = in_flight(w, stage)
-    checkpointed = np.asarray(w.recompute) == 2
-    kept = layer_activation_bytes(w, rates, w.recompute) * per_chunk * held
-    working = np.where(checkpointed, layer_activation_bytes(w, rates, np.zeros_like(np.asarray(w.recompute))), 0.0)
-    logits = np.where(head, tokens * np.asarray(w.V) / w.tp * (size if rates.fused and rates.attention == "flash" else size + 4), 0.0)
+    held, waiting = in_flight(w, stage), waiting_for_weights(w, stage)
+    mode = np.asarray(w.recompute)
+    checkpointed = mode == 2
+    # a product that waits for its W keeps its two factors, the other gradients instead of q, k, v and pre-activation: all but the attention core
+    one, one_waiting = layer_activation_bytes(w, rates, mode), layer_activation_bytes(w, rates, np.ones_like(mode))
+    kept = (one * (held - waiting) + one_waiting * waiting) * per_chunk
+    working = np.where(checkpointed, layer_activation_bytes(w, rates, np.zeros_like(mode)), 0.0)
+    head_bytes = size if rates.fused and rates.attention == "flash" else size + 4
+    # the head's weight gradient waits with the gradient of its logits
+    logits = np.where(head, tokens * np.asarray(w.V) / w.tp * (head_bytes + size * waiting), 0.0)
     boundary = np.where(np.asarray(w.pp) > 1, 4 * tokens * w.H * size / w.sequence_shards, 0.0)
     return {
         "weights": weights,

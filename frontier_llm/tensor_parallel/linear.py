@@ -12,20 +12,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from frontier_llm.comm import DONE, start_all_gather, start_all_reduce_, start_reduce_scatter
+from frontier_llm.comm import start_all_reduce_, start_reduce_scatter
 from frontier_llm.tensor_parallel.chunked import gather_and_multiply, in_sequence, multiply_and_reduce, multiply_and_scatter
 from frontier_llm.tensor_parallel.context import LayerContext
+from frontier_llm.tensor_parallel.gradients import Factor
 from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
 
-def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Tensor, x_SBk: Tensor) -> Tensor | None:
+def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Factor, x_SBk: Factor) -> Tensor | None:
     """gradient += gradᵀ x, now or at the W action; rows past the output's width (vocabulary padding) stay untouched."""
-    grad_No, x_Nk = grad_SBo.flatten(0, -2), x_SBk.flatten(0, -2)
 
     def accumulate(gradient: Tensor) -> None:
+        grad_No, x_Nk = grad_SBo.whole().flatten(0, -2), x_SBk.whole().flatten(0, -2)
         context.ops.accumulate_weight_gradient_(gradient.view(-1, x_Nk.shape[1])[: grad_No.shape[1]], grad_No, x_Nk)
 
-    return context.gradients.submit(weight, accumulate)
+    return context.gradients.submit(weight, accumulate, (grad_SBo, x_SBk))
 
 
 def _rows(weight: ShardedParameter, num_rows: int | None) -> Tensor:
@@ -54,14 +55,15 @@ class _ColumnLinear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SBo,), context = grads, ctx.context
         (x,) = ctx.saved_tensors
-        x_SBH, gathering = start_all_gather(x, context.tp) if context.sequence_parallel else (x, DONE)
+        x_SBH = Factor(x, context.tp if context.sequence_parallel else None)
+        if not context.gradients.waits:
+            x_SBH.start()
         grad_x = context.ops.linear_input_gradient(grad_SBo, _rows(ctx.weight, ctx.num_rows))
         if context.sequence_parallel:
             grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
         else:
             reducing = start_all_reduce_(grad_x, context.tp)
-        gathering.wait()
-        grad_weight = _submit_weight_gradient(context, ctx.weight, grad_SBo, x_SBH)  # while the input gradient is summed
+        grad_weight = _submit_weight_gradient(context, ctx.weight, Factor(grad_SBo), x_SBH)  # while the input gradient is summed
         grad_bias = None if ctx.bias_shape is None else grad_SBo.flatten(0, -2).sum(0).view(ctx.bias_shape)
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
@@ -92,10 +94,11 @@ class _RowLinear(Function):
 
         if context.sequence_parallel:
             grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.chunks)
-            grad_SBH = in_sequence(gathered, context.tp)
+            # a product that waits gathers it once more, instead of keeping it whole
+            grad_SBH = Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
         else:
-            grad_x, grad_SBH = multiply(grad_y), grad_y
-        return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, x_SBk), None
+            grad_x, grad_SBH = multiply(grad_y), Factor(grad_y)
+        return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, Factor(x_SBk)), None
 
 
 def column_linear(

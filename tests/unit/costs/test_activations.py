@@ -64,6 +64,24 @@ def kept_bytes(config: RunConfig) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+def waiting_bytes(config: RunConfig) -> int:
+    """Distinct storages that the weight gradients of one microbatch read when they wait for their W."""
+    state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source(config))
+    gradients = state.stages[0].context.gradients
+    loss = state.stages[0](None, state.feed.step(0)(0))
+    gradients.defer()
+    loss.backward()
+    read = [factor.tensor.untyped_storage() for _, _, factors in gradients.take_deferred() for factor in factors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in read}.values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_layer_whose_weight_gradients_wait_keeps_all_but_the_attention_core(recompute: str) -> None:
+    measured = (waiting_bytes(config_of(4, recompute, 1)) - waiting_bytes(config_of(2, recompute, 1))) / 2
+    w = from_config(config_of(4, "selective", 1), 1)
+    assert float(layer_activation_bytes(w, rates(load_machine("local")), w.recompute)) == pytest.approx(measured, rel=0.02)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_a_layer_keeps_what_the_formula_says(recompute: str, micro_batch: int) -> None:
