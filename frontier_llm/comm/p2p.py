@@ -31,7 +31,7 @@ class Sends:
     """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at the next send.
 
     At most `limit` per channel are outstanding; then the oldest is waited for. The limit must exceed the number of messages by
-    which a schedule lets a receiver lag behind, or both sides would wait for each other; the engine sets it from the schedule.
+    which a schedule lets a receiver lag behind, or both sides would wait for each other.
     """
 
     def __init__(self, limit: int) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager
-from frontier_llm.cluster.rank_env import RankEnv, environ
+from frontier_llm.cluster.rank_env import RankEnv, environ, node_name
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump
@@ -59,7 +58,7 @@ class _Session:
         self.metrics: Metrics | None = None  # of rank 0
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
-        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, environ("SLURMD_NODENAME") or socket.gethostname())
+        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name())
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
         self.manager = _manager(state, resume)
@@ -85,7 +84,7 @@ class _Session:
             progress = self.saves.resume(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
-            self.decisions.resume_at(progress.step, progress.policy.get("rewinds", []))
+        self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
 
     def _train_until_end(self) -> bool:
         """False when a signal or STOP ended it; all ranks agree on the step."""
