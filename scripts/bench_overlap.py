@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from simulated_link import Link, linked
 
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.timeline import Timeline, draw, write_chrome_trace
 from frontier_llm.config import load_run

@@ -33,7 +33,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes  # the first backward imports it, and sympy with it: seconds of every start on a busy machine
 
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.cluster.rank_env import RankEnv, free_port
+from frontier_llm.cluster.launchers import RankEnv, free_port
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.config import RunConfig, load_model
 from frontier_llm.train.loop import EXIT_INTERRUPTED, train
@@ -226,8 +226,11 @@ class Campaign:
         os.kill(attempt.pids[victim], SIGNALS[fault])
         if fault == "term":
             return attempt.end(kill=False)
-        if fault == "freeze":
-            attempt.ended_within(3 * self.timeout_s)
+        if fault == "freeze" and not attempt.ended_within(3 * self.timeout_s):
+            attempt.end(kill=True)
+            raise Different(
+                f"{run.directory}: nobody noticed within {3 * self.timeout_s:.0f} s that rank {victim} was frozen\n{self._log(run)}"
+            )
         return attempt.end(kill=True)
 
     def _judge(self, run: Run, fault: str, codes: list[int]) -> None:

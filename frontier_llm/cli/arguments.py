@@ -91,6 +91,14 @@ def resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
     return (*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key)))
 
 
+def dataset_prefix(text: str) -> str:
+    """A dataset's path without .bin/.idx; with one of them, as a shell's completion leaves it, it is the same."""
+    path = re.sub(r"\.(?:bin|idx)?$", "", text)
+    if not path or path.endswith("/"):
+        raise argparse.ArgumentTypeError(f"{text!r} names no file; give a path without .bin/.idx, e.g. {path}data")
+    return path
+
+
 def positive(text: str) -> int:
     """A whole number above 0."""
     if not re.fullmatch(r"0*[1-9]\d{0,17}", text.strip()):

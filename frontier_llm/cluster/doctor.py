@@ -73,7 +73,8 @@ class Report:
 
     def render(self) -> str:
         """For a terminal."""
-        lines = [f"{len(self.hosts)} nodes examined in {self.seconds:.1f} s: " + ("healthy" if self.healthy else "NOT healthy")]
+        count = "1 node" if len(self.hosts) == 1 else f"{len(self.hosts)} nodes"
+        lines = [f"{count} examined in {self.seconds:.1f} s: " + ("healthy" if self.healthy else "NOT healthy")]
         for finding in self.findings:
             mark = "error" if finding.fatal else "warning"
             lines += [f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}", f"    fix: {finding.remedy}"]

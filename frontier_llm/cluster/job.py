@@ -183,12 +183,6 @@ def refuse_second_holder(job: Job) -> None:
             )
 
 
-def too_slow(job: Job) -> list[str]:
-    """Hosts that were named slow as often as the site bears."""
-    limit = job.site.exclude_slow_after
-    return [] if limit is None else [slow.host for slow in run_dir.slow_hosts(job.directory) if slow.times >= limit]
-
-
 def refuse_short_walltime(job: Job) -> None:
     """Raise FrontierError when the warning before the walltime is due already: ranks would save what they have just loaded, again and again."""
     left_s, lead_s = slurm.time_left_s(job.allocation.job_id), given_lead_s(job)
@@ -203,6 +197,12 @@ def refuse_short_walltime(job: Job) -> None:
 def untrusted_here(job: Job) -> list[str]:
     """Nodes of the allocation that computed wrongly."""
     return [node for node in run_dir.untrusted_hosts(job.directory) if node in job.allocation.nodes]
+
+
+def too_slow(job: Job) -> list[str]:
+    """Hosts that were named slow as often as the site bears."""
+    limit = job.site.exclude_slow_after
+    return [] if limit is None else [slow.host for slow in run_dir.slow_hosts(job.directory) if slow.times >= limit]
 
 
 def nothing_to_do(job: Job) -> str:
@@ -246,21 +246,8 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     end_step = run_dir.latest_step(job.directory)
     if outcome.cause == "interrupted" and end_step >= job.config.train.steps:
         outcome = replace(outcome, cause="finished")
-    run_dir.record(
-        job.directory,
-        run_dir.Attempt(
-            incarnation,
-            job.allocation.job_id,
-            nodes,
-            start_step,
-            end_step,
-            outcome.exit_code,
-            outcome.cause,
-            outcome.detail,
-            outcome.host,
-            started_s,
-        ),
-    )
+    ended = (outcome.exit_code, outcome.cause, outcome.detail, outcome.host, started_s)
+    run_dir.record(job.directory, run_dir.Attempt(incarnation, job.allocation.job_id, nodes, start_step, end_step, *ended))
     log.info(f"attempt {incarnation} ended at step {end_step}: {outcome.cause}{', ' + outcome.detail if outcome.detail else ''}")
     if outcome.cause not in ("finished", "interrupted", "wrong results"):
         outcome.write(job.directory / "failure.json")

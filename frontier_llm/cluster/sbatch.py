@@ -39,6 +39,7 @@ class JobScript:
     signal_lead_s: int | None = None  # None = the site's
     output: str = "%x-%j.out"
     options: tuple[tuple[str, str], ...] = ()  # further sbatch options, over the site's
+    committed: bool = True  # in slurm/, for people to queue; else `submit` has made it
 
 
 # A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and 853 s of these
@@ -83,9 +84,7 @@ JOBS: tuple[JobScript, ...] = (
 _TEMPLATE = """\
 #!/bin/bash
 # {about}
-#     sbatch {account}slurm/{name}.sbatch [key=value ...] [--allow-change KEY]
-# Rendered from slurm/sites/{site}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.
-{directives}
+{usage}{directives}
 set -euo pipefail
 
 root="${{FRONTIER_LLM_ROOT:-${{SLURM_SUBMIT_DIR:?start this with sbatch}}}}"
@@ -136,10 +135,14 @@ def render(job: JobScript, site: Site) -> str:
     if not job.about.isprintable():
         raise ConfigError(f"{job.about!r} has characters that cannot be printed", "give the model a plain name", "job")
     lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
+    account = "-A PROJECT " if site.account == "required" else ""
+    usage = (
+        f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [--allow-change KEY]\n"
+        f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.\n"
+    )
     return _TEMPLATE.format(
         about=job.about,
-        account="-A PROJECT " if site.account == "required" else "",
-        name=job.name,
+        usage=usage if job.committed else "",
         site=site.name,
         directives="\n".join(lines),
         lead_s=job.signal_lead_s or site.signal_lead_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -152,8 +153,12 @@ def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -
 
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:
-    """Run directories below `root`, newest first."""
-    found = {path.parent for mark in RUN_MARKS for path in root.glob(f"**/{mark}")}
+    """`root` itself or the run directories below it, newest first."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        if not {*RUN_MARKS}.isdisjoint(files):
+            found.append(Path(folder))
+            folders.clear()  # a run holds no other, but thousands of logs and shards
     return sorted(found, key=lambda path: -max((path / mark).stat().st_mtime for mark in RUN_MARKS if (path / mark).is_file()))
 
 

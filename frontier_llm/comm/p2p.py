@@ -30,8 +30,8 @@ class Receive:
 class Sends:
     """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at the next send.
 
-    At most `limit` per channel are outstanding; then the oldest is waited for. The limit must exceed the number of messages by
-    which a schedule lets a receiver lag behind, or both sides would wait for each other.
+    At most `limit` per channel are outstanding; then the oldest is waited for. One is enough for every schedule to end
+    (schedule.check with outstanding_sends=1).
     """
 
     def __init__(self, limit: int) -> None:

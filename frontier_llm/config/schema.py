@@ -6,9 +6,9 @@ world size: that is `topology.plan`. Nothing here imports anything of the packag
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
@@ -145,7 +145,7 @@ class DataSource(Section):
 
 
 class DataConfig(Section):
-    """Token datasets by prefix (path without .bin/.idx); `synthetic` needs no files and suits benchmarks."""
+    """Token datasets by prefix (path without .bin/.idx), alone or in a list; `synthetic` needs no files and suits benchmarks."""
 
     train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"
     validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None
@@ -153,6 +153,13 @@ class DataConfig(Section):
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
     seed: NonNegativeInt = 1234
     cache_dir: str | None = None  # sample indices; None = beside the data
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _paths(cls, value: Any) -> Any:
+        """A path alone stands for a blend of one, a list of paths for equal parts."""
+        paths = [value] if isinstance(value, str) and value != "synthetic" else value
+        return [{"path": item} if isinstance(item, str) else item for item in paths] if isinstance(paths, (list, tuple)) else paths
 
 
 class OpsConfig(Section):

@@ -93,6 +93,11 @@ def elementwise(w: Workload, rates: Rates) -> tuple[Number, Number]:
     return memory_s(whole + inner, kernels, rates), memory_s(1.6 * (whole + inner), 2 * kernels, rates)
 
 
+def waiting_s(meetings: Number, compute_s: Number, rates: Rates) -> Number:
+    """What ranks wait for each other at `meetings` that cut `compute_s` into pieces."""
+    return meetings * rates.meeting_s + compute_s * rates.spread
+
+
 def layer_terms(w: Workload, rates: Rates) -> Terms:
     """One layer; the recomputed forward is counted in backward."""
     T, H, tp = w.tokens, w.H, w.tp
@@ -117,6 +122,12 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
         "norms, activation, residual": elementwise(w, rates),
         "tp communication": (tp_s, tp_s + regather * (1 - rates.tp_overlap) * (1.0 if rates.host_executes else 0.5)),
     }
+    if rates.meeting_s or rates.spread:
+        # sums, or where the sequence is parallel twice as many gathers and scatters, and backward gathers its inputs again
+        meetings = np.where(np.asarray(w.sp) == 1, 4, 2), np.where(np.asarray(w.sp) == 1, 6, 2)
+        compute = [sum(term[side] for name, term in terms.items() if name != "tp communication") for side in (0, 1)]
+        waits = [np.where(np.asarray(tp) > 1, waiting_s(number, one, rates), 0.0) for number, one in zip(meetings, compute, strict=True)]
+        terms["waiting for tp ranks"] = waits[0], waits[1]
     full, selective = np.asarray(w.recompute) == 2, np.asarray(w.recompute) == 1
     again = {key: np.where(full, value[0], 0.0) for key, value in terms.items()}
     again["attention"] = np.where(full | selective, terms["attention"][0], 0.0)

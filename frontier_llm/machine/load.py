@@ -174,6 +174,9 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         gemm_shapes=tuple((M, N, K, us * 1e-6) for M, N, K, us in device.gemm_shapes.mnk_us) if device.gemm_shapes else (),
         contention=tuple(sorted(node.contention.share.items())) if node.contention else (),
         host_executes=device.host_executes,
+        meeting_s=node.waiting.meeting_us * 1e-6 if node.waiting else 0.0,
+        spread=node.waiting.spread if node.waiting else 0.0,
+        sharded_slowdown=node.waiting.sharded if node.waiting else 1.0,
     )
 
 

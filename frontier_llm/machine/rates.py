@@ -76,3 +76,6 @@ class Rates:
     gemm_shapes: tuple[tuple[float, float, float, float], ...] = ()  # M, N, K, seconds
     contention: tuple[tuple[int, float], ...] = ()  # (busy devices of a node, time of their kernels / time when all are busy)
     host_executes: bool = False  # the device is the host: dispatching an operation does not run ahead of it
+    meeting_s: float = 0.0  # what ranks wait for the last one at each meeting inside a layer …
+    spread: float = 0.0  # … and as a share of the compute between two meetings
+    sharded_slowdown: float = 1.0  # collectives of sharded weights, which torch carries, over those of the tables

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from frontier_llm.comm import Axis, all_reduce_, process_group
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.model import Stage, initial_rows, working_dtype
-from frontier_llm.ops import Ops, statistics_dtype
+from frontier_llm.ops import AdamWUpdate, Ops, statistics_dtype
 from frontier_llm.optim.engines import EngineInputs
 from frontier_llm.optim.state import StateRectangle
 from frontier_llm.topology import Rectangle, ShardSpec
@@ -161,17 +161,5 @@ def _initial_shard(parameter: Any, spec: ShardSpec, dp: Axis, working: torch.dty
 
 def _update(shard: _Shard, config: OptimizerConfig, ops: Ops, lr: float, step: int, grad_scale: float) -> None:
     master = shard.master.view(-1)
-    ops.adamw_(
-        master,
-        shard.gradient.view(-1),
-        shard.exp_avg.view(-1),
-        shard.exp_avg_sq.view(-1),
-        master,
-        lr=lr,
-        beta1=config.betas[0],
-        beta2=config.betas[1],
-        eps=config.eps,
-        weight_decay=config.weight_decay if shard.spec.decay else 0.0,
-        step=step,
-        grad_scale=grad_scale,
-    )
+    update = AdamWUpdate(lr, *config.betas, config.eps, config.weight_decay if shard.spec.decay else 0.0, step, grad_scale)
+    ops.adamw_(master, shard.gradient.view(-1), shard.exp_avg.view(-1), shard.exp_avg_sq.view(-1), master, update)

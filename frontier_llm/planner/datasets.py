@@ -33,7 +33,7 @@ class Measurement:
     model: str
     workload: Workload
     seconds: float  # per step
-    known: bool  # False: the source leaves the degrees or the batch out; the row is never fitted
+    known: bool  # False: degrees or batch are not stated, or the machine file is borrowed from a like cluster; the row is never fitted
     approximate: bool = False  # the source's parallelism has no equal here (AxoNN's 4D): its memory is not judged
     unstated: tuple[str, ...] = ()  # fields of the workload that the source does not give; the fastest that fits is assumed
     memory_gib: float | None = None
@@ -169,7 +169,7 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
     dies = 2.0 if "OAM" in row.get("dev_unit", "") else 1.0  # two GCDs per package: the device here is the GCD
     devices = _number(row["devices"]) * dies
     tp, pp = _degree(row["TP"]), _degree(row["PP"])
-    known = bool(devices) and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
+    known = bool(devices) and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != "" and not row.get("borrowed")
     if not devices:
         devices = 8 * tp * pp
     dp = _number(row["DP"]) or max(devices / tp / pp, 1.0)

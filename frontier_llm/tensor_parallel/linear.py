@@ -76,7 +76,7 @@ class _RowLinear(Function):
         ctx.save_for_backward(x_SBk)
 
         def multiply(x_SBk: Tensor) -> Tensor:
-            return context.ops.linear(x_SBk, weight.detach())
+            return context.ops.linear(x_SBk, weight.detach(), None)
 
         if context.sequence_parallel:
             return multiply_and_scatter(x_SBk, multiply, context.tp, context.chunks)

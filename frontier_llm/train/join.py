@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from frontier_llm import log
-from frontier_llm.cluster.rank_env import RankEnv, adopt, environ
+from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import adopt, environ
 from frontier_llm.comm import Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, load_algorithms, serial_mesh
 from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
 from frontier_llm.config import RunConfig

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager
-from frontier_llm.cluster.rank_env import RankEnv, environ, node_name
+from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump

@@ -125,7 +125,10 @@ class Metrics:
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
-        self._lines.write((json.dumps(row) + "\n").encode())  # unbuffered: one write, so that a kill leaves a whole line or none
+        try:
+            self._lines.write((json.dumps(row) + "\n").encode())  # unbuffered: one write, so that a kill leaves a whole line or none
+        except OSError as error:  # as a failed save, a full disk does not end the run
+            log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
         if self._board is not None:
             for name, value in values.items():
                 scalars = value if isinstance(value, dict) else {"": value}

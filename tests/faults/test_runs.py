@@ -55,20 +55,21 @@ def test_dead_peer_is_named_and_all_others_leave(tmp_path: Path) -> None:
     assert "it died or was stopped" in output and not any(map(alive, pids))
 
 
-def test_frozen_peer_is_named_with_stacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 1])  # rank 0 holds the store in which the others would look for the cause
+def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=6.0, overrides=TWO)
     process = run.start()
     pids = wait_for_ranks(process.pid, run)
-    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(pids[victim], signal.SIGSTOP)
     stopped_s = time.monotonic()
     while not (run.run_dir / "failure.json").exists():
         assert time.monotonic() - stopped_s < 6.0 + 6.0
         time.sleep(0.1)
     process.communicate(timeout=30)
-    assert run.failure()["rank"] == 1
-    stacks = (run.run_dir / "logs" / "stacks_rank_00000.txt").read_text()
+    assert run.failure()["rank"] == victim
+    stacks = (run.run_dir / "logs" / f"stacks_rank_{1 - victim:05}.txt").read_text()
     assert "in train_step" in stacks and not any(map(alive, pids))
-    record = json.loads((run.run_dir / "logs" / "flight_rank00000.json").read_text())
+    record = json.loads((run.run_dir / "logs" / f"flight_rank{1 - victim:05}.json").read_text())
     assert record["reason"] and not record["calls"][-1]["finished"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any
 
 from frontier_llm.config import (
@@ -144,16 +144,25 @@ def _pairs(choice: dict[str, Any]) -> set[Pair]:
     return set(combinations(choice.items(), 2))
 
 
+def _completions(fixed: dict[str, Any], draw: random.Random) -> Iterator[dict[str, Any]]:
+    """Legal choices that agree with `fixed`, at random; nothing where there are none."""
+    for _ in range(1000):
+        choice = {name: fixed.get(name, draw.choice(values)) for name, values in FACTORS.items()}
+        if _case(choice).legal():
+            yield choice
+
+
 def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
     """Few cases in which every two legal settings meet at least once: greedy, the best of some random candidates each time."""
     draw = random.Random(seed)
-    legal = [choice for values in product(*FACTORS.values()) if _case(choice := dict(zip(FACTORS, values, strict=True))).legal()]
-    open_pairs: set[Pair] = set().union(*(_pairs(choice) for choice in legal))
+    settings = [[(name, value) for value in values] for name, values in FACTORS.items()]
+    everything = [pair for first, second in combinations(settings, 2) for pair in product(first, second)]
+    open_pairs = dict.fromkeys(pair for pair in everything if any(_completions(dict(pair), draw)))
     chosen = []
     while open_pairs:
-        target = min(open_pairs, key=repr)
-        matching = [choice for choice in legal if target in _pairs(choice)]
-        best = max(draw.sample(matching, min(candidates, len(matching))), key=lambda choice: len(open_pairs & _pairs(choice)))
-        open_pairs -= _pairs(best)
+        target = next(iter(open_pairs))
+        best = max(islice(_completions(dict(target), draw), candidates), key=lambda choice: len(open_pairs.keys() & _pairs(choice)))
+        for pair in _pairs(best):
+            open_pairs.pop(pair, None)
         chosen.append(_case(best))
     return chosen

@@ -7,11 +7,13 @@ stopped one; when all still post, the one whose progress is furthest behind is t
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from frontier_llm import log
 from frontier_llm.cluster import run_dir
@@ -22,6 +24,8 @@ from frontier_llm.train.guard.suspects import WrongResults
 PERIOD_S = 1.0  # between two notices of a rank, if the store can take so many
 POSTS_PER_S = 20_000  # by all ranks together: a third of what the store on rank 0 takes (scripts/bench_rendezvous.py)
 ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
+STORE_S = 3.0  # how long it waits for the store itself: then rank 0 is stopped
+T = TypeVar("T")
 _FIRST, _ALARM = "first failure", "alarm"
 
 
@@ -132,16 +136,17 @@ class Inquiry:
         """The first cause that any rank has claimed."""
         if self._board is None:
             return cause
+        board = self._board
         try:
-            return Cause(**json.loads(self._board.claim(_FIRST, json.dumps(vars(cause)))))
+            return Cause(**json.loads(_within(STORE_S, lambda: board.claim(_FIRST, json.dumps(vars(cause))))))
         except RuntimeError:
             return cause
 
     def _ask(self, board: Board, symptom: str) -> Cause:
-        board.claim(_ALARM, f"rank {self._rank}: {symptom}")
+        _within(STORE_S, lambda: board.claim(_ALARM, f"rank {self._rank}: {symptom}"))
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
-            claimed = board.claimed(_FIRST)
+            claimed = _within(STORE_S, lambda: board.claimed(_FIRST))
             if claimed is not None:
                 return Cause(**json.loads(claimed))
             time.sleep(0.25)
@@ -168,6 +173,26 @@ class Inquiry:
     def _read_all(self, board: Board) -> dict[int, dict[str, Any]]:
         notices = ((rank, board.read(rank)) for rank in range(self._world_size))
         return {rank: notice for rank, notice in notices if notice is not None}
+
+
+def _within(limit_s: float, work: Callable[[], T]) -> T:
+    """work(), or RuntimeError after `limit_s`: torch's store waits for ever for a server whose process is stopped."""
+    answers: SimpleQueue[T | RuntimeError] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(work())
+        except RuntimeError as error:
+            answers.put(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    try:
+        answer = answers.get(timeout=limit_s)
+    except Empty:
+        raise RuntimeError("the store does not answer") from None
+    if isinstance(answer, RuntimeError):
+        raise answer
+    return answer
 
 
 def _is_communication(error: BaseException) -> bool:

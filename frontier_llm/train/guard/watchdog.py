@@ -12,12 +12,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cluster.rank_env import RankEnv, node_name
+from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.board import Board
 from frontier_llm.config import TrainConfig
@@ -86,7 +87,7 @@ class Watchdog:
                 raise  # all ranks know it alike
             if self._inquiry.alone:
                 raise
-            dump_flight_record(self._mesh, self._logs, str(error))
+            self._dump(str(error))
             self._leave(self._inquiry.explain(error))
         self._stop.set()
         self._wake.set()
@@ -104,10 +105,18 @@ class Watchdog:
             time.sleep(PERIOD_S)  # the others read the answer from the store, which goes with this process
         os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
 
+    def _dump(self, reason: str) -> str:
+        """Where this rank's last collectives were written; a disk that fails must not keep the process from ending."""
+        try:
+            return str(dump_flight_record(self._mesh, self._logs, reason))
+        except OSError as error:
+            return f"nowhere ({error.strerror})"
+
     def _close_stacks(self) -> None:
-        self._stacks.close()
-        if self._stacks_path.stat().st_size == 0:
-            self._stacks_path.unlink()
+        with suppress(OSError):
+            self._stacks.close()
+            if self._stacks_path.stat().st_size == 0:
+                self._stacks_path.unlink()
 
     def _collectives(self) -> int:
         return sum(list(self._ledger.calls.values()))
@@ -147,9 +156,8 @@ class Watchdog:
 
     def _give_up(self) -> None:
         """Nothing has moved for too long: the suspect named, this process ended; the stacks are on disk already."""
-        self._stacks.flush()
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
-        path = dump_flight_record(self._mesh, self._logs, waited)
+        path = self._dump(waited)
         cause = self._inquiry.find(waited)
         self._inquiry.record(cause)
         log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")

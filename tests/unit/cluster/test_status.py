@@ -70,6 +70,10 @@ def test_runs_are_found_and_a_missing_one_is_an_error(
     monkeypatch.chdir(run_directory.parents[1])
     assert main(["status"]) == 0
     assert "runs/a" in capsys.readouterr().out
+    (run_directory.parent / "table.csv").touch()
+    (run_directory / "code-1" / "metrics.jsonl").mkdir(parents=True)  # nobody looks for a run inside a run
+    assert main(["status", "runs", "--json"]) == 0
+    assert [row["run_dir"] for row in json.loads(capsys.readouterr().out)] == ["runs/a"]
     assert main(["status", "runs/b"]) == 2
     assert "no such run directory" in capsys.readouterr().err
 

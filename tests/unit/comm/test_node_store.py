@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, connect, disconnect, node_store
 from frontier_llm.comm.board import Board
 from frontier_llm.comm.node_store import NodeStore, Relay, relay_name

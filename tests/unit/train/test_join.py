@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.rank_env import RankEnv, environ
+from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import environ
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import load_run
 from frontier_llm.errors import BackendError

@@ -80,3 +80,17 @@ def test_a_skipped_step_says_why_and_the_last_one_has_no_time_left(tmp_path: Pat
     assert spike.endswith("SKIPPED: a spike") and "ETA" in spike
     assert overflow.endswith("SKIPPED: loss or gradient not finite")
     assert "ETA" not in last and "SKIPPED" not in last
+
+
+def test_a_full_disk_costs_lines_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = metrics(tmp_path, 1, 0)
+    steps(writer, 0, 1, loss=3.0)
+    disk, full = writer._lines, open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    writer._lines = full
+    steps(writer, 1, 2, loss=2.0)
+    assert "a line of metrics.jsonl is lost: No space left on device" in capsys.readouterr().err
+    writer._lines = disk
+    steps(writer, 2, 3, loss=1.0)
+    writer.close()
+    full.close()
+    assert course(tmp_path) == [(1, 3.0, 1), (3, 1.0, 1)]

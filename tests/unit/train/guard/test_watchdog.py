@@ -1,0 +1,43 @@
+"""A rank that has to end does so, also when nothing can be written any more."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.comm import serial_mesh
+from frontier_llm.config import TrainConfig
+from frontier_llm.train.guard.cause import Cause
+from frontier_llm.train.guard.watchdog import EXIT_STUCK, Watchdog
+
+
+class Ended(BaseException):
+    pass
+
+
+@pytest.fixture
+def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watchdog:
+    """Of a run whose directory cannot be written any more."""
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr("frontier_llm.train.guard.watchdog.os._exit", end)
+    watchdog = Watchdog(TrainConfig(run_dir=str(tmp_path / "run")), serial_mesh(), None)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").touch()
+    return watchdog
+
+
+def test_stuck(watchdog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Ended, match=str(EXIT_STUCK)):
+        watchdog._give_up()
+    assert "last collectives in nowhere (Not a directory)" in capsys.readouterr().err
+
+
+def test_failed(watchdog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Ended, match="1"):
+        watchdog._leave(Cause(0, "n0", 17, "train", "boom"))
+    assert "failed first, at step 17 (train): boom" in capsys.readouterr().err
