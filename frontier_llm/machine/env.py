@@ -31,6 +31,7 @@ _PYTORCH = (
         "kernels start in the order in which they are issued, so tp collectives overlap with the weight gradient",
         "Megatron-LM",
     ),
+    Variable("TORCH_FR_BUFFER_SIZE", "2000", "flight recorder: the last collectives of each rank, dumped when one times out", TORCH),
 )
 
 _NODE_LOCAL = "/tmp/miopen-${SLURM_JOB_ID:-0}-${SLURM_LOCALID:-0}"  # noqa: S108 node-local by intent, one per rank

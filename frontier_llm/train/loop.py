@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager
 from frontier_llm.cluster.launchers import RankEnv
-from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump
@@ -60,7 +59,7 @@ class _Session:
         self.metrics: Metrics | None = None  # of rank 0
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
-        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, environ("SLURMD_NODENAME") or socket.gethostname())
+        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name())
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
         self.manager = _manager(state, resume)
