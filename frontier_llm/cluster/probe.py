@@ -11,16 +11,16 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.rank_env import environ, environment, node_name
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
+NO_FI_INFO = "fi_info is not on PATH"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Facts:
 
 def probe(settings: Settings) -> Facts:
     """Look at everything once."""
-    host = environ("SLURMD_NODENAME") or socket.gethostname()
+    host = node_name()
     root = Path(settings.system_root.replace("{host}", host))
     run_error, run_free, run_s = _storage(Path(settings.run_dir), host)
     local_error, local_free, _ = _storage(Path(os.path.expandvars(settings.node_local)), host)
@@ -109,17 +109,21 @@ def provider_error(provider: str | None) -> str:
         return ""
     tool = shutil.which("fi_info")
     if tool is None:
-        return "fi_info is not on PATH"
+        return NO_FI_INFO
     done = subprocess.run([tool, "-p", provider], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 a list
     return "" if done.returncode == 0 and "provider" in done.stdout else (done.stderr.strip() or f"fi_info -p {provider} finds nothing")
 
 
 def plugin_error(plugin: str | None) -> str:
-    """Why the dynamic loader cannot open RCCL's network plugin; '' when it can. Its message names a missing dependency."""
+    """Why the dynamic loader cannot open RCCL's network plugin; '' when it can. Its message names a missing dependency.
+
+    NCCL_NET_PLUGIN, which Frontier's module sets, comes first, as for RCCL itself.
+    """
     if plugin is None:
         return ""
+    named = environ("NCCL_NET_PLUGIN") or ""
     try:
-        ctypes.CDLL(plugin)
+        ctypes.CDLL(named if ".so" in named else plugin)
     except OSError as error:
         return str(error)
     return ""
@@ -166,7 +170,7 @@ def _storage(directory: Path, host: str) -> tuple[str, int, float]:
 
 def main(words: list[str]) -> int:
     """The time stamp goes first and alone: the reader notes when it arrives."""
-    _say(TIME_MARK, {"host": environ("SLURMD_NODENAME") or socket.gethostname(), "unix_s": time.time()})
+    _say(TIME_MARK, {"host": node_name(), "unix_s": time.time()})
     content = json.loads(Path(words[0]).read_text(encoding="utf-8"))
     settings = Settings(**{**content, "interfaces": tuple(content["interfaces"]), "variables": tuple(content["variables"])})
     _say(FACTS_MARK, asdict(probe(settings)))

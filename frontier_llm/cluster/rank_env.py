@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
@@ -55,9 +56,19 @@ def environ(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name, default)
 
 
+def node_name() -> str:
+    """This node as the scheduler calls it, so that it can be excluded by that name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def environment() -> dict[str, str]:
     """A copy of the whole environment, to hand to child processes."""
     return dict(os.environ)
+
+
+def rank_python() -> str:
+    """The interpreter that ranks are started with: a container's, the job's, or this one."""
+    return environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable
 
 
 def adopt(wanted: Mapping[str, str]) -> dict[str, str]:

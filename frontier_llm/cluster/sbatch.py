@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,9 +155,10 @@ def render_site(site: Site) -> str:
         "# shellcheck shell=bash",
         *(f"module use {shlex.quote(path)}" for path in site.module_paths),
         *(f"module load {shlex.quote(module)}" for module in site.modules),
+        *(["unset " + " ".join(_names(site.unset, "unset"))] if site.unset else []),
         f"export FRONTIER_LLM_BIND={site.bind}",
         f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}",
-        *_exports(site.environment),
+        *(f"export {name}={_expandable(site.environment[name])}" for name in _names(site.environment, "environment")),
     ]
     if site.container:
         if not _PLAIN.fullmatch(site.container):
@@ -166,11 +167,11 @@ def render_site(site: Site) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _exports(variables: Mapping[str, str]) -> list[str]:
-    for name in variables:
+def _names(names: Iterable[str], where: str) -> list[str]:
+    for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"{name!r} is not the name of a variable", where="environment")
-    return [f"export {name}={_expandable(value)}" for name, value in variables.items()]
+            raise ConfigError(f"{name!r} is not the name of a variable", where=where)
+    return list(names)
 
 
 def _expandable(value: str) -> str:

@@ -52,6 +52,7 @@ class Site(Section):
     modules: tuple[str, ...] = ()
     network_plugin: str | None = None  # what RCCL must be able to load
     libfabric_provider: str | None = None
+    unset: tuple[str, ...] = ()  # what the modules set and should not; what the user has exported stays
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded
 
     def scratch_dir(self, account: str, user: str) -> Path | None:

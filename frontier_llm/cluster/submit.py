@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,6 +140,7 @@ def prepare(request: Request) -> Submission:
     }
     arguments = [f"--{name}={value}" for name, value in options.items() if value]
     variables = {
+        "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
         "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site)[:12]}"),
         "FRONTIER_LLM_SITE": request.site.name,
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
