@@ -149,7 +149,8 @@ setup(
     ext_modules=native_libraries(),
     cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},
     entry_points={
-        "console_scripts": ["frontier-llm = frontier_llm.cli.main:entry", "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main"]
+        "console_scripts": ["frontier-llm = frontier_llm.cli.main:entry", "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main"],
+        "lm_eval.models": ["frontier-llm = frontier_llm.inference.lm_eval_model:FrontierLM"],
     },
     # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
     install_requires=["numpy", "pyyaml", "pydantic>=2", "rich", "safetensors", "sentencepiece", "tokenizers"],

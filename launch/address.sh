@@ -3,9 +3,10 @@
 # so that no rank has to ask DNS.
 #     address.sh [INTERFACE]
 set -euo pipefail
+PATH="$PATH:/usr/sbin:/sbin" # SUSE keeps ip there
 
 if [[ $# -gt 0 && -n "$1" ]]; then
-    address="$(ip -4 -oneline address show dev "$1" | awk '{split($4, part, "/"); print part[1]; exit}')"
+    address="$(ip -4 -oneline address show dev "$1" | awk '{split($4, part, "/"); print part[1]; exit}' || true)"
 else
     address="$(hostname -i | awk '{print $1}')"
 fi

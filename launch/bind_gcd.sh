@@ -6,13 +6,11 @@ set -euo pipefail
 local_rank="${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${PALS_LOCAL_RANKID:-${LOCAL_RANK:?no launcher set a local rank}}}}"
 cores=(49-55 57-63 17-23 25-31 1-7 9-15 33-39 41-47)
 numa=(3 3 1 1 0 0 2 2)
-nics=(hsn0 hsn0 hsn1 hsn1 hsn2 hsn2 hsn3 hsn3)
 
 if [[ "$local_rank" -ge 8 ]]; then
     echo "bind_gcd.sh: local rank $local_rank on a node of 8 GCDs; start 8 tasks per node" >&2
     exit 2
 fi
-export FRONTIER_LLM_NIC="${nics[local_rank]}"
 if command -v numactl >/dev/null; then
     exec numactl --physcpubind="${cores[local_rank]}" --preferred="${numa[local_rank]}" -- "$@"
 fi

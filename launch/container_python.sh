@@ -2,8 +2,8 @@
 # The Python of a container, with the host's GPUs, network and filesystems: container_python.sh [ARGUMENT ...]
 # FRONTIER_LLM_CONTAINER    the image (launch/frontier_llm.def builds one)
 # FRONTIER_LLM_BINDS        further paths to bind, separated by commas (data, scratch)
-# The image brings torch and RCCL; libfabric's cxi provider and RCCL's network plugin are the site's and come in through binds,
-# because a plugin built against another libfabric does not load, and RCCL then silently uses TCP.
+# The image brings torch and ROCm, so there is no --rocm: that would put the host's ROCm in front of it. The GPUs' devices are there anyway.
+# The network's part is the site's and comes in through binds: its module's where that has set them (LUMI), else the paths below.
 set -euo pipefail
 
 image="${FRONTIER_LLM_CONTAINER:?names the image}"
@@ -17,11 +17,15 @@ if [[ -z "$runtime" ]]; then
     exit 2
 fi
 binds=("$PWD" "${FRONTIER_LLM_ROOT:-$PWD}" "${FRONTIER_LLM_NODE_LOCAL:-/tmp}")
-for path in /opt/cray /usr/lib64/libcxi.so.1 /var/spool/slurmd /lustre /scratch /project /flash /appl; do
+paths=(/lustre /pfs /scratch /project /projappl /flash /appl) # /scratch and its like are links into /pfs
+if [[ -z "${SINGULARITY_BIND:-}${SINGULARITY_BINDPATH:-}${APPTAINER_BIND:-}${APPTAINER_BINDPATH:-}" ]]; then
+    paths+=(/opt/cray /usr/lib64/libcxi.so.1 /var/spool/slurmd /sw) # /sw: the plugin's home on Frontier
+fi
+for path in "${paths[@]}"; do
     if [[ -e "$path" ]]; then binds+=("$path"); fi
 done
 if [[ -n "${FRONTIER_LLM_BINDS:-}" ]]; then
     IFS=, read -r -a more <<<"$FRONTIER_LLM_BINDS"
     binds+=("${more[@]}")
 fi
-exec "$runtime" exec --rocm --bind "$(IFS=, && echo "${binds[*]}")" "$image" python3 "$@"
+exec "$runtime" exec --bind "$(IFS=, && echo "${binds[*]}")" "$image" python3 "$@"

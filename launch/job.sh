@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs in the batch shell of every job: site environment, Python, then the supervisor that starts the ranks with srun.
 #     job.sh SITE MODULE [WORD ...]
-# FRONTIER_LLM_PYTHON       the interpreter (python3 after the site's modules)
+# FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the site's modules)
 # FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs no torch)
 # FRONTIER_LLM_ENV_ARCHIVE  a conda-pack or venv-pack .tar.gz: copied to every node's local disk and used from there
 set -euo pipefail
@@ -13,17 +13,28 @@ if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; the
     echo "job.sh: no slurm/sites/$site.sh; render it with python -m frontier_llm.cluster.sbatch" >&2
     exit 2
 fi
+active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" # before the modules, whose own Python would come first on PATH
+exported="$(export -p | grep -E '^declare -x (FI|GLOO|HSA|MIOPEN|NCCL|TORCH)_' || true)"
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
 . "$root/slurm/sites/$site.sh"
 set -u
+eval "$exported" # what the user has exported wins over a module's setting
 
-python="${FRONTIER_LLM_PYTHON:-python3}"
+python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
+python="${python:-python3}"
 if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" ]]; then
     python="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
 fi
 if ! command -v "$python" >/dev/null; then
     echo "job.sh: no $python on $(hostname); export FRONTIER_LLM_PYTHON=/path/to/python" >&2
+    exit 2
+fi
+needs='import importlib.util, sys
+sys.exit(sys.version_info < (3, 11) or not all(map(importlib.util.find_spec, ("numpy", "pydantic", "yaml"))))'
+if ! "$python" -c "$needs"; then
+    echo "job.sh: $(command -v "$python") ($("$python" -V)) is older than 3.11 or lacks numpy, pydantic or pyyaml;" \
+        "activate the environment of frontier_llm before sbatch, or export FRONTIER_LLM_PYTHON=/path/to/python" >&2
     exit 2
 fi
 if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import all_gather, all_reduce_, barrier, build_mesh, connect, disconnect, post_receive, reduce_scatter
 from frontier_llm.comm.axis import Axis
 from frontier_llm.topology import Grid

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontier_llm import log
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import barrier, build_mesh, connect
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.data.loader import open_batches

@@ -1,16 +1,19 @@
 """What each op is worth in the whole training step: the step with all fused ops, with one group off, and with all off, taking turns.
 
-    OMP_NUM_THREADS=1 python scripts/bench_ops_in_step.py [--dtype bf16] [--rounds 5]
+    OMP_NUM_THREADS=1 python scripts/bench_ops_in_step.py [--dtype bf16,fp32] [--rounds 4] [--update]
 
-One rank on the CPU, model bench-l8-h384, 4 microbatches of 4. Times are CPU seconds of the process (one thread), best of the rounds, so that
-other work on the machine moves them little. "Off" is SDPA for attention and plain torch for the rest.
+One rank on the CPU, model bench-l8-h384, 4 microbatches of 4; about 2 minutes for bf16 and 3 for fp32 on an idle machine. Times are CPU seconds
+of the process (one thread), best of the rounds, so that other work on the machine moves them little. "Off" is SDPA for attention and plain
+torch for the rest. --update puts the tables into docs/ops.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -19,32 +22,60 @@ from frontier_llm.ops.face import GROUPS
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.step import train_step
 
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
+TOKENS = 16 * 256
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+
+def measure(dtype: str, rounds: int) -> dict[str, float]:
+    """CPU seconds of a step by what is off."""
     off = {group: "sdpa" if group == "attention" else "reference" for group in GROUPS}
     choices: dict[str, dict[str, str]] = {"all on": {}, **{f"{group} off": {group: how} for group, how in off.items()}, "all off": off}
     best = dict.fromkeys(choices, float("inf"))
     with ExitStack() as stack:
         states = {}
         for name, ops in choices.items():
-            overrides = [f"precision.dtype={args.dtype}", "batch.global_batch=16", "batch.micro_batch=4", "model=bench-l8-h384"]
+            overrides = [f"precision.dtype={dtype}", "batch.global_batch=16", "batch.micro_batch=4", "model=bench-l8-h384"]
             config = load_run("bench", [*overrides, *(f"ops.{group}={how}" for group, how in ops.items())])
             states[name] = stack.enter_context(joined_state(config, None))
-        for turn in range(args.rounds + 1):
+        for turn in range(rounds + 1):
             for name, state in states.items():
                 begin = time.process_time()
                 train_step(state)
                 if turn:  # the first turn warms up
                     best[name] = min(best[name], time.process_time() - begin)
-    tokens = 16 * 256
-    print(f"| {args.dtype} | CPU s per step | tokens/s | loss of speed without it |\n|---|---|---|---|")
+    return best
+
+
+def table(dtype: str, best: dict[str, float]) -> str:
+    """The table of docs/ops.md."""
+    lines = [f"| {dtype} | CPU s per step | tokens/s | loss of speed without it |", "|---|---|---|---|"]
     for name, seconds in best.items():
-        print(f"| {name} | {seconds:.2f} | {tokens / seconds:,.0f} | {seconds / best['all on'] - 1:+.1%} |")
+        label = f"{name} (not used by this model: the noise)" if name == "rope off" else name
+        lines.append(f"| {label} | {seconds:.2f} | {TOKENS / seconds:,.0f} | {seconds / best['all on'] - 1:+.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated(document: str, fresh: str) -> str:
+    """The document with the table that has the same first line replaced; raises ValueError when there is none."""
+    heading = fresh.partition("\n")[0]
+    document, found = re.subn(rf"^{re.escape(heading)}\n(\|.*\n)+", lambda _: fresh, document, flags=re.MULTILINE)
+    if found != 1:
+        raise ValueError(f"{DOCUMENT} has {found} tables that begin with {heading!r}")
+    return document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bf16,fp32")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--update", action="store_true", help="put the tables into docs/ops.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for dtype in args.dtype.split(","):
+        fresh = table(dtype, measure(dtype, args.rounds))
+        print(fresh, flush=True)
+        if args.update:
+            DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8"), fresh), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
 """Does an overlap pay on this machine, or over a link of a given speed? Steps with and without it alternate in one run.
 
-python scripts/bench_overlap.py gradients|weights|messages|chunks [key=value …] [--link-gbps 0.5] [--rounds 6] [--trace t.json] [--figure t.png]
-Two ranks. A round plays two steps each way and times the second, which pays for what the first left under way. Prints median step times of the slowest rank and, by axis, what a step exposes and hides. Without --link-gbps the ranks'
-own transport is measured; with it every transfer takes the time of a *simulated* link (simulated_link.py), while the ranks compute.
+python scripts/bench_overlap.py all|gradients|weights|messages|chunks|sums [key=value …] [--link-gbps 0.5] [--rounds 6] [--json f] [--trace t.json] [--figure t.png]
+Two ranks. A round plays two steps each way and times the second, which pays for what the first left under way. Prints a Markdown table: median and
+fastest step of the slowest rank, and by axis what rank 0's last step exposed and hid. Without --link-gbps the ranks' own transport is measured; with it
+every transfer takes the time of a *simulated* link (simulated_link.py), while the ranks compute. --json keeps the rows of earlier calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from simulated_link import Link, linked
 
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.timeline import Timeline, draw, write_chrome_trace
 from frontier_llm.config import load_run
@@ -31,12 +35,13 @@ SWITCHES = {  # what to measure: (layout, on, off)
     "weights": (DP, "comm.overlap_weights=true", "comm.overlap_weights=false"),
     "messages": (("parallel.pipeline=2", "batch.micro_batch=2"), "comm.overlap_messages=true", "comm.overlap_messages=false"),
     "chunks": (("parallel.tensor=2", "parallel.sequence_parallel=true"), "comm.tensor_chunks=4", "comm.tensor_chunks=1"),
+    "sums": (("parallel.tensor=2",), "comm.tensor_chunks=4", "comm.tensor_chunks=1"),
 }
 
 
-def states(arguments: argparse.Namespace, rank: int) -> dict[bool, TrainState]:
+def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, TrainState]:
     built = {}
-    layout, on, off = SWITCHES[arguments.switch]
+    layout, on, off = SWITCHES[switch]
     for overlap in (True, False):
         config = load_run(arguments.run, [*layout, on if overlap else off, *arguments.overrides])
         plan = make_plan(config, arguments.ranks)
@@ -49,10 +54,10 @@ def states(arguments: argparse.Namespace, rank: int) -> dict[bool, TrainState]:
     return built
 
 
-def serve(rank: int, port: int, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
+def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
     connect(rank, arguments.ranks, "127.0.0.1", port, "gloo", 120.0)
-    built = states(arguments, rank)
+    built = states(arguments, switch, rank)
     times: dict[bool, list[float]] = {True: [], False: []}
     timelines = {overlap: Timeline(rank) for overlap in built}
     for round_number in range(arguments.rounds):
@@ -61,7 +66,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
             train_step(state)
             if round_number == arguments.rounds - 1:  # the last round is drawn
                 timelines[overlap].attach(state.mesh.ledger)
-                state.engine.on_action = lambda action, overlap=overlap: timelines[overlap].at(action.kind.name.lower() if action else "")
+                state.pipeline.on_action = lambda action, overlap=overlap: timelines[overlap].at(action.kind.name.lower() if action else "")
             begin_s = time.perf_counter()
             train_step(state)
             timelines[overlap].at("")
@@ -74,34 +79,64 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
     disconnect()
 
 
+def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[Timeline]]:
+    """What one switch does, and the timelines of the last step with it."""
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), free_port()
+    processes = [context.Process(target=serve, args=(rank, port, arguments, switch, results)) for rank in range(arguments.ranks)]
+    for process in processes:
+        process.start()
+    _, times, timelines = zip(*sorted((results.get(timeout=900) for _ in processes), key=lambda row: row[0]), strict=True)
+    for process in processes:
+        process.join()
+    row: dict[str, Any] = {"switch": switch, "simulated_link_gbps": arguments.link_gbps, "rounds": arguments.rounds}
+    row |= {"load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d %H:%M")}
+    for overlap in (True, False):
+        steps = [max(rank_times[overlap][index] for rank_times in times) for index in range(arguments.rounds)]
+        by_axis = timelines[0][overlap].exposed_and_hidden_s().items()
+        row["on" if overlap else "off"] = {
+            "median_ms": round(statistics.median(steps) * 1e3, 1),
+            "fastest_ms": round(min(steps) * 1e3, 1),
+            "exposed_ms": {name: round(exposed_s * 1e3, 1) for name, (exposed_s, _) in by_axis},
+            "hidden_ms": {name: round(hidden_s * 1e3, 1) for name, (_, hidden_s) in by_axis},
+        }
+    return row, [timeline[True] for timeline in timelines]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A line for each switch and link: off → on."""
+    lines = ["| switch | link | step, median | step, fastest | exposed | load |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        off, on = row["off"], row["on"]
+        largest = sorted(off["exposed_ms"], key=lambda name: -max(off["exposed_ms"][name], on["exposed_ms"].get(name, 0.0)))[:2]
+        exposed = "; ".join(f"{name} {off['exposed_ms'][name]:.1f} → {on['exposed_ms'].get(name, 0.0):.1f} ms" for name in largest)
+        link = f"simulated, {row['simulated_link_gbps']} GB/s" if row["simulated_link_gbps"] else "own transport"
+        step = f"{off['median_ms']:.0f} → {on['median_ms']:.0f} ms | {off['fastest_ms']:.0f} → {on['fastest_ms']:.0f} ms"
+        lines.append(f"| `{row['switch']}` | {link} | {step} | {exposed} | {row['load']:.1f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("switch", choices=SWITCHES)
+    parser.add_argument("switch", choices=["all", *SWITCHES])
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--run", default="bench")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--link-gbps", type=float, help="GB/s (10^9 bytes) of a simulated link")
     parser.add_argument("--link-us", type=float, default=20.0, help="its latency in microseconds (default 20)")
-    parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last step with the overlap")
+    parser.add_argument("--json", type=Path, help="keep the rows here, with those of earlier calls for other switches and links")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last step with the (last) overlap")
     parser.add_argument("--figure", type=Path, help="draw it")
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    processes = [context.Process(target=serve, args=(rank, port, arguments, results)) for rank in range(arguments.ranks)]
-    for process in processes:
-        process.start()
-    _, times, timelines = zip(*sorted((results.get(timeout=900) for _ in processes), key=lambda row: row[0]), strict=True)
-    for process in processes:
-        process.join()
-    link = f"simulated link of {arguments.link_gbps} GB/s" if arguments.link_gbps else "the ranks' own transport"
-    for overlap in (True, False):
-        steps = [max(rank_times[overlap][index] for rank_times in times) for index in range(arguments.rounds)]
-        name = f"{arguments.switch} {'on' if overlap else 'off'}, {link}"
-        print(f"{name}: median {statistics.median(steps) * 1e3:.0f} ms, fastest {min(steps) * 1e3:.0f} ms of {len(steps)} steps")
-        for row, (exposed_s, hidden_s) in timelines[0][overlap].exposed_and_hidden_s().items():
-            print(f"  {row:<24} exposed {exposed_s * 1e3:8.1f} ms   hidden {hidden_s * 1e3:8.1f} ms")
-    drawn = [timeline[True] for timeline in timelines]
+    rows = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json and arguments.json.exists() else []
+    for switch in SWITCHES if arguments.switch == "all" else [arguments.switch]:
+        row, drawn = measure(arguments, switch)
+        same = ("switch", "simulated_link_gbps")
+        rows = [*(other for other in rows if any(other[key] != row[key] for key in same)), row]
+        if arguments.json:  # after each, so that an interrupted call has not been in vain
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(markdown(rows))
     if arguments.trace:
         write_chrome_trace(arguments.trace, drawn)
     if arguments.figure:

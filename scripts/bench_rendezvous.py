@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.node_store import open_store
 from frontier_llm.topology import Grid

@@ -33,7 +33,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes  # the first backward imports it, and sympy with it: seconds of every start on a busy machine
 
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.cluster.rank_env import RankEnv, free_port
+from frontier_llm.cluster.launchers import RankEnv, free_port
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.config import RunConfig, load_model
 from frontier_llm.train.loop import EXIT_INTERRUPTED, train

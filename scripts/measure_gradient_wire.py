@@ -12,7 +12,7 @@ import multiprocessing
 
 import torch
 
-from frontier_llm.cluster.rank_env import free_port
+from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches

@@ -23,7 +23,7 @@ if [[ ! -f $machine ]]; then
 fi
 
 say "the planner's layout for it"
-# without FSDP: its collectives are torch's own, which the calibration does not measure
+# without FSDP: what calibrate measures of its collectives has not been held against idle runs yet
 frontier-llm plan --run quickstart --machine "$machine" --nodes 1 --fix data_mode=zero --top 4 --emit "$planned"
 
 say "training 1 of 2: as planned"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from frontier_llm.ops import kernel_table
+from frontier_llm.ops import Scores, kernel_table
 from frontier_llm.ops.bench import seconds_of
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.prebuilt import Argument, Kernels, PrebuiltKernels
@@ -106,10 +106,10 @@ def time_of(ops: GpuOps, kernel: str, dim: int, device: str, sequence: int, toke
     shape = (sequence, tokens // sequence, width // dim, dim)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(3))
     grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    out = ops.attention(q, k, v, scale=dim**-0.5)
+    out = ops.attention(q, k, v, Scores(dim**-0.5))
     if kernel == "attention_forward":
         with torch.no_grad():
-            return min(seconds_of(lambda: ops.attention(q, k, v, scale=dim**-0.5), device) for _ in range(4))
+            return min(seconds_of(lambda: ops.attention(q, k, v, Scores(dim**-0.5)), device) for _ in range(4))
     return min(seconds_of(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device) for _ in range(4))
 
 

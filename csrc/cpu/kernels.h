@@ -37,8 +37,9 @@ struct GeluArgs {
   bool tanh;
 };
 
+// frontier_llm/ops/face.py: AdamWUpdate
 struct AdamWArgs {
-  float lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale;
+  float step_size, beta1, beta2, eps, keep, root, grad_scale;
 };
 
 // C[m, n] = (accumulate ? C : 0) + A[m, k] B[k, n]; element (i, j) of A is a[i * a_row + j * a_column], likewise B.

@@ -3,7 +3,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -197,19 +196,18 @@ Tensor cross_entropy_backward_(Tensor logits, const Tensor& targets, int64_t fir
 
 // ---- gradients and optimizer ----
 
-void adamw_(const Tensor& master, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& weights, double lr,
-            double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale) {
+void adamw_(const Tensor& master, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& weights,
+            double step_size, double beta1, double beta2, double eps, double keep, double root, double grad_scale) {
   check_fp32(master, "master");
   check_fp32(grad, "grad");
   check_fp32(exp_avg, "exp_avg");
   check_fp32(exp_avg_sq, "exp_avg_sq");
-  TORCH_CHECK(weights.is_contiguous() && step >= 1, "weights_out must be contiguous and step >= 1");
+  TORCH_CHECK(weights.is_contiguous(), "weights_out must be contiguous");
   const int64_t count = master.numel();
   for (const Tensor* other : {&grad, &exp_avg, &exp_avg_sq, &weights})
     TORCH_CHECK(other->numel() == count, "all slices must have ", count, " elements");
-  const AdamWArgs args{static_cast<float>(lr),  static_cast<float>(beta1),        static_cast<float>(beta2),
-                       static_cast<float>(eps), static_cast<float>(weight_decay), static_cast<float>(1 - std::pow(beta1, step)),
-                       static_cast<float>(1 - std::pow(beta2, step)), static_cast<float>(grad_scale)};
+  const auto narrow = [](double x) { return static_cast<float>(x); };
+  const AdamWArgs args{narrow(step_size), narrow(beta1), narrow(beta2), narrow(eps), narrow(keep), narrow(root), narrow(grad_scale)};
   by_type(weights, [&](auto type) {
     using T = decltype(type);
     const bool alias = weights.data_ptr() == master.data_ptr();
@@ -290,8 +288,8 @@ TORCH_LIBRARY(frontier_llm, m) {
   m.def("gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
   m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first_vocab) -> Tensor");
   m.def("cross_entropy_backward_(Tensor(a!) logits, Tensor targets, int first_vocab, Tensor logsumexp, Tensor grad_loss) -> Tensor(a!)");
-  m.def("adamw_(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) weights, float lr, float beta1, float beta2, "
-        "float eps, float weight_decay, int step, float grad_scale) -> ()");
+  m.def("adamw_(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) weights, float step_size, float beta1, "
+        "float beta2, float eps, float keep, float root, float grad_scale) -> ()");
   m.def("sum_of_squares(Tensor x) -> Tensor");
   m.def("accumulate_(Tensor(a!) main_grad, Tensor grad) -> ()");
   m.def("embedding_backward_(Tensor(a!) main_grad, Tensor ids, Tensor grad, int first_vocab) -> ()");

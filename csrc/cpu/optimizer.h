@@ -8,12 +8,11 @@ namespace frontier::FRONTIER_ISA {
 // AdamW (decoupled weight decay): unscale and clip by grad_scale, both moments, the master weights, and their rounded copy.
 template <class T>
 void adamw(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count, AdamWArgs args) {
-  const float step_size = args.lr / args.correction1, root = 1.0f / __builtin_sqrtf(args.correction2), keep = 1.0f - args.lr * args.weight_decay;
   for_vectors(count, [&](int64_t, auto load, auto store) {
     const vf g = load(grad) * args.grad_scale;
     const vf m = load(exp_avg) * args.beta1 + g * (1.0f - args.beta1);
     const vf v = load(exp_avg_sq) * args.beta2 + g * g * (1.0f - args.beta2);
-    const vf p = load(master) * keep - step_size * m / (sqrt(v) * root + args.eps);
+    const vf p = load(master) * args.keep - args.step_size * m / (sqrt(v) * args.root + args.eps);
     store(exp_avg, m);
     store(exp_avg_sq, v);
     store(master, p);

@@ -8,7 +8,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from frontier_llm.cli.arguments import add_json, add_run, examples, natural, positive
+from frontier_llm import log
+from frontier_llm.cli.arguments import add_json, add_run, dataset_prefix, examples, natural, positive
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
     tokenize = _add(commands, "tokenize", "make PREFIX.bin/.idx from text; run it again to resume")
     _inputs(tokenize)
-    tokenize.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
+    tokenize.add_argument("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
     tokenize.add_argument("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`")
     tokenize.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
     tokenize.add_argument("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)")
@@ -43,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
     importer = _add(commands, "import", "make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
     importer.add_argument("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, or directories of .mds/.npy/.bin")
-    importer.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
+    importer.add_argument("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
     importer.add_argument("--tokenizer", required=True, help="the one that made the tokens")
     importer.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns")
     importer.add_argument("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)")
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     add_run(_add(commands, "index", "build a run's sample indices ahead of it, without its ranks"))
 
     inspect = _add(commands, "inspect", "counts, token histogram and decoded samples of a dataset; checks all of its index")
-    inspect.add_argument("prefix", metavar="PREFIX", help="path without .bin/.idx")
+    inspect.add_argument("prefix", type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
     inspect.add_argument("--tokenizer", help="to decode with (default: the one that made the data)")
     inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)")
     inspect.add_argument("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)")
@@ -100,6 +101,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
     texts = training_text(args.inputs, args.text_key, args.documents, args.skip_damaged, args.sample_mib << 20)
     trained = train(texts, args.output, args.vocab_size, args.sample_mib << 20)
+    if trained.vocab_size < args.vocab_size:
+        log.warn(f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly")
     print(f"{trained.name}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
     return 0
 
@@ -158,6 +161,7 @@ def _show(report: dict[str, Any]) -> None:
     for key, value in report.items():
         if key not in ("prefix", "top_tokens", "samples"):
             text = "  ".join(f"{name} {size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
+            text = f"{value:.4f}" if isinstance(value, float) else text
             facts.add_row(key.replace("_", " "), escape(text))
     console.print(facts)
     if not report["tokens"]:
@@ -184,7 +188,5 @@ def _stdlib(args: argparse.Namespace) -> int:
         return 0
     for split, meta in ((corpus.train, corpus.train_meta), (corpus.validation, corpus.validation_meta)):
         print(f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text")
-    print(
-        f"train with: data.tokenizer={corpus.tokenizer} data.train=[{{path: {corpus.train}}}] data.validation=[{{path: {corpus.validation}}}]"
-    )
+    print(f"train with: data.tokenizer={corpus.tokenizer} data.train={corpus.train} data.validation={corpus.validation}")
     return 0

@@ -31,6 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing fatal was found, else 1."""
+    from frontier_llm import log
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster.doctor import examine, settings_for
     from frontier_llm.cluster.rank_env import environ
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         directory = Path(config.train.run_dir)
         needed_bytes = 2 * CHECKPOINT_BYTES_PER_PARAMETER * total_parameters(config.model)
     nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
+    if nodelist is None and not args.this_node:
+        log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
     report = examine(
         site, settings_for(site, directory.resolve(), args.system_root), hostlist.expand(nodelist or ""), needed_bytes, args.timeout
     )

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import examples, natural, positive
+from frontier_llm.cli.arguments import dataset_prefix, examples, natural, positive
 from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
 from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import ConfigError
@@ -31,7 +31,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         ),
     )
     add_model_options(parser, replicas=True)
-    parser.add_argument("--data", action="append", metavar="PREFIX", help="a .bin/.idx dataset (default: the run's data.validation)")
+    parser.add_argument(
+        "--data", type=dataset_prefix, action="append", metavar="PREFIX", help="a .bin/.idx dataset (default: the run's data.validation)"
+    )
     parser.add_argument(
         "--windows", type=natural, default=0, metavar="N", help="context windows per dataset, evenly spaced; 0 = all (default)"
     )

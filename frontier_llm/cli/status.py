@@ -1,4 +1,4 @@
-"""frontier-llm status [RUN_DIR …]: what runs, how far it is, when it ends, what has failed."""
+"""frontier-llm status [DIR …]: what runs, how far it is, when it ends, what has failed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "status",
         help="what runs, how far it is, when it ends",
         description="Where runs stand, from their directories and Slurm: job, step, loss, speed, time left, last durable checkpoint, restarts.",
-        epilog=examples("frontier-llm status", "frontier-llm status runs/train_1t --json"),
+        epilog=examples("frontier-llm status", "frontier-llm status runs/train_1t --json", "frontier-llm status runs/scaling"),
     )
-    parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help="default: every run under runs/")
+    parser.add_argument("run_dirs", nargs="*", metavar="DIR", help="a run, or a directory that holds runs at any depth (default: runs/)")
     add_json(parser)
 
 
@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.cluster.status import find_runs, read_status, render
 
-    directories = [Path(word) for word in args.run_dirs] or find_runs()
+    given = [Path(word) for word in args.run_dirs]
+    directories = [found for path in given for found in find_runs(path) or [path]] or find_runs()
     statuses = [read_status(directory) for directory in directories]
     if args.json:
         print(json.dumps([status.as_dict() for status in statuses], indent=1))

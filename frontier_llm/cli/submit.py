@@ -93,10 +93,11 @@ def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) ->
 
 
 def _with_prediction(request: Request) -> Request:
-    """The request with the planner's step time. Raises ConfigError with everything that would fail, memory included."""
+    """The request with the planner's step time. Raises ConfigError with everything that would fail, memory and data included."""
     from dataclasses import replace
 
     from frontier_llm.cluster import submit as submission
+    from frontier_llm.data.loader import data_problems
     from frontier_llm.errors import ConfigError
     from frontier_llm.scaling.predict import predict
     from frontier_llm.topology import plan_problems
@@ -106,6 +107,6 @@ def _with_prediction(request: Request) -> Request:
         predicted = predict(request.config, devices, request.site.machine)
         memory = predicted.memory_problems()
         request = replace(request, expected_step_s=predicted.step_time_s)
-    if found := [*submission.problems(request), *memory]:
+    if found := [*submission.problems(request), *memory, *data_problems(request.config)]:
         raise ConfigError(found)
     return request

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
@@ -24,9 +25,13 @@ REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to ch
 INTERRUPTED = 75  # EX_TEMPFAIL: a rank saved at a signal and is not done
 # what a rank says when another one is gone; its own traceback is not the cause
 _SECONDARY = re.compile(
-    r"Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog", re.IGNORECASE
+    r"RankFailure|secondary failure|Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog",
+    re.IGNORECASE,
 )
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
+_KILLING = "Terminating StepId"  # srun says so when it ends the step: whoever is killed after this is a victim
+_SILENT_NODE = "Timed out waiting for job step"  # srun did not hear from every node
+_TOLD = re.compile(r"^(Traceback \(most recent call last\)|frontier-llm [a-z]+: error$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -128,27 +133,47 @@ def run_step(step: Step) -> Outcome:
 
 def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
     """From srun's exit code and messages and the ranks' logs: which rank failed first, where, and why."""
-    fates: dict[int, tuple[str, str]] = {}  # task -> (host, how), in the order in which srun noticed
-    for match in filter(None, map(_TASK_ERROR.match, said)):
-        for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
-            fates.setdefault(int(task), (match["host"], match["how"]))
+    fates = _fates(said)
+    before = _fates(takewhile(lambda line: _KILLING not in line, said))
+    killed = [task for task, (_, how) in before.items() if "Killed" in how or "signal" in how.lower()]
     if fates and f"exit code {INTERRUPTED}" in next(iter(fates.values()))[1]:
         return Outcome("interrupted", INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
     rank, secondary, message = first_traceback(log_dir)
-    if rank is None or secondary:
-        # the cause left no traceback of its own: a killed rank or a dead node
-        rank = next((task for task, (_, how) in fates.items() if "Killed" in how or "signal" in how.lower()), rank)
-        rank = next(iter(fates), None) if rank is None else rank
+    if rank is None or secondary:  # the cause left no traceback of its own: a killed rank or a dead node
+        rank = next(iter([*killed, *([] if secondary else fates)]), rank)
     host, how = fates.get(rank, ("", "")) if rank is not None else ("", "")
     exit_code = code if 0 < code < 256 else 1
     if rank is None:
         detail = next((line for line in said if "error" in line), f"srun ended with {code}")
         return Outcome("crash", exit_code, detail, message=tuple(said[-10:]), peers_only=True)
+    if secondary and rank not in killed:
+        silent = not host or any(_SILENT_NODE in line for line in said)
+        detail = f"rank {rank} on {host or 'an unknown host'} lost a peer, and no rank says why"
+        return Outcome("crash", exit_code, detail, rank=rank, message=message, peers_only=silent)
     refused = f"exit code {REFUSED}" in how
-    detail = f"rank {rank} on {host or 'an unknown host'} failed first: {how or f'srun ended with {code}'}"
-    return Outcome(
-        "refused" if refused else "crash", REFUSED if refused else exit_code, detail, host, rank, message, secondary and not host
-    )
+    detail = f"rank {rank} on {host or 'an unknown host'} failed first: {how or f'srun ended with {code}'}{'' if secondary else _essence(message)}"
+    return Outcome("refused" if refused else "crash", REFUSED if refused else exit_code, detail, host, rank, message)
+
+
+def _fates(said: Iterable[str]) -> dict[int, tuple[str, str]]:
+    """Task -> (host, how it ended), in the order in which srun noticed."""
+    found: dict[int, tuple[str, str]] = {}
+    for match in filter(None, map(_TASK_ERROR.match, said)):
+        for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
+            found.setdefault(int(task), (match["host"], match["how"]))
+    return found
+
+
+def _essence(message: Sequence[str]) -> str:
+    """'; …' with what the exception, or the first of the user's mistakes, says."""
+    return "".join(f"; {line.strip()}" for line in _conclusion(message)[:1])
+
+
+def _conclusion(message: Sequence[str]) -> Sequence[str]:
+    """What follows the frames of the last traceback, or the heading of the command's own errors: the exception, and what was said after it."""
+    start = max((number for number, line in enumerate(message) if _TOLD.match(line)), default=len(message))
+    in_frames = start < len(message) and message[start].startswith("Traceback")
+    return message[next((n for n in range(start + 1, len(message)) if not (in_frames and message[n].startswith(" "))), len(message)) :]
 
 
 def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None, bool, tuple[str, ...]]:
@@ -158,10 +183,15 @@ def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None,
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - tail_bytes))
             text = file.read()
-        if b"Traceback (most recent call last)" in text or b"\nerror: " in b"\n" + text:
+        if _TOLD.search(text.decode(errors="replace")):
             lines = tuple(failure_lines(path))
             found.append(
-                (bool(_SECONDARY.search(" ".join(lines[-3:]))), path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines)
+                (
+                    bool(_SECONDARY.search("\n".join(_conclusion(lines)))),
+                    path.stat().st_mtime_ns,
+                    int(path.stem.removeprefix("rank_")),
+                    lines,
+                )
             )
     if not found:
         return None, False, ()

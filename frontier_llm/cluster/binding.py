@@ -1,4 +1,7 @@
-"""launch/bind_gcd.sh, written from the map of a MI250X node (machine.affinity): local rank = GCD → its cores, memory and NIC."""
+"""launch/bind_gcd.sh, written from the map of a MI250X node (machine.affinity): local rank = GCD → its cores and memory.
+
+The NIC of its package is RCCL's to find (NCCL_NET_GDR_LEVEL=PHB, machine.env).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,11 @@ set -euo pipefail
 local_rank="${{SLURM_LOCALID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{PALS_LOCAL_RANKID:-${{LOCAL_RANK:?no launcher set a local rank}}}}}}}}"
 cores=({" ".join(f"{place.usable_cores[0]}-{place.usable_cores[-1]}" for place in node)})
 numa=({" ".join(str(place.numa) for place in node)})
-nics=({" ".join(place.nic for place in node)})
 
 if [[ "$local_rank" -ge {count} ]]; then
     echo "bind_gcd.sh: local rank $local_rank on a node of {count} GCDs; start {count} tasks per node" >&2
     exit 2
 fi
-export FRONTIER_LLM_NIC="${{nics[local_rank]}}"
 if command -v numactl >/dev/null; then
     exec numactl --physcpubind="${{cores[local_rank]}}" --preferred="${{numa[local_rank]}}" -- "$@"
 fi

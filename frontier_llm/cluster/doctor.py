@@ -6,19 +6,18 @@ import json
 import math
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist
-from frontier_llm.cluster.probe import FACTS_MARK, TIME_MARK, Facts, Settings, probe
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
+from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import environment as machine_environment
@@ -74,7 +73,8 @@ class Report:
 
     def render(self) -> str:
         """For a terminal."""
-        lines = [f"{len(self.hosts)} nodes examined in {self.seconds:.1f} s: " + ("healthy" if self.healthy else "NOT healthy")]
+        count = "1 node" if len(self.hosts) == 1 else f"{len(self.hosts)} nodes"
+        lines = [f"{count} examined in {self.seconds:.1f} s: " + ("healthy" if self.healthy else "NOT healthy")]
         for finding in self.findings:
             mark = "error" if finding.fatal else "warning"
             lines += [f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}", f"    fix: {finding.remedy}"]
@@ -110,7 +110,7 @@ def examine(site: Site, settings: Settings, nodes: Sequence[str], needed_bytes: 
 
 def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
     """Facts and clock offset by host; a host that does not answer within `timeout_s` is missing. Raises FrontierError when none answers."""
-    python = environ("FRONTIER_LLM_PYTHON") or sys.executable
+    python = rank_python()  # in a container: libfabric and the plugin are looked for where the ranks will find them
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     count = len(nodes)
     with (
@@ -170,6 +170,7 @@ def judge(site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], n
             continue
         fact = facts[host]
         _judge_hardware(site, fact, add)
+        _judge_network(site, fact, add, needed=len(nodes) > 1)
         _judge_storage(fact, needed_bytes, add)
         if abs(skew_s.get(host, 0.0)) > MAX_SKEW_S:
             add(
@@ -189,8 +190,7 @@ def judge(site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], n
     return [Finding(check, tuple(hosts), what, remedy, fatal) for (check, what, remedy, fatal), hosts in found.items()]
 
 
-def _judge_hardware(site: Site, fact: Facts, add: object) -> None:
-    assert callable(add)
+def _judge_hardware(site: Site, fact: Facts, add: Callable[..., None]) -> None:
     count = len(fact.gcd_memory_gib)
     if site.bind == "gcd" and count != site.gpus_per_node:
         add(fact.host, "GCDs", f"{count} of {site.gpus_per_node} are visible", "exclude the node, and tell the site (rocm-smi there)")
@@ -207,19 +207,27 @@ def _judge_hardware(site: Site, fact: Facts, add: object) -> None:
         add(fact.host, "cores", f"{fact.cores} usable, {wanted} wanted", f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive")
     if fact.interfaces_down:
         add(fact.host, "network", f"{', '.join(fact.interfaces_down)} down or missing", "exclude the node, and tell the site")
+
+
+def _judge_network(site: Site, fact: Facts, add: Callable[..., None], needed: bool) -> None:
+    """Not fatal on one node: it uses no network, and Slurm gives a job of one node no access to Slingshot unless asked."""
     if fact.provider_error:
-        add(fact.host, "libfabric", f"no {site.libfabric_provider} provider: {fact.provider_error}", "load the site's libfabric module")
+        remedy = (
+            "load the site's libfabric module" if needed else "a job of one node does not need it; to test it: --network=single_node_vni"
+        )
+        what = f"no {site.libfabric_provider} provider: {fact.provider_error}"
+        add(fact.host, "libfabric", what, remedy, needed and fact.provider_error != NO_FI_INFO)
     if fact.plugin_error:
         add(
             fact.host,
             "RCCL plugin",
             f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)",
             "module load rccl-net-plugin, or bind the plugin into the container",
+            needed,
         )
 
 
-def _judge_storage(fact: Facts, needed_bytes: int, add: object) -> None:
-    assert callable(add)
+def _judge_storage(fact: Facts, needed_bytes: int, add: Callable[..., None]) -> None:
     if fact.run_dir_error:
         add(fact.host, "run directory", fact.run_dir_error, "choose a train.run_dir that every node can write")
     elif fact.run_dir_free_bytes < needed_bytes:

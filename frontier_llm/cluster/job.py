@@ -25,7 +25,7 @@ from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome, Step, run_step
 from frontier_llm.cluster.doctor import examine, settings_for
 from frontier_llm.cluster.lead import measured_lead_s
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.rank_env import environ, environment, rank_python
 from frontier_llm.cluster.sites import Site, load_site, root_dir
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
@@ -127,7 +127,7 @@ def supervise(job: Job) -> int:
             log.info(reason)
             return 0
         bad = slurm.unhealthy(job.allocation.nodes)
-        run_dir.add_bad_hosts(job.directory, bad)
+        run_dir.add_bad_hosts(job.directory, [*bad, *too_slow(job)])
         unusable = {*bad, *untrusted_here(job)}
         avoid = {*bad, *run_dir.bad_hosts(job.directory)}
         # a host that has failed before is used again only when no other is left, one that computed wrongly never
@@ -199,6 +199,12 @@ def untrusted_here(job: Job) -> list[str]:
     return [node for node in run_dir.untrusted_hosts(job.directory) if node in job.allocation.nodes]
 
 
+def too_slow(job: Job) -> list[str]:
+    """Hosts that were named slow as often as the site bears."""
+    limit = job.site.exclude_slow_after
+    return [] if limit is None else [slow.host for slow in run_dir.slow_hosts(job.directory) if slow.times >= limit]
+
+
 def nothing_to_do(job: Job) -> str:
     """Why no further attempt is wanted: finished, or stopped by a person; '' when there is work."""
     step = run_dir.latest_step(job.directory)
@@ -225,12 +231,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         options=tuple(job.site.srun.items()),
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
-        command=(
-            environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable,
-            *job.program,
-            *job.words,
-            *job.flags,
-        ),
+        command=(rank_python(), *job.program, *job.words, *job.flags),
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
@@ -285,6 +286,7 @@ def dead_nodes(job: Job, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
 
 def continue_later(job: Job) -> int:
     """Hand the rest of the run on: this job requeued, or exactly one successor."""
+    run_dir.add_bad_hosts(job.directory, too_slow(job))
     bad = run_dir.bad_hosts(job.directory)
     if job.continue_with == "never":
         log.info("not continued: FRONTIER_LLM_CONTINUE=never")

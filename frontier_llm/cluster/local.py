@@ -22,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
 
-from frontier_llm.cluster.rank_env import environment, free_port
+from frontier_llm.cluster.launchers import free_port
+from frontier_llm.cluster.rank_env import environment
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # from our terminal or scheduler to the ranks
 TAIL_LINES = 40  # of a log without a Python traceback

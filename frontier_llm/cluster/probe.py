@@ -17,9 +17,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.rank_env import environment, node_name
+from frontier_llm.cluster.rank_env import environ, environment, node_name
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
+NO_FI_INFO = "fi_info is not on PATH"
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,21 @@ def provider_error(provider: str | None) -> str:
         return ""
     tool = shutil.which("fi_info")
     if tool is None:
-        return "fi_info is not on PATH"
+        return NO_FI_INFO
     done = subprocess.run([tool, "-p", provider], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 a list
     return "" if done.returncode == 0 and "provider" in done.stdout else (done.stderr.strip() or f"fi_info -p {provider} finds nothing")
 
 
 def plugin_error(plugin: str | None) -> str:
-    """Why the dynamic loader cannot open RCCL's network plugin; '' when it can. Its message names a missing dependency."""
+    """Why the dynamic loader cannot open RCCL's network plugin; '' when it can. Its message names a missing dependency.
+
+    NCCL_NET_PLUGIN, which Frontier's module sets, comes first, as for RCCL itself.
+    """
     if plugin is None:
         return ""
+    named = environ("NCCL_NET_PLUGIN") or ""
     try:
-        ctypes.CDLL(plugin)
+        ctypes.CDLL(named if ".so" in named else plugin)
     except OSError as error:
         return str(error)
     return ""

@@ -156,6 +156,26 @@ def _listed(path: Path) -> list[str]:
     return [str(host) for host in json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
+@dataclass(frozen=True)
+class Slow:
+    """A host on which ranks were named stragglers."""
+
+    host: str
+    times: int  # steps at which it was named
+    last_step: int
+    slowdown: float  # then
+
+
+def slow_hosts(run_dir: Path) -> list[Slow]:
+    """Those most often named first. Steps that the run has taken back count: the host was slow in them all the same."""
+    named: dict[str, dict[tuple[int, int], float]] = {}
+    for row in read_jsonl(run_dir / "metrics.jsonl"):
+        if row.get("kind") == "straggler" and row.get("host"):
+            named.setdefault(row["host"], {})[row.get("incarnation", 0), row["step"]] = row["slowdown"]
+    found = [Slow(host, len(steps), max(steps)[1], steps[max(steps)]) for host, steps in named.items()]
+    return sorted(found, key=lambda slow: (-slow.times, slow.host))
+
+
 def add_bad_hosts(run_dir: Path, hosts: list[str]) -> None:
     """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
     if hosts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class JobScript:
     signal_lead_s: int | None = None  # None = the site's
     output: str = "%x-%j.out"
     options: tuple[tuple[str, str], ...] = ()  # further sbatch options, over the site's
+    committed: bool = True  # in slurm/, for people to queue; else `submit` has made it
 
 
 # A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and 853 s of these
@@ -83,9 +84,7 @@ JOBS: tuple[JobScript, ...] = (
 _TEMPLATE = """\
 #!/bin/bash
 # {about}
-#     sbatch {account}slurm/{name}.sbatch [key=value ...] [--allow-change KEY]
-# Rendered from slurm/sites/{site}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.
-{directives}
+{usage}{directives}
 set -euo pipefail
 
 root="${{FRONTIER_LLM_ROOT:-${{SLURM_SUBMIT_DIR:?start this with sbatch}}}}"
@@ -136,10 +135,14 @@ def render(job: JobScript, site: Site) -> str:
     if not job.about.isprintable():
         raise ConfigError(f"{job.about!r} has characters that cannot be printed", "give the model a plain name", "job")
     lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
+    account = "-A PROJECT " if site.account == "required" else ""
+    usage = (
+        f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [--allow-change KEY]\n"
+        f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.\n"
+    )
     return _TEMPLATE.format(
         about=job.about,
-        account="-A PROJECT " if site.account == "required" else "",
-        name=job.name,
+        usage=usage if job.committed else "",
         site=site.name,
         directives="\n".join(lines),
         lead_s=job.signal_lead_s or site.signal_lead_s,
@@ -155,9 +158,10 @@ def render_site(site: Site) -> str:
         "# shellcheck shell=bash",
         *(f"module use {shlex.quote(path)}" for path in site.module_paths),
         *(f"module load {shlex.quote(module)}" for module in site.modules),
+        *(["unset " + " ".join(_names(site.unset, "unset"))] if site.unset else []),
         f"export FRONTIER_LLM_BIND={site.bind}",
         f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}",
-        *_exports(site.environment),
+        *(f"export {name}={_expandable(site.environment[name])}" for name in _names(site.environment, "environment")),
     ]
     if site.container:
         if not _PLAIN.fullmatch(site.container):
@@ -166,11 +170,11 @@ def render_site(site: Site) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _exports(variables: Mapping[str, str]) -> list[str]:
-    for name in variables:
+def _names(names: Iterable[str], where: str) -> list[str]:
+    for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"{name!r} is not the name of a variable", where="environment")
-    return [f"export {name}={_expandable(value)}" for name, value in variables.items()]
+            raise ConfigError(f"{name!r} is not the name of a variable", where=where)
+    return list(names)
 
 
 def _expandable(value: str) -> str:

@@ -40,6 +40,7 @@ class Site(Section):
     max_queued_jobs: PositiveInt | None = None
     signal_lead_s: PositiveInt = 600  # before the walltime, while no save has been measured
     node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s unless changed) and a little
+    exclude_slow_after: PositiveInt | None = None  # leave a host out once it was named slow so often; None: only say so
     sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value
     srun: dict[str, str] = Field(default_factory=dict)
     interfaces: tuple[str, ...] = ()  # that must be up on every node
@@ -52,6 +53,7 @@ class Site(Section):
     modules: tuple[str, ...] = ()
     network_plugin: str | None = None  # what RCCL must be able to load
     libfabric_provider: str | None = None
+    unset: tuple[str, ...] = ()  # what the modules set and should not; what the user has exported stays
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded
 
     def scratch_dir(self, account: str, user: str) -> Path | None:
@@ -117,6 +119,18 @@ def format_walltime(minutes: int) -> str:
     return f"{days}-{clock}" if days else clock
 
 
+def longer_jobs(site: Site, nodes: int, minutes: int, partition: str | None) -> list[str]:
+    """Where a site lets a job run for `minutes`: from how many nodes on, and in which other partition."""
+    limits = site.limits(partition)
+    found = []
+    if wider := next((limit for limit in limits if limit.max_hours * 60 >= minutes), None):
+        below = max((limit.max_nodes for limit in limits if limit.max_nodes < wider.max_nodes), default=0)
+        found.append(f"{format_walltime(minutes)} is allowed from {below + 1} nodes")
+    if roomier := [other for other in site.partitions if (site.max_minutes(nodes, other) or 0) >= minutes]:
+        found.append(f"--partition {roomier[0]} allows it")
+    return found
+
+
 def request_problems(site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None) -> list[Problem]:
     """Everything that the site would refuse, each with the limit and the nearest allowed value."""
     problems = []
@@ -124,6 +138,8 @@ def request_problems(site: Site, nodes: int, minutes: int | None, account: str |
         problems.append(Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)"))
     if nodes < 1:
         problems.append(Problem("--nodes", f"{nodes} nodes", "at least 1"))
+    if minutes is not None and minutes < 1:
+        problems.append(Problem("--time", "no time at all", "leave it out for the longest that the site allows"))
     if partition is not None and site.partitions and partition not in site.partitions:
         return [*problems, Problem("--partition", f"{site.name} has no partition {partition!r}", suggest(partition, site.partitions))]
     limits = site.limits(partition)
@@ -138,13 +154,9 @@ def request_problems(site: Site, nodes: int, minutes: int | None, account: str |
     longest = site.max_minutes(nodes, partition)
     assert longest is not None  # nodes is within the last limit
     if minutes is not None and minutes > longest:
-        fix = f"--time {format_walltime(longest)}, and let the job continue itself"
-        wider = next((limit for limit in limits if limit.max_hours * 60 >= minutes), None)
-        if wider is not None:
-            below = max((limit.max_nodes for limit in limits if limit.max_nodes < wider.max_nodes), default=0)
-            fix += f"; {format_walltime(minutes)} is allowed from {below + 1} nodes"
-        elif roomier := [other for other in site.partitions if (site.max_minutes(nodes, other) or 0) >= minutes]:
-            fix += f"; or --partition {roomier[0]}"
+        fix = "; ".join(
+            [f"--time {format_walltime(longest)}, and let the job continue itself", *longer_jobs(site, nodes, minutes, partition)]
+        )
         problems.append(
             Problem("--time", f"{format_walltime(minutes)}; {name} runs jobs of {nodes} nodes for at most {format_walltime(longest)}", fix)
         )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.cluster import hostlist
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
 
 ACTIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING"})
 _NO_CLUSTER = re.compile(r"configuration source|Unable to contact slurm controller|Could not establish")
+_AWAY = re.compile(r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not answer within")
+PATIENCE_S, PAUSE_S = 900.0, 10.0  # a controller is restarted within minutes; a run of 384 nodes must not end for that
 _BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
 
 
@@ -62,9 +66,25 @@ def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, s
     return done.stdout
 
 
+def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
+    """`call` for the supervisor of a running job: a controller that is away is asked again. Only for commands that may be said twice."""
+    started_s = time.monotonic()
+    said = False
+    while True:
+        try:
+            return call(command)
+        except FrontierError as error:
+            if not _AWAY.search(str(error)) or time.monotonic() - started_s > patience_s:
+                raise
+            if not said:
+                log.warn(f"the Slurm controller does not answer {command[0]}; asking again for {patience_s / 60:.0f} minutes")
+            said = True
+            time.sleep(PAUSE_S)
+
+
 def unhealthy(nodes: Sequence[str]) -> list[str]:
     """Those of `nodes` that Slurm calls down, draining, failing or not answering."""
-    text = call(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
+    text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
     bad = set()
     for line in text.splitlines():
         name, _, state = line.strip().partition("|")
@@ -75,7 +95,7 @@ def unhealthy(nodes: Sequence[str]) -> list[str]:
 
 def time_left_s(job_id: str) -> float | None:
     """Seconds until the job's walltime ends, or None when it has no limit."""
-    text = call(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip()
+    text = ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip()
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None  # UNLIMITED, NOT_SET, INVALID
@@ -101,4 +121,4 @@ def is_active(job_id: str) -> bool:
 
 def requeue(job_id: str) -> None:
     """Put this job back into the queue; Slurm then ends the batch shell, the caller included."""
-    call(["scontrol", "requeue", job_id])
+    ask(["scontrol", "requeue", job_id])

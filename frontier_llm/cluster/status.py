@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.sites import parse_walltime
 from frontier_llm.errors import FrontierError
 from frontier_llm.units import format_count, format_seconds
@@ -43,6 +45,8 @@ class Status:
     restarts: int
     causes: tuple[str, ...]  # how each earlier attempt ended
     bad_hosts: tuple[str, ...]
+    slow_hosts: tuple[Slow, ...]  # named as stragglers
+    blocked: dict[str, dict[str, int]]  # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
     last_failure: str | None
 
     def as_dict(self) -> dict[str, object]:
@@ -89,6 +93,8 @@ def read_status(directory: Path) -> Status:
         restarts=max(0, len(made) - 1),
         causes=tuple(attempt.cause for attempt in made),
         bad_hosts=tuple(run_dir.bad_hosts(directory)),
+        slow_hosts=tuple(run_dir.slow_hosts(directory)),
+        blocked=_blocked(directory),
         last_failure=failures[-1].detail if failures else None,
     )
 
@@ -102,6 +108,11 @@ def _plan(directory: Path) -> tuple[int | None, int | None]:
             known = "global_batch" in batch and "sequence_length" in model
             return int(content["train"]["steps"]), int(batch["global_batch"]) * int(model["sequence_length"]) if known else None
     return None, None
+
+
+def _blocked(directory: Path) -> dict[str, dict[str, int]]:
+    rows = (row for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication")
+    return next((row.get("axes", {}) for row in rows), {})
 
 
 def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
@@ -142,8 +153,12 @@ def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -
 
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:
-    """Run directories below `root`, newest first."""
-    found = {path.parent for mark in RUN_MARKS for path in root.glob(f"**/{mark}")}
+    """`root` itself or the run directories below it, newest first."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        if not {*RUN_MARKS}.isdisjoint(files):
+            found.append(Path(folder))
+            folders.clear()  # a run holds no other, but thousands of logs and shards
     return sorted(found, key=lambda path: -max((path / mark).stat().st_mtime for mark in RUN_MARKS if (path / mark).is_file()))
 
 
@@ -163,6 +178,8 @@ def _render_one(status: Status) -> str:
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
         facts.append(("restarts", f"{status.restarts} ({', '.join(f'{count} {cause}' for cause, count in counts.items())})"))
+    facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
+    facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
     facts += [("failure", status.last_failure or ""), ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else "")]
     return "\n".join([f"{status.run_dir}   {job}{status.state}{where}{reason}", *(f"  {name:<11}{text}" for name, text in facts if text)])
 
@@ -181,6 +198,17 @@ def _speed(status: Status) -> str:
     parts += [f"{format_seconds(status.step_time_s)} per step"] if status.step_time_s is not None else []
     parts += [f"{format_count(status.tokens)} tokens seen"] if status.tokens else []
     return ", ".join(parts)
+
+
+def _waits(axis: str, row: dict[str, int]) -> str:
+    median, most = (format_seconds(row[key] * 1e-6) for key in ("p50_us", "p99_us"))
+    return f"{axis} half below {median}, 99 % below {most} of {row['calls']:,} calls"
+
+
+def _slow(slow: Slow, excluded: bool) -> str:
+    times = "once" if slow.times == 1 else f"{slow.times} times"
+    wish = "" if excluded else f"; --exclude={slow.host} leaves it out"
+    return f"{slow.host} {times}, at step {slow.last_step:,} by a factor of {slow.slowdown:.1f}{wish}"
 
 
 def _time_left(status: Status) -> str:

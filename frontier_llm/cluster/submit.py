@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sbatch import JobScript, render, render_site
-from frontier_llm.cluster.sites import Site, format_walltime, request_problems, root_dir
+from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.topology import plan_problems
@@ -101,7 +102,13 @@ def problems(request: Request) -> list[Problem]:
         found += plan_problems(request.config, request.nodes * request.site.tasks_per_node)
     if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
         what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
-        found.append(Problem("--time", what, f"--time {format_walltime(-(-2 * request.lead_s // 60))} or more"))
+        enough = -(-2 * request.lead_s // 60)
+        fix = f"--time {format_walltime(enough)} or more"
+        longest = request.site.max_minutes(request.all_nodes, request.partition)
+        if longest is not None and enough > longest:
+            elsewhere = longer_jobs(request.site, request.all_nodes, enough, request.partition)
+            fix = "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
+        found.append(Problem("--time", what, fix))
     if request.spares < 0:
         found.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
@@ -118,6 +125,7 @@ def prepare(request: Request) -> Submission:
     job = JobScript(
         name=request.name or request.config.model.name,
         about=f"{request.config.model.name} on {request.nodes * request.site.tasks_per_node} ranks, queued by frontier-llm submit",
+        committed=False,
         config=str(directory / "run.yaml"),
         nodes=request.all_nodes,
         site=request.site.name,
@@ -139,6 +147,7 @@ def prepare(request: Request) -> Submission:
     }
     arguments = [f"--{name}={value}" for name, value in options.items() if value]
     variables = {
+        "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
         "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site)[:12]}"),
         "FRONTIER_LLM_SITE": request.site.name,
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
@@ -233,7 +242,7 @@ def describe(request: Request, made: Submission) -> str:
     spare = f" + {request.spares} spare" if request.spares else ""
     return "\n".join(
         [
-            f"{request.config.model.name}: {request.nodes}{spare} nodes of {request.site.name}"
+            f"{request.config.model.name}: {request.nodes}{spare} node{'s' if request.all_nodes > 1 else ''} of {request.site.name}"
             + (f", {format_walltime(minutes)} each slice" if minutes else "")
             + f", then {request.continue_with}",
             f"run directory {made.directory}",

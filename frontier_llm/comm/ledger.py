@@ -124,6 +124,16 @@ class Ledger:
             for (axis, operation), calls in sorted(self.calls.items())
         }
 
+    def latency_by_axis(self) -> dict[str, dict[str, int]]:
+        """By axis, over all its operations: calls, and quantiles of how long a call blocked."""
+        axes: dict[str, Histogram] = defaultdict(Histogram)
+        for (axis, _), histogram in self.latency.items():
+            axes[axis].bins = [sum(pair) for pair in zip(axes[axis].bins, histogram.bins, strict=True)]
+        return {
+            axis: {"calls": sum(axes[axis].bins), "p50_us": axes[axis].quantile_us(0.5), "p99_us": axes[axis].quantile_us(0.99)}
+            for axis in sorted(axes)
+        }
+
     def as_rows(self) -> list[tuple[str, str, int, int]]:
         """(axis, operation, calls, bytes), sorted."""
         return [(axis, operation, self.calls[axis, operation], size) for (axis, operation), size in sorted(self.bytes.items())]

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -25,6 +25,7 @@ LATE_STEPS = 9
 BASELINE_STEPS = 64  # own past
 MIN_PEERS = 4  # ranks of a stage that are enough to compare them with each other
 MIN_SHARE = 0.10  # of the usual busy time: less is not worth an operator's attention
+HOST_BYTES = 64  # Linux' limit of a host name
 SPREADS = 6.0  # times the usual spread of busy times (median absolute deviation)
 
 
@@ -35,10 +36,11 @@ class Straggler:
     global_rank: int
     excess_s: float  # median over the window, per step
     usual_s: float
+    host: str = ""
 
     def __str__(self) -> str:
         slower = f"{self.excess_s * 1e3:.0f} ms longer per step than the usual {self.usual_s * 1e3:.0f} ms ({self.slowdown:.1f} times)"
-        return f"global rank {self.global_rank} computes {slower}"
+        return f"global rank {self.global_rank}{f' on {self.host}' if self.host else ''} computes {slower}"
 
     @property
     def slowdown(self) -> float:
@@ -111,8 +113,8 @@ class StragglerWatch:
     On a GPU the host's blocked time is that of queueing, not of waiting: there it sees slow hosts, not slow devices.
     """
 
-    def __init__(self, mesh: Mesh, grid: Grid, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+    def __init__(self, mesh: Mesh, grid: Grid, device: torch.device, host: str) -> None:
+        self._mesh, self._device, self._host = mesh, device, host
         self._detector = StragglerDetector([grid.coordinates(rank)["pp"] for rank in range(grid.world_size)])
 
     @contextmanager
@@ -124,7 +126,17 @@ class StragglerWatch:
         busy_s = time.perf_counter() - begin_s - (self._blocked_s() - blocked_s)
         if self._mesh.world.size > 1:
             mine = torch.tensor([busy_s], dtype=torch.float64, device=self._device)
-            found += self._detector.step(all_gather(mine, self._mesh.world).tolist())
+            named = self._detector.step(all_gather(mine, self._mesh.world).tolist())
+            if named:  # on all ranks or on none
+                hosts = self._hosts()
+                found += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]
+
+    def _hosts(self) -> list[str]:
+        """Of all ranks."""
+        name = self._host.encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self._device)
+        everyone = all_gather(mine, self._mesh.world).cpu().view(-1, HOST_BYTES)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in everyone]
 
     def _blocked_s(self) -> float:
         return sum(self._mesh.ledger.blocked_s.values())

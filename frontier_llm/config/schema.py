@@ -6,9 +6,9 @@ world size: that is `topology.plan`. Nothing here imports anything of the packag
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
@@ -22,6 +22,15 @@ class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)  # JSON has neither
+
+
+class RopeScaling(Section):
+    """Llama 3.1's longer context: rotations that turn seldom within the original context are slowed down, fast ones stay."""
+
+    factor: PositiveFloat  # by which slow rotations are slowed down
+    low_freq_factor: PositiveFloat  # turns within the original context up to which a rotation is slow
+    high_freq_factor: PositiveFloat  # and from which it is fast; those between are blended
+    original_sequence_length: PositiveInt
 
 
 class ModelConfig(Section):
@@ -42,11 +51,13 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = 1e-5
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
     bias: bool = False  # of the linear layers
+    qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
     tied_embeddings: bool = False  # the output head is the token embedding
     rope_theta: PositiveFloat = 10000.0
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
+    rope_scaling: RopeScaling | None = None
     alibi_max_bias: PositiveFloat = 8.0
     init_std: PositiveFloat = 0.02  # output projections use init_std / sqrt(2 * layers)
 
@@ -59,6 +70,11 @@ class ModelConfig(Section):
     def dim_per_head(self) -> int:
         """Head dimension D."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True when the query, key and value projection has a bias."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def gated(self) -> bool:
@@ -129,7 +145,7 @@ class DataSource(Section):
 
 
 class DataConfig(Section):
-    """Token datasets by prefix (path without .bin/.idx); `synthetic` needs no files and suits benchmarks."""
+    """Token datasets by prefix (path without .bin/.idx), alone or in a list; `synthetic` needs no files and suits benchmarks."""
 
     train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"
     validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None
@@ -137,6 +153,13 @@ class DataConfig(Section):
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
     seed: NonNegativeInt = 1234
     cache_dir: str | None = None  # sample indices; None = beside the data
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _paths(cls, value: Any) -> Any:
+        """A path alone stands for a blend of one, a list of paths for equal parts."""
+        paths = [value] if isinstance(value, str) and value != "synthetic" else value
+        return [{"path": item} if isinstance(item, str) else item for item in paths] if isinstance(paths, (list, tuple)) else paths
 
 
 class OpsConfig(Section):
@@ -172,7 +195,7 @@ class CommConfig(Section):
     overlap_messages: bool = True  # pipeline receives are posted one action ahead of their use; False: at their use, for comparison
     bucket_elements: PositiveInt = 40_000_000  # of a bucket of gradients and weights; Megatron-LM's default, 160 MB of fp32
     overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
-    tensor_chunks: PositiveInt = 1  # pieces in which sequence parallelism gathers and scatters beside its products
+    tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
     store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path

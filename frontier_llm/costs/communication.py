@@ -77,7 +77,8 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
             traffic.add("tp", "all_gather", size, (2 * n + stage.head + stage.embedding) * m)
             traffic.add("tp", "reduce_scatter", size, (2 * n + stage.head + stage.embedding) * m)
         else:
-            traffic.add("tp", "all_reduce", size, (2 * n * forwards + 2 * n + stage.embedding + stage.head) * m)
+            traffic.add("tp", "all_reduce", size // pieces, 2 * n * forwards * m * pieces)
+            traffic.add("tp", "all_reduce", size, (2 * n + stage.embedding + stage.head) * m)  # input gradients, under the weight gradient
         if stage.head:
             traffic.add("tp", "all_gather", statistics, m)
 

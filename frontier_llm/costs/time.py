@@ -17,7 +17,7 @@ import numpy as np
 from frontier_llm.costs.collectives import message_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import memory_s
-from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms, totals, weight_gradient_s
+from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms, totals, waiting_s, weight_gradient_s
 from frontier_llm.costs.parameters import stage_parameters
 from frontier_llm.costs.workload import GPIPE, ZERO_BUBBLE, Number, Workload
 from frontier_llm.machine.rates import Rates
@@ -119,8 +119,8 @@ def fsdp_layer_s(w: Workload, rates: Rates, parameters: Number) -> tuple[Number,
     """(forward, backward) seconds of a layer's all-gathers and reduce-scatter when weights are sharded too (zero 2, 3)."""
     place = placement(w, rates)
     args = (w.dp, place.dp_per_node, place.dp_sharing)
-    gather = collective_s(rates, *args, parameters * np.asarray(w.dtype_bytes), "all_gather")
-    scatter = collective_s(rates, *args, parameters * rates.gradient_bytes, "reduce_scatter")
+    gather = collective_s(rates, *args, parameters * np.asarray(w.dtype_bytes), "all_gather") * rates.sharded_slowdown
+    scatter = collective_s(rates, *args, parameters * rates.gradient_bytes, "reduce_scatter") * rates.sharded_slowdown
     again = np.where(np.asarray(w.zero) == 3, gather, 0.0)  # SHARD_GRAD_OP keeps the weights until backward
     return gather, again + scatter
 
@@ -132,7 +132,11 @@ def layer_s(w: Workload, rates: Rates) -> tuple[Number, Number]:
     if not np.any(sharded):
         return forward, backward
     gather, scatter = fsdp_layer_s(w, rates, stage_parameters(w, 1, False, False))
-    shown = exposed_s(gather, forward, rates.dp_overlap), exposed_s(scatter, backward, rates.dp_overlap)
+    overlap = 0.0 if rates.host_executes else rates.dp_overlap  # what moves the bytes is what computes
+    shown = tuple(
+        exposed_s(moved, compute, overlap) + waiting_s(meetings, compute, rates)
+        for moved, compute, meetings in ((gather, forward, 1), (scatter, backward, 2))
+    )
     return forward + np.where(sharded, shown[0], 0.0), backward + np.where(sharded, shown[1], 0.0)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm import log
-from frontier_llm.data.indexed import IndexedWriter, optimal_dtype
+from frontier_llm.data.indexed import optimal_dtype
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.mds import read_tokens
 from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
@@ -56,13 +57,14 @@ def _find(inputs: Iterable[str | Path]) -> list[Path]:
     files: list[Path] = []
     problems = []
     endings = (*RAW_SUFFIXES, *MDS_SUFFIXES)
+    known = f"known endings: {', '.join(endings)}; text goes through `frontier-llm data tokenize`"
     for path in map(Path, inputs):
         inside = sorted(child for child in path.rglob("*") if child.name.endswith(endings)) if path.is_dir() else [path]
         if not inside:
-            problems.append(Problem(str(path), "holds no token files", f"known endings: {', '.join(endings)}"))
+            problems.append(Problem(str(path), "holds no token files", known))
         problems += [Problem(str(file), "no such file", "check the path") for file in inside if not file.is_file()]
         problems += [
-            Problem(str(file), f"unknown kind {file.suffix!r}", f"known endings: {', '.join(endings)}")
+            Problem(str(file), f"unknown kind {file.suffix!r}", known)
             for file in inside
             if file.is_file() and not file.name.endswith(endings)
         ]

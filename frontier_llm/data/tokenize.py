@@ -22,15 +22,17 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.indexed import IndexedDataset, IndexedWriter, optimal_dtype
-from frontier_llm.data.inputs import Damage, Piece, Text, cut, find_inputs, read
+from frontier_llm.data.documents import Damage, Text, read
+from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
+from frontier_llm.data.indexed_writer import IndexedWriter
+from frontier_llm.data.inputs import Piece, cut, find_inputs
 from frontier_llm.data.meta import DatasetMeta, read_meta, write_json, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.units import format_bytes, format_count
 
 EXAMPLES = 100  # damaged inputs that are kept by name
-VERSION = 1  # of the rules below; a change makes old parts useless
+VERSION = 2  # of the rules below; a change makes old parts useless
 
 Progress = Callable[[int, int], None]  # (input bytes done, tokens) more
 
@@ -97,7 +99,7 @@ def tokenize(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
-        meta = _join(jobs, parts, str(prefix), codec, digest)
+        meta = _join(jobs, parts, str(prefix), codec, digest) if any(part.documents for part in parts) else None
         shutil.rmtree(directory)
     except FrontierError:
         with contextlib.suppress(OSError):
@@ -106,6 +108,10 @@ def tokenize(
     except OSError as error:
         fix = "check space and permissions, then run the same command again: finished parts are kept"
         raise DataError(f"cannot write: {error.strerror or error}", where=str(prefix), fix=fix) from error
+    if meta is None:
+        damaged = sum(part.damaged for part in parts)
+        what = "the corpus is empty: no document in it" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
+        raise DataError(what, where=str(prefix), fix="check the input paths and --text-key")
     _report(str(prefix), meta)
     return meta
 
@@ -214,10 +220,6 @@ def _write_text(writer: IndexedWriter, codec: Tokenizer, item: Text) -> None:
 
 def _join(jobs: list[Job], parts: list[Part], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
     """The parts in order as one dataset, then its record."""
-    if not sum(part.documents for part in parts):
-        damaged = sum(part.damaged for part in parts)
-        what = "the corpus is empty: no document in it" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
-        raise DataError(what, where=prefix, fix="check the input paths and --text-key")
     Path(f"{prefix}.meta.json").unlink(missing_ok=True)  # an old record must never stand beside new data
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
         for job in jobs:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.inputs import Damage, Piece, cut, find_inputs, read
+from frontier_llm.data.documents import Damage, read
+from frontier_llm.data.inputs import Piece, cut, find_inputs
 from frontier_llm.data.samples import derive_key
 from frontier_llm.errors import DataError
 

@@ -8,12 +8,13 @@ is overwritten when its row's generation reaches it, before any query may look a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frontier_llm.ops.face import Op
+from frontier_llm.ops import Scores
 
 
 class KeyValueCache:
@@ -25,6 +26,9 @@ class KeyValueCache:
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         self._rows_B = torch.arange(rows, device=device)
         self._positions_SB: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._block: slice | None = None
+        self._sees_all = False
         self._layer = 0
         self._length = 0
         self._first = True
@@ -35,19 +39,37 @@ class KeyValueCache:
         return self._store.shape[4]
 
     def begin(self, positions_SB: Tensor) -> None:
-        """Start a forward pass over tokens at these positions; each layer then calls `extend` once, in order."""
+        """Start a forward pass over tokens at these positions, consecutive in each row; each layer then calls `extend` once, in order."""
         self._first = self._length == 0
-        self._positions_SB, self._layer = positions_SB, 0
-        self._length = max(self._length, int(positions_SB.max()) + 1)
+        self._positions_SB, self._layer, self._bias = positions_SB, 0, None
+        low, high = (int(place) for place in positions_SB.aminmax())
+        self._length = max(self._length, high + 1)
+        # rows that stand at the same positions: one block of the store; and a single token sees all that is there
+        self._block = slice(low, high + 1) if high - low + 1 == len(positions_SB) else None
+        self._sees_all = self._block is not None and low == high == self._length - 1
 
-    def extend(self, k_SBgD: Tensor, v_SBgD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the tokens' keys and values. Returns k_BgTD, v_BgTD of all positions so far, and the new tokens' positions."""
+    def extend(self, k_SBgD: Tensor, v_SBgD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the tokens' keys and values. Returns k_BgTD, v_BgTD of all positions so far."""
         keys, values = self._store[self._layer]
         self._layer += 1
-        assert self._positions_SB is not None, "begin() starts a forward pass"
-        keys[self._rows_B, :, self._positions_SB] = k_SBgD
-        values[self._rows_B, :, self._positions_SB] = v_SBgD
-        return keys[:, :, : self._length], values[:, :, : self._length], self._positions_SB
+        for kept_BgTD, new_SBgD in ((keys, k_SBgD), (values, v_SBgD)):
+            if self._block is None:
+                kept_BgTD[self._rows_B, :, self._positions_SB] = new_SBgD
+            else:
+                kept_BgTD[:, :, self._block] = new_SBgD.permute(1, 2, 0, 3)
+        return keys[:, :, : self._length], values[:, :, : self._length]
+
+    def bias(self, alibi_slopes_a: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to a pass's scores, (B, 1 or a, S, T), made once for all of its layers; None where nothing is."""
+        if self._sees_all and alibi_slopes_a is None:
+            return None
+        if self._bias is None:
+            assert self._positions_SB is not None, "begin() starts a forward pass"
+            slots_T = torch.arange(self._length, device=self._positions_SB.device)
+            distance_B1ST = (self._positions_SB.T[:, :, None] - slots_T)[:, None]
+            slopes = 0.0 if alibi_slopes_a is None else alibi_slopes_a[:, None, None]
+            self._bias = torch.where(distance_B1ST < 0, -math.inf, -slopes * distance_B1ST).to(dtype)
+        return self._bias
 
     @property
     def is_prefill(self) -> bool:
@@ -58,43 +80,23 @@ class KeyValueCache:
 class RememberingAttention:
     """The attention op of an inference model: with a cache it sees earlier tokens, without one it is the training op."""
 
-    def __init__(self, attention: Op) -> None:
+    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor, Scores], Tensor]) -> None:
         self._attention = attention
         self.cache: KeyValueCache | None = None
 
-    def __call__(
-        self,
-        q_SBaD: Tensor,
-        k_SBgD: Tensor,
-        v_SBgD: Tensor,
-        *,
-        scale: float,
-        alibi_slopes_a: Tensor | None = None,
-        documents_BS: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
         """o_SBaD; see ops.reference.attention. Documents are a matter of training: a cache holds one document per row."""
         if self.cache is not None:
-            assert documents_BS is None
-            k_BgTD, v_BgTD, positions_SB = self.cache.extend(k_SBgD, v_SBgD)
+            assert scores.documents_BS is None
+            k_BgTD, v_BgTD = self.cache.extend(k_SBgD, v_SBgD)
             if not self.cache.is_prefill:
-                return attend(q_SBaD, k_BgTD, v_BgTD, positions_SB, scale, alibi_slopes_a)
-        return self._attention(q_SBaD, k_SBgD, v_SBgD, scale=scale, alibi_slopes_a=alibi_slopes_a, documents_BS=documents_BS)
+                return attend(q_SBaD, k_BgTD, v_BgTD, scores.scale, self.cache.bias(scores.alibi_slopes_a, q_SBaD.dtype))
+        return self._attention(q_SBaD, k_SBgD, v_SBgD, scores)
 
 
-def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, positions_SB: Tensor, scale: float, alibi_slopes_a: Tensor | None) -> Tensor:
-    """Attention of queries at given positions to slots 0 … position of their row; o_SBaD."""
-    slots_T = torch.arange(k_BgTD.shape[2], device=q_SBaD.device)
-    distance_BST = positions_SB.T[:, :, None] - slots_T
-    bias_BaST = torch.zeros((), dtype=torch.float32, device=q_SBaD.device)
-    if alibi_slopes_a is not None:
-        bias_BaST = -alibi_slopes_a[None, :, None, None] * distance_BST[:, None]
-    bias_BaST = torch.where(distance_BST[:, None] < 0, -math.inf, bias_BaST).to(q_SBaD.dtype)
-    o_BaSD = F.scaled_dot_product_attention(
-        q_SBaD.permute(1, 2, 0, 3),
-        k_BgTD,
-        v_BgTD,
-        attn_mask=bias_BaST,
-        scale=scale,
-        enable_gqa=q_SBaD.shape[2] != k_BgTD.shape[1],
-    )
+def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    """Attention of queries to all slots, with `bias` (B, 1 or a, S, T) added to the scores; o_SBaD."""
+    grouped = q_SBaD.shape[2] != k_BgTD.shape[1]
+    q_BaSD = q_SBaD.permute(1, 2, 0, 3)
+    o_BaSD = F.scaled_dot_product_attention(q_BaSD, k_BgTD, v_BgTD, attn_mask=bias, scale=scale, enable_gqa=grouped)
     return o_BaSD.permute(2, 0, 1, 3)

@@ -44,21 +44,23 @@ def score(
     for number, batch in enumerate(batches):
         if number % model.mesh.dp.size != model.mesh.dp.rank:
             continue
-        rows = token_scores(model, [texts[index][0] for index in batch])
+        rows = token_scores(model, [texts[index][0] for index in batch], [texts[index][1] for index in batch])
         if rows is not None and model.mesh.tp.rank == 0:
             for index, (log_probabilities, greedy) in zip(batch, rows, strict=True):
-                count = texts[index][1]
-                sums_N2[index, 0] = log_probabilities[-count:].sum(dtype=torch.float64)
-                sums_N2[index, 1] = float(greedy[-count:].all())
+                sums_N2[index, 0] = log_probabilities.sum(dtype=torch.float64)
+                sums_N2[index, 1] = float(greedy.all())
         on_batch(number + 1)
     total = all_reduce_(sums_N2.to(model.device), model.mesh.world).tolist()
     return [Score(value, bool(greedy), texts[index][1]) for index, (value, greedy) in enumerate(total)]
 
 
 @torch.inference_mode()
-def token_scores(model: InferenceModel, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]] | None:
-    """For each text, of n tokens: log p of tokens 1 … n-1 given those before, and whether each was the most likely; (n-1,) on the CPU.
+def token_scores(
+    model: InferenceModel, texts: Sequence[Sequence[int]], counts: Sequence[int] | None = None
+) -> list[tuple[Tensor, Tensor]] | None:
+    """For the last tokens of each text: log p given those before, and whether each was the most likely; (count,) on the CPU.
 
+    `counts` None = all but the first token. Logits are made from the first place on that any row needs, not for the contexts.
     Collective over tp and pp; None where no logits come out. Texts have 2 to S + 1 tokens; rows are padded on the right, where
     causal attention never looks.
     """
@@ -66,17 +68,21 @@ def token_scores(model: InferenceModel, texts: Sequence[Sequence[int]]) -> list[
     padded_BS1 = torch.zeros(len(texts), longest, dtype=torch.int64)
     for row, text in enumerate(texts):
         padded_BS1[row, : len(text)] = torch.tensor(text)
+    ends = [len(text) - 1 for text in texts]
+    starts = [0] * len(texts) if counts is None else [end - count for end, count in zip(ends, counts, strict=True)]
+    first = min(starts)
     tokens_SB = padded_BS1[:, :-1].T.contiguous().to(model.device)
-    targets_SB = padded_BS1[:, 1:].T.contiguous().to(model.device)
+    targets_SB = padded_BS1[:, first + 1 :].T.contiguous().to(model.device)
     x_SBH = model.hidden(tokens_SB)
     if x_SBH is None:
         return None
-    logits_SBv = model.stage.logits(x_SBH)
+    logits_SBv = model.stage.logits(x_SBH[first:])
     best_SB = _most_likely(model, logits_SBv)  # before the loss, which may use the logits' memory
     first_vocab = _first_vocab(model)
     loss_SB = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
     log_probabilities_BS, greedy_BS = -loss_SB.T.cpu(), (best_SB == targets_SB).T.cpu()
-    return [(log_probabilities_BS[row, : len(text) - 1], greedy_BS[row, : len(text) - 1]) for row, text in enumerate(texts)]
+    spans = [(row, slice(start - first, end - first)) for row, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    return [(log_probabilities_BS[span], greedy_BS[span]) for span in spans]
 
 
 def _first_vocab(model: InferenceModel) -> int:

@@ -166,6 +166,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         reserve_bytes=s.reserve_gib.value * GIB,
         fragmentation=s.fragmentation.value,
         bucket_parameters=s.bucket_parameters,
+        linear_speedup=s.linear_speedup.value,
         hierarchical=s.hierarchical,
         node_tables={name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()}
         if node.collectives
@@ -173,6 +174,9 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         gemm_shapes=tuple((M, N, K, us * 1e-6) for M, N, K, us in device.gemm_shapes.mnk_us) if device.gemm_shapes else (),
         contention=tuple(sorted(node.contention.share.items())) if node.contention else (),
         host_executes=device.host_executes,
+        meeting_s=node.waiting.meeting_us * 1e-6 if node.waiting else 0.0,
+        spread=node.waiting.spread if node.waiting else 0.0,
+        sharded_slowdown=node.waiting.sharded if node.waiting else 1.0,
     )
 
 
@@ -186,6 +190,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "gemm_efficiency": ("stack", "gemm_efficiency"),
     "gemm_k_half": ("stack", "gemm_k_half"),
     "unaligned_penalty": ("stack", "unaligned_penalty"),
+    "linear_speedup": ("stack", "linear_speedup"),
     "flash_efficiency": ("stack", "flash_efficiency"),
     "flash_backward": ("stack", "flash_backward"),
     "hbm_efficiency": ("stack", "hbm_efficiency"),

@@ -69,9 +69,13 @@ class Rates:
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations
     bucket_parameters: float  # gradients are summed over dp in pieces of so many parameters; 0 = all at once
+    linear_speedup: float  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     hierarchical: bool  # collectives that span nodes may go in two stages, and do where that is faster
     # measured on this very machine (`calibrate`); empty elsewhere
     node_tables: Mapping[str, Table] = field(default_factory=dict)  # collectives inside a node, by operation; rows by ranks
     gemm_shapes: tuple[tuple[float, float, float, float], ...] = ()  # M, N, K, seconds
     contention: tuple[tuple[int, float], ...] = ()  # (busy devices of a node, time of their kernels / time when all are busy)
     host_executes: bool = False  # the device is the host: dispatching an operation does not run ahead of it
+    meeting_s: float = 0.0  # what ranks wait for the last one at each meeting inside a layer …
+    spread: float = 0.0  # … and as a share of the compute between two meetings
+    sharded_slowdown: float = 1.0  # collectives of sharded weights, which torch carries, over those of the tables

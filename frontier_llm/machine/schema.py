@@ -63,6 +63,16 @@ class Contention(Section):
     share: dict[PositiveInt, PositiveFloat]
 
 
+class Waiting(Section):
+    """How long ranks stand at a meeting (a collective in the middle of a layer) for the last one, beyond the collective itself."""
+
+    tag: Tag
+    source: str
+    meeting_us: NonNegativeFloat  # each time
+    spread: NonNegativeFloat  # and of the compute since the last meeting
+    sharded: NonNegativeFloat = 1.0  # collectives of sharded weights over those of the table: another library carries them
+
+
 class Node(Section):
     """Devices, NICs and the fabric between devices."""
 
@@ -75,6 +85,7 @@ class Node(Section):
     fabric_hop_us: Number
     collectives: CollectiveTables | None = None
     contention: Contention | None = None
+    waiting: Waiting | None = None
     links: Literal["mi250x"] | None = None  # the map of direct links between devices, where machine/affinity.py has it
 
 
@@ -132,6 +143,7 @@ class Stack(Section):
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
+    linear_speedup: Number = Number(value=1, tag="estimated", source="layers' products in 16 bit")  # in FP8: their rate over that
     flash_efficiency: Number
     flash_backward: Number
     hbm_efficiency: Number

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from frontier_llm.config import ModelConfig
 from frontier_llm.model.positions import Positions
 from frontier_llm.model.recompute import recompute
+from frontier_llm.ops import Scores
 from frontier_llm.tensor_parallel import ColumnLinear, LayerContext, RowLinear
 
 
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         self.local_kv_heads = model.num_kv_heads // context.tp.size
         self.scale = self.head_dim**-0.5
         qkv_shape = (model.num_kv_heads, self.queries + 2, self.head_dim, model.hidden)
-        self.qkv = ColumnLinear(context, f"{name}.qkv", qkv_shape, 0, model.bias, model.init_std)
+        self.qkv = ColumnLinear(context, f"{name}.qkv", qkv_shape, 0, model.has_qkv_bias, model.init_std)
         output_shape = (model.hidden, model.heads * self.head_dim)
         self.output = RowLinear(context, f"{name}.output", output_shape, model.bias, output_std(model))
 
@@ -60,8 +61,7 @@ class Attention(nn.Module):
             q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
 
         def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
-            slopes_a, documents_BS = positions.alibi_slopes_a, positions.documents_BS
-            return self.ops.attention(q_SBaD, k_SBgD, v_SBgD, scale=self.scale, alibi_slopes_a=slopes_a, documents_BS=documents_BS)
+            return self.ops.attention(q_SBaD, k_SBgD, v_SBgD, Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS))
 
         o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)
         return self.output(o_SBaD.flatten(2))

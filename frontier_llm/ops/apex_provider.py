@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .face import AdamWUpdate
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim."""
@@ -28,29 +30,16 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, e
     return (rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps)), total
 
 
-def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    weights_out: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: Tensor | float,
-) -> None:
+def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
     """multi_tensor_adam in AdamW mode; the scaling and the rounded copy are passes of their own."""
     import amp_C  # type: ignore[import-not-found, unused-ignore]
     from apex.multi_tensor_apply import multi_tensor_applier  # type: ignore[import-not-found, unused-ignore]
 
     overflow = torch.zeros(1, dtype=torch.int32, device=master.device)
-    lists: list[list[Any]] = [[grad.float() * grad_scale], [master], [exp_avg], [exp_avg_sq]]
-    # trailing arguments: step, 1 = decoupled decay, 1 = bias correction, decay
-    multi_tensor_applier(amp_C.multi_tensor_adam, overflow, lists, lr, beta1, beta2, eps, step, 1, 1, weight_decay)
+    lists: list[list[Any]] = [[grad.float() * update.grad_scale], [master], [exp_avg], [exp_avg_sq]]
+    options = (update.lr, update.beta1, update.beta2, update.eps, update.step)
+    # trailing arguments: 1 = decoupled decay, 1 = bias correction, decay
+    multi_tensor_applier(amp_C.multi_tensor_adam, overflow, lists, *options, 1, 1, update.weight_decay)
     if weights_out.data_ptr() != master.data_ptr():
         weights_out.copy_(master)
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frontier_llm.config.schema import ModelConfig
 from frontier_llm.ops import sdpa
-from frontier_llm.ops.face import Ops
+from frontier_llm.ops.face import AdamWUpdate, Ops, Scores
 
 SDPA_BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -174,13 +174,16 @@ def _differentiable(
     return Case({way: _trained(function, inputs, grads) for way, function in functions.items()}, **size)
 
 
+def _attend(how: Callable[[Tensor, Tensor, Tensor, Scores], Tensor], scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return how(q, k, v, scores)
+
+
 def _attention(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, alibi: bool) -> Case:
     model, B, S = shapes.model, shapes.micro_batch, shapes.model.sequence_length
     A, G, D = model.heads, model.num_kv_heads, model.dim_per_head
     slopes = 2.0 ** (-8.0 * torch.arange(1, A + 1, device=shapes.device) / A) if alibi else None
     inputs, grads = [shapes.leaf(S, B, A, D), shapes.leaf(S, B, G, D), shapes.leaf(S, B, G, D)], [shapes.random(S, B, A, D)]
-    ours = partial(ops.attention, scale=D**-0.5, alibi_slopes_a=slopes)
-    eager = partial(sdpa.attention, scale=D**-0.5, alibi_slopes_a=slopes)
+    ours, eager = (partial(_attend, how, Scores(D**-0.5, slopes)) for how in (ops.attention, sdpa.attention))
     flops = 7.0 * S * S * B * A * D  # half of a square: 2 products forward, 5 backward
     case = _differentiable(ours, eager, inputs, grads, compiler, flops=flops)
     if compiler or alibi:
@@ -279,7 +282,7 @@ def _product(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, whic
     x, weight, grad = shapes.random(rows, hidden), shapes.random(ffn, hidden), shapes.random(rows, ffn)
     main_grad = torch.zeros(ffn, hidden, device=shapes.device)
     ways: dict[str, tuple[Run, Run]] = {
-        "linear": (lambda: ops.linear(x, weight), lambda: F.linear(x, weight)),
+        "linear": (lambda: ops.linear(x, weight, None), lambda: F.linear(x, weight)),
         "linear_input_gradient": (lambda: ops.linear_input_gradient(grad, weight), lambda: grad @ weight),
         "weight_gradient": (lambda: ops.accumulate_weight_gradient_(main_grad, grad, x), lambda: main_grad.add_(grad.t() @ x)),
     }
@@ -294,14 +297,14 @@ def _flat_buffer(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, 
     parameter = torch.zeros(count, device=device).requires_grad_()
     parameter.grad = second
     optimizer = torch.optim.AdamW([parameter], foreach=True)
-    options: dict[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    update = AdamWUpdate(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
 
     def eager_adamw() -> None:
         optimizer.step()
         low.copy_(parameter.detach())
 
     ways: dict[str, tuple[Run, Run, int]] = {
-        "adamw": (lambda: ops.adamw_(first, second, third, fourth, low, step=1, grad_scale=1.0, **options), eager_adamw, 28 + shapes.width),
+        "adamw": (lambda: ops.adamw_(first, second, third, fourth, low, update), eager_adamw, 28 + shapes.width),
         "sum_of_squares": (lambda: ops.sum_of_squares(second), lambda: second.double().square().sum(), 4),
         "accumulate": (lambda: ops.accumulate_(first, low), lambda: first.add_(low), 8 + shapes.width),
     }

@@ -7,26 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .face import Scores
 
-def attention(
-    q_SBaD: Tensor,
-    k_SBgD: Tensor,
-    v_SBgD: Tensor,
-    *,
-    scale: float,
-    alibi_slopes_a: Tensor | None = None,
-    documents_BS: Tensor | None = None,
-) -> Tensor:
+
+def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """Causal attention; documents go through the variable-length entry, so each must be one stretch of its sequence."""
     import flash_attn  # type: ignore[import-not-found, unused-ignore]
 
-    options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
-    if alibi_slopes_a is not None:
-        options["alibi_slopes"] = alibi_slopes_a.float()
+    options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
+    if scores.alibi_slopes_a is not None:
+        options["alibi_slopes"] = scores.alibi_slopes_a.float()
     q_BSaD, k_BSgD, v_BSgD = (x.transpose(0, 1) for x in (q_SBaD, k_SBgD, v_SBgD))
-    if documents_BS is None:
+    if scores.documents_BS is None:
         return flash_attn.flash_attn_func(q_BSaD, k_BSgD, v_BSgD, **options).transpose(0, 1)
-    starts, longest = document_starts(documents_BS)
+    starts, longest = document_starts(scores.documents_BS)
     packed = [x.flatten(0, 1) for x in (q_BSaD, k_BSgD, v_BSgD)]
     o_TaD = flash_attn.flash_attn_varlen_func(*packed, starts, starts, longest, longest, **options)
     return o_TaD.view(q_BSaD.shape).transpose(0, 1)

@@ -5,7 +5,6 @@ Shapes and meaning are those of `ops.reference`. `Kernels` runs them: prebuilt c
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.errors import BackendError
+from frontier_llm.ops.face import AdamWUpdate, Scores
 from frontier_llm.ops.gpu_attention import attention as _attention
 from frontier_llm.ops.kernel_table import NORM_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
@@ -157,18 +157,9 @@ class GpuOps:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
-    def attention(
-        self,
-        q_SBaD: Tensor,
-        k_SBgD: Tensor,
-        v_SBgD: Tensor,
-        *,
-        scale: float,
-        alibi_slopes_a: Tensor | None = None,
-        documents_BS: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
         """Causal attention, bf16 and fp16, head dims up to 256 that are multiples of 16."""
-        return _attention(self.kernels, q_SBaD, k_SBgD, v_SBgD, scale, alibi_slopes_a, documents_BS)
+        return _attention(self.kernels, q_SBaD, k_SBgD, v_SBgD, scores)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim."""
@@ -219,18 +210,14 @@ class GpuOps:
         )  # fmt: skip
         return logits_Nv
 
-    def adamw_(
-        self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, *, lr: float, beta1: float,
-        beta2: float, eps: float, weight_decay: float, step: int, grad_scale: Tensor | float,
-    ) -> None:  # fmt: skip
+    def adamw_(self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
         """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no synchronisation."""
-        if not isinstance(grad_scale, Tensor):
-            grad_scale = torch.full((), float(grad_scale), dtype=torch.float32, device=master.device)
+        grad_scale = torch.as_tensor(update.grad_scale, dtype=torch.float32, device=master.device)
         alias = weights_out.data_ptr() == master.data_ptr()
         grid = (_blocks(master.numel(), self.kernels.block("adamw", "any", "BLOCK")), 1, 1)
         self.kernels.launch(
-            "adamw", weights_out.dtype, "any", grid, master, grad.float(), exp_avg, exp_avg_sq, weights_out, grad_scale.float(), master.numel(),
-            lr / (1 - beta1**step), beta1, beta2, eps, 1 - lr * weight_decay, 1 / math.sqrt(1 - beta2**step), int(not alias),
+            "adamw", weights_out.dtype, "any", grid, master, grad.float(), exp_avg, exp_avg_sq, weights_out, grad_scale, master.numel(),
+            update.step_size, update.beta1, update.beta2, update.eps, update.keep, update.root, int(not alias),
         )  # fmt: skip
 
     def sum_of_squares(self, x: Tensor) -> Tensor:

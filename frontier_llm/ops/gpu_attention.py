@@ -9,33 +9,24 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.errors import BackendError
+from frontier_llm.ops.face import Scores
 from frontier_llm.ops.kernel_table import HEAD_DIMS
 from frontier_llm.ops.prebuilt import Kernels
 
 
-def attention(
-    kernels: Kernels,
-    q_SBaD: Tensor,
-    k_SBgD: Tensor,
-    v_SBgD: Tensor,
-    scale: float,
-    alibi_slopes_a: Tensor | None,
-    documents_BS: Tensor | None,
-) -> Tensor:
+def attention(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """o_SBaD; see `reference.attention`. Raises BackendError for a head dim that no kernel has."""
     head_dim = q_SBaD.shape[-1]
     if head_dim % 16 or head_dim > HEAD_DIMS[-1]:
         what = f"head dim {head_dim}: the prebuilt attention wants a multiple of 16 up to {HEAD_DIMS[-1]}"
         raise BackendError(what, "set ops.attention=sdpa, or another model.head_dim")
-    extras = alibi_slopes_a is not None or documents_BS is not None
-    if extras:  # one variant has both, so each gets its neutral value
-        batch, sequence, heads = q_SBaD.shape[1], q_SBaD.shape[0], q_SBaD.shape[2]
-        device = q_SBaD.device
-        alibi_slopes_a = torch.zeros(heads, device=device) if alibi_slopes_a is None else alibi_slopes_a.detach().float().contiguous()
-        documents_BS = (
-            torch.zeros(batch, sequence, dtype=torch.int32, device=device) if documents_BS is None else documents_BS.int().contiguous()
-        )
-    return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scale, alibi_slopes_a, documents_BS, kernels)
+    slopes_a, documents_BS = scores.alibi_slopes_a, scores.documents_BS
+    if slopes_a is not None or documents_BS is not None:  # one variant has both, so each gets its neutral value
+        sequence, batch, heads = q_SBaD.shape[:3]
+        slopes_a = q_SBaD.new_zeros(heads) if slopes_a is None else slopes_a.detach()
+        documents_BS = q_SBaD.new_zeros(batch, sequence) if documents_BS is None else documents_BS
+        slopes_a, documents_BS = slopes_a.float().contiguous(), documents_BS.int().contiguous()
+    return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scores.scale, slopes_a, documents_BS, kernels)
 
 
 def _readable(x: Tensor) -> Tensor:

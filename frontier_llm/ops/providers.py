@@ -48,12 +48,12 @@ class Provider:
 
 
 def functions_of(implementation: object) -> dict[str, Op]:
-    """The ops that a module or object has, by name. Raises TypeError for one whose parameters differ from the face's, which `reference` declares."""
+    """The ops that a module or object has, by name. Raises TypeError for one whose signature is not that of the same function in `reference`."""
     functions = {op: getattr(implementation, op) for ops in GROUPS.values() for op in ops if hasattr(implementation, op)}
     for op, function in functions.items():
-        here, face = (inspect.signature(f).parameters for f in (function, getattr(reference, op)))
-        if [(p.name, p.kind) for p in here.values()] != [(p.name, p.kind) for p in face.values()]:
-            raise TypeError(f"{op}({', '.join(here)}) of {implementation!r}: the face's is ({', '.join(face)})")
+        here, face = inspect.signature(function), inspect.signature(getattr(reference, op))
+        if here != face:
+            raise TypeError(f"{op}{here} of {implementation!r}: the face's is {face}")
     return functions
 
 

@@ -12,49 +12,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .face import AdamWUpdate, Scores
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type sums are taken in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attention(
-    q_SBaD: Tensor,
-    k_SBgD: Tensor,
-    v_SBgD: Tensor,
-    *,
-    scale: float,
-    alibi_slopes_a: Tensor | None = None,
-    documents_BS: Tensor | None = None,
-) -> Tensor:
+def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """Causal softmax attention with the whole score matrix in memory, o_SBaD.
 
-    Query head i reads kv head i // (a // g). ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). Positions see
-    each other only within one document id.
+    Query head i reads kv head i // (a // g).
     """
     dtype = statistics_dtype(q_SBaD.dtype)
     group = q_SBaD.shape[2] // k_SBgD.shape[2]
     q_BaSD = q_SBaD.permute(1, 2, 0, 3).to(dtype)
     k_BaSD = k_SBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(group, dim=1)
     v_BaSD = v_SBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(group, dim=1)
-    scores_BaSS = scale * (q_BaSD @ k_BaSD.transpose(-2, -1))
-    bias_BaSS = score_bias(q_SBaD.shape[0], alibi_slopes_a, documents_BS, dtype, q_SBaD.device)
+    scores_BaSS = scores.scale * (q_BaSD @ k_BaSD.transpose(-2, -1))
+    bias_BaSS = score_bias(q_SBaD.shape[0], scores, dtype, q_SBaD.device)
     o_BaSD = torch.softmax(scores_BaSS + bias_BaSS, dim=-1) @ v_BaSD
     return o_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype)
 
 
-def score_bias(
-    sequence_length: int, alibi_slopes_a: Tensor | None, documents_BS: Tensor | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def score_bias(sequence_length: int, scores: Scores, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What is added to the scores, broadcastable to [B, a, S, S]: -inf where the mask forbids, ALiBi's line elsewhere."""
     position_S = torch.arange(sequence_length, device=device)
     distance_SS = position_S[:, None] - position_S[None, :]
     forbidden_BaSS = (distance_SS < 0)[None, None]
-    if documents_BS is not None:
+    if (documents_BS := scores.documents_BS) is not None:
         forbidden_BaSS = forbidden_BaSS | (documents_BS[:, None, :, None] != documents_BS[:, None, None, :])
     bias_BaSS = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
-    if alibi_slopes_a is not None:
-        bias_BaSS = -alibi_slopes_a.to(device=device, dtype=dtype)[None, :, None, None] * distance_SS
+    if scores.alibi_slopes_a is not None:
+        bias_BaSS = -scores.alibi_slopes_a.to(device=device, dtype=dtype)[None, :, None, None] * distance_SS
     return torch.where(forbidden_BaSS, -math.inf, bias_BaSS)
 
 
@@ -138,33 +129,14 @@ def _local_targets(targets_N: Tensor, first_vocab: int, columns: int) -> tuple[T
     return torch.where(mine_N, column_N, 0), mine_N
 
 
-def adamw_(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    weights_out: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: Tensor | float,
-) -> None:
-    """One AdamW step (arXiv:1711.05101) on flat slices, in place; `step` counts from 1.
-
-    grad * grad_scale is the gradient (grad_scale holds the inverse loss scale times the clip factor). Writes master,
-    exp_avg, exp_avg_sq and, rounded to its type, weights_out (which may be master itself).
-    """
+def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
+    """One update of flat slices, in place: master, exp_avg, exp_avg_sq and, rounded to its type, weights_out (which may be master itself)."""
     with torch.no_grad():
-        g = grad.to(master.dtype) * grad_scale
-        master.mul_(1 - lr * weight_decay)
-        exp_avg.lerp_(g, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
-        master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+        g = grad.to(master.dtype) * update.grad_scale
+        master.mul_(update.keep)
+        exp_avg.lerp_(g, 1 - update.beta1)
+        exp_avg_sq.mul_(update.beta2).addcmul_(g, g, value=1 - update.beta2)
+        master.addcdiv_(exp_avg, (exp_avg_sq.sqrt() * update.root).add_(update.eps), value=-update.step_size)
         if weights_out.data_ptr() != master.data_ptr():
             weights_out.copy_(master)
 
@@ -174,7 +146,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
 
 
-def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
     """x @ weightᵀ + bias for x [..., k]."""
     return F.linear(x, weight_ok, bias_o)
 

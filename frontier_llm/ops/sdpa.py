@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import score_bias
+from .face import Scores
+from .reference import score_bias, statistics_dtype
 
 
-def attention(
-    q_SBaD: Tensor,
-    k_SBgD: Tensor,
-    v_SBgD: Tensor,
-    *,
-    scale: float,
-    alibi_slopes_a: Tensor | None = None,
-    documents_BS: Tensor | None = None,
-) -> Tensor:
+def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """Causal attention o_SBaD on strided views, without copies of q, k, v; see `reference.attention` for the meaning.
 
     ALiBi and documents go in as an additive bias [B, a, S, S] of the inputs' type; without them the kernel's own causal
@@ -25,16 +17,15 @@ def attention(
     """
     q_BaSD, k_BgSD, v_BgSD = (tensor.permute(1, 2, 0, 3) for tensor in (q_SBaD, k_SBgD, v_SBgD))
     bias_BaSS: Tensor | None = None
-    if alibi_slopes_a is not None or documents_BS is not None:
-        dtype = torch.float64 if q_SBaD.dtype == torch.float64 else torch.float32
-        bias_BaSS = score_bias(q_SBaD.shape[0], alibi_slopes_a, documents_BS, dtype, q_SBaD.device).to(q_SBaD.dtype)
+    if scores.alibi_slopes_a is not None or scores.documents_BS is not None:
+        bias_BaSS = score_bias(q_SBaD.shape[0], scores, statistics_dtype(q_SBaD.dtype), q_SBaD.device).to(q_SBaD.dtype)
     o_BaSD = F.scaled_dot_product_attention(
         q_BaSD,
         k_BgSD,
         v_BgSD,
         attn_mask=bias_BaSS,
         is_causal=bias_BaSS is None,
-        scale=scale,
+        scale=scores.scale,
         enable_gqa=q_SBaD.shape[2] != k_SBgD.shape[2],
     )
     return o_BaSD.permute(2, 0, 1, 3)

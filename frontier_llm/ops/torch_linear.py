@@ -12,7 +12,7 @@ from torch import Tensor
 from frontier_llm import log
 
 
-def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
     """x @ weightᵀ + bias."""
     return F.linear(x, weight_ok, bias_o)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from frontier_llm.comm import Mesh, all_reduce_
 from frontier_llm.config import OptimizerConfig
-from frontier_llm.ops import Ops
+from frontier_llm.ops import AdamWUpdate, Ops
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.optim.state import KINDS, StateRectangle, state_of_run
 from frontier_llm.topology import ShardSpec
@@ -57,22 +57,11 @@ class AdamW:
     def step(self, lr: float, grad_scale: float) -> None:
         """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor)."""
         self.updates += 1
-        beta1, beta2 = self._config.betas
         for bucket, state in sorted(zip(self.buckets, self.states, strict=True), key=lambda pair: pair[0].first_use):
-            self._ops.adamw_(
-                state.master,
-                bucket.own(bucket.gradients),
-                state.exp_avg,
-                state.exp_avg_sq,
-                bucket.own(bucket.weights),
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=self._config.eps,
-                weight_decay=self._config.weight_decay if bucket.decay else 0.0,
-                step=self.updates,
-                grad_scale=grad_scale,
-            )
+            gradient, weights = bucket.own(bucket.gradients), bucket.own(bucket.weights)
+            decay = self._config.weight_decay if bucket.decay else 0.0
+            update = AdamWUpdate(lr, *self._config.betas, self._config.eps, decay, self.updates, grad_scale)
+            self._ops.adamw_(state.master, gradient, state.exp_avg, state.exp_avg_sq, weights, update)
             bucket.spread()
         if not self._overlap_gather:
             self.settle()

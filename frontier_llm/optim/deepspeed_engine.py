@@ -16,7 +16,7 @@ from frontier_llm.comm import Axis, process_group
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.config.deepspeed import INSTALL, deepspeed_settings
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import Ops
+from frontier_llm.ops import AdamWUpdate, Ops
 from frontier_llm.optim.engines import EngineInputs
 from frontier_llm.tensor_parallel import ShardedParameter
 
@@ -40,23 +40,12 @@ class FusedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of all groups that have gradients. DeepSpeed's rehearsal at start-up, step 0, changes nothing."""
+        betas, eps = self._config.betas, self._config.eps
         for group in self.param_groups:
+            update = AdamWUpdate(group["lr"], *betas, eps, group["weight_decay"], group["step"], group["grad_scale"])
             for flat in group["params"]:
-                if flat.grad is not None and group["step"] > 0:
-                    self._ops.adamw_(
-                        flat,
-                        flat.grad,
-                        self.state[flat]["exp_avg"],
-                        self.state[flat]["exp_avg_sq"],
-                        flat,
-                        lr=group["lr"],
-                        beta1=self._config.betas[0],
-                        beta2=self._config.betas[1],
-                        eps=self._config.eps,
-                        weight_decay=group["weight_decay"],
-                        step=group["step"],
-                        grad_scale=group["grad_scale"],
-                    )
+                if flat.grad is not None and update.step > 0:
+                    self._ops.adamw_(flat, flat.grad, self.state[flat]["exp_avg"], self.state[flat]["exp_avg_sq"], flat, update)
 
 
 class _Groups:

@@ -39,6 +39,8 @@ class Measured(Protocol):
     collectives: list[tuple[str, int, int, float]]
     contention: list[tuple[int, float]]
     steps: list[tuple[int, int, float]]
+    tensor_steps: list[tuple[int, int, float]]
+    sharded_steps: list[tuple[int, int, float]]
 
 
 def calibrated_rates(samples: Measured, config: RunConfig, start: Rates) -> Rates:
@@ -75,7 +77,7 @@ def calibrated_rates(samples: Measured, config: RunConfig, start: Rates) -> Rate
         found = _fit_collectives(found, samples)
     elements, update_s = samples.adamw
     found = replace(found, optimizer_bytes=update_s / elements * found.hbm_bytes_s * found.hbm_efficiency)
-    return _fit_steps(found, samples, config)
+    return _fit_waiting(_fit_steps(found, samples, config), samples, config)
 
 
 def _shares(samples: Measured) -> tuple[tuple[int, float], ...]:
@@ -158,6 +160,35 @@ def _fit_steps(found: Rates, samples: Measured, config: RunConfig) -> Rates:
     )
 
 
+def _fit_waiting(found: Rates, samples: Measured, config: RunConfig) -> Rates:
+    """What steps of several ranks take beyond compute and collectives that were measured apart, where all start together.
+
+    Tensor-parallel steps meet many times in a layer: a time for each meeting and a share of the compute between them (ranks that
+    drift apart, and where they outnumber the cores wait for each other's time slices). Of steps with sharded weights the rest is
+    their collectives, which torch carries and not the transport of the table.
+    """
+    if samples.tensor_steps:
+        rows, rest = [], []
+        for B, m, seconds in samples.tensor_steps:
+            w = workload_of(config, samples.tensor, B, m)
+            bare = float(step_s(w, found))
+            unit = replace(found, meeting_s=1e-4), replace(found, spread=0.1)
+            rows.append(tuple((float(step_s(w, numbers)) - bare) / seconds for numbers in unit))
+            rest.append(1 - bare / seconds)
+        meeting, spread = (float(one) for one in non_negative(np.array(rows), np.array(rest)))
+        found = replace(found, meeting_s=meeting * 1e-4, spread=spread * 0.1)
+    if samples.sharded_steps:
+        moved, rest = [], []
+        for B, m, seconds in samples.sharded_steps:
+            w = sharded_workload(config, samples.ranks, B, m)
+            still = float(step_s(w, replace(found, sharded_slowdown=0.0)))
+            moved.append(((float(step_s(w, found)) - still) / seconds,))
+            rest.append(1 - still / seconds)
+        # not below 1: nothing that torch sends through sockets beats the table's transport, only a disturbed sample says so
+        found = replace(found, sharded_slowdown=max(float(non_negative(np.array(moved), np.array(rest))[0]), 1.0))
+    return found
+
+
 def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """argmin |a x - b| over x >= 0: the best of the least-squares solutions on every subset of columns that is non-negative."""
     columns = a.shape[1]
@@ -175,6 +206,13 @@ def workload_of(config: RunConfig, ranks: int, B: int, m: int) -> Workload:
     """The run's model on `ranks` tensor-parallel ranks, `m` microbatches of `B` sequences per step."""
     batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m})
     parallel = ParallelConfig(tensor=ranks)
+    return from_config(config.model_copy(update={"batch": batch, "parallel": parallel}), ranks)
+
+
+def sharded_workload(config: RunConfig, ranks: int, B: int, m: int) -> Workload:
+    """The run's model with weights sharded over all `ranks`, `m` microbatches of `B` sequences on each per step."""
+    batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * ranks})
+    parallel = ParallelConfig(data=ranks, data_mode="fsdp")
     return from_config(config.model_copy(update={"batch": batch, "parallel": parallel}), ranks)
 
 
@@ -208,6 +246,9 @@ def machine_content(samples: Measured, config: RunConfig, when: str) -> dict[str
         "fabric_hop_us": number(found.fabric_hop_s * 1e6),
         "contention": {**provenance, "share": {count: rounded(share) for count, share in found.contention}},
     }
+    if samples.ranks > 1:
+        waiting = {"meeting_us": found.meeting_s * 1e6, "spread": found.spread, "sharded": found.sharded_slowdown}
+        node["waiting"] = {**provenance, **{key: rounded(value) for key, value in waiting.items()}}
     if found.node_tables:
         node["collectives"] = {
             **provenance,
@@ -265,8 +306,21 @@ def report(samples: Measured, config: RunConfig) -> str:
         )
     if len(found.contention) > 1:
         lines.append(f"with one of {samples.ranks} ranks busy its kernels take {100 * found.contention[0][1]:.0f} % of their time")
+    if samples.ranks > 1:
+        lines.append(
+            f"ranks wait for each other {found.meeting_s * 1e6:.0f} us at each meeting and {100 * found.spread:.1f} % of the compute between; "
+            f"collectives of sharded weights take {found.sharded_slowdown:.2g} times those above"
+        )
     lines.append(f"within a step: {found.launch_s * 1e6:.0f} us of the host per operation, {found.step_s * 1e3:.2g} ms per step")
-    for B, m, seconds in samples.steps:
-        predicted = float(step_s(workload_of(config, 1, B, m), found))
-        lines.append(f"  {m} x {B} sequences on one rank: {seconds:.3f} s, from these constants {100 * (predicted / seconds - 1):+.1f} %")
+    steps = [(f"{m} x {B} sequences on one rank", workload_of(config, 1, B, m), seconds) for B, m, seconds in samples.steps]
+    steps += [
+        (f"{m} x {B} over TP{samples.tensor}", workload_of(config, samples.tensor, B, m), seconds) for B, m, seconds in samples.tensor_steps
+    ]
+    steps += [
+        (f"{m} x {B} on each of {samples.ranks}, sharded", sharded_workload(config, samples.ranks, B, m), seconds)
+        for B, m, seconds in samples.sharded_steps
+    ]
+    for name, w, seconds in steps:
+        predicted = float(step_s(w, found))
+        lines.append(f"  {name}: {seconds:.3f} s, from these constants {100 * (predicted / seconds - 1):+.1f} %")
     return "\n".join(lines)

@@ -133,7 +133,7 @@ def search(
         return result
     kept, kept_memory = layouts.at(fits), memory[fits]
     seconds = np.asarray(step_s(kept, rates), dtype=float)
-    plans = _finalists(model, kept, seconds, rates, top)
+    plans = _finalists(model, kept, seconds, kept_memory > WARN_SHARE * rates.memory_bytes, rates, top)
     plans = [replace(plan, binding=_binding(plan, layouts, kept)) for plan in plans]
     across = _best_across(model, rates, devices, global_batch, fixed, dtype_bytes) if cross_node else None
     return replace(
@@ -145,15 +145,15 @@ def search(
     )
 
 
-def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, rates: Rates, top: int) -> list[Plan]:
-    """Simulate the closed form's best of each (tp, pp, microbatch, schedule), best first, within the action budget."""
+def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, tight: np.ndarray, rates: Rates, top: int) -> list[Plan]:
+    """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the action budget."""
     order = np.lexsort((kept.dp_outer, kept.recompute, kept.chunks, seconds))
     seen: set[tuple[float, ...]] = set()
     plans: list[Plan] = []
     spent = 0.0
     for index in order:
         w = kept.at(index)
-        variant = (float(w.tp), float(w.pp), float(w.B), float(w.schedule))
+        variant = (float(w.tp), float(w.pp), float(w.B), float(w.schedule), bool(tight[index]))
         if variant in seen:
             continue
         seen.add(variant)
@@ -169,8 +169,9 @@ def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, rates: R
 
 
 def _preference(plan: Plan) -> float:
-    """Seconds of the step; FSDP must win by more than the model resolves, since its overlap is an estimate and not simulated."""
-    return plan.step_s * (1 + RESOLUTION if plan.workload.zero == FSDP else 1.0)
+    """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an estimate and
+    not simulated, and a plan that fills memory to within 5 %, where an allocator's whim ends the run."""
+    return plan.step_s * (1 + RESOLUTION if plan.workload.zero == FSDP or plan.tight else 1.0)
 
 
 def _plain(w: Workload) -> Workload:

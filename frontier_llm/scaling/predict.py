@@ -20,6 +20,7 @@ class Prediction:
     tokens_per_s: float
     peak_bytes: float
     limit_bytes: float
+    machine: str
 
     def memory_problems(self) -> list[Problem]:
         """A problem when the predicted memory exceeds the device's."""
@@ -28,7 +29,7 @@ class Prediction:
         return [
             Problem(
                 "memory",
-                f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can have",
+                f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can have on machine {self.machine!r}",
                 "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set train.recompute=full",
             )
         ]
@@ -36,6 +37,7 @@ class Prediction:
 
 def predict(config: RunConfig, devices: int, machine: str | None = None) -> Prediction:
     """The planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
-    numbers = rates(load_machine(machine or config.machine))
+    machine = machine or config.machine
+    numbers = rates(load_machine(machine))
     plan = simulate_layout(config.model, from_config(config, devices), numbers, config.parallel.stage_layers)
-    return Prediction(plan.step_s, plan.tokens_per_s_per_device * devices, plan.peak_bytes, plan.limit_bytes)
+    return Prediction(plan.step_s, plan.tokens_per_s_per_device * devices, plan.peak_bytes, plan.limit_bytes, machine)

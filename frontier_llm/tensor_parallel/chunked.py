@@ -1,6 +1,6 @@
 """Products and the collectives beside them, cut along the sequence: while one chunk is multiplied, the next is under way.
 
-Rows of a product do not depend on each other, so gather-then-multiply and multiply-then-scatter may go chunk by chunk (Wang et al.,
+Rows of a product do not depend on each other, so gather-then-multiply and multiply-then-scatter (or -reduce) may go chunk by chunk (Wang et al.,
 ASPLOS 2023, "Overlap Communication with Dependent Computation via Decomposition"). A chunk takes rows from every rank's part of the
 sequence; putting rows back in their places costs one copy of the result, about 1/hidden of the product's time. With one chunk nothing
 is copied: that is the plain collective. Each chunk's sum has the same order of ranks, so only the product's own rounding may differ.
@@ -13,7 +13,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import Axis, all_gather, reduce_scatter, start_all_gather, start_reduce_scatter_into
+from frontier_llm.comm import (
+    Axis,
+    all_gather,
+    all_reduce_,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter_into,
+)
 
 Product = Callable[[Tensor], Tensor]  # (rows, B, k) → (rows, B, o), row by row
 
@@ -56,3 +64,16 @@ def multiply_and_scatter(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: i
     for pending in under_way:
         pending.wait()
     return y_sBo
+
+
+def multiply_and_reduce(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: int) -> Tensor:
+    """all_reduce(multiply(x)): the whole sum over the axis on every rank, (S, B, o)."""
+    if axis.size == 1 or chunks == 1:
+        return all_reduce_(multiply(x_SBk), axis)
+    partials, under_way = [], []
+    for part_cBk in x_SBk.chunk(chunks):
+        partials.append(multiply(part_cBk))
+        under_way.append(start_all_reduce_(partials[-1], axis))
+    for pending in under_way:
+        pending.wait()
+    return torch.cat(partials)

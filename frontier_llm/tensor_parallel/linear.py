@@ -1,6 +1,6 @@
 """Column- and row-parallel linear layers (arXiv:1909.08053 section 3), with and without sequence parallelism.
 
-Each is one autograd function with its collective in it, so that (1) gathers and scatters along the sequence go chunk by chunk beside
+Each is one autograd function with its collective in it, so that (1) gathers, scatters and sums go chunk by chunk beside
 their product, (2) the backward pass runs the collective of the input gradient while the weight gradient is computed, (3) adds the weight
 gradient straight into main_grad in fp32, and (4) hands that product to a later W action.
 """
@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from frontier_llm.comm import DONE, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
-from frontier_llm.tensor_parallel.chunked import gather_and_multiply, in_sequence, multiply_and_scatter
+from frontier_llm.comm import DONE, start_all_gather, start_all_reduce_, start_reduce_scatter
+from frontier_llm.tensor_parallel.chunked import gather_and_multiply, in_sequence, multiply_and_reduce, multiply_and_scatter
 from frontier_llm.tensor_parallel.context import LayerContext
 from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
@@ -76,11 +76,11 @@ class _RowLinear(Function):
         ctx.save_for_backward(x_SBk)
 
         def multiply(x_SBk: Tensor) -> Tensor:
-            return context.ops.linear(x_SBk, weight.detach())
+            return context.ops.linear(x_SBk, weight.detach(), None)
 
         if context.sequence_parallel:
             return multiply_and_scatter(x_SBk, multiply, context.tp, context.chunks)
-        return all_reduce_(multiply(x_SBk), context.tp)
+        return multiply_and_reduce(x_SBk, multiply, context.tp, context.chunks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,7 @@ from frontier_llm.config import ModelConfig, RunConfig, model_problems
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import StageSpec, split_layers
+from frontier_llm.units import plural
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class ParallelPlan:
         """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
         extra = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         sp = ", sequence parallel" if self.sequence_parallel else ""
-        return f"TP{self.grid.tp} x PP{self.grid.pp}{extra} x DP{self.grid.dp}, {self.schedule}, {self.microbatches} microbatches{sp}"
+        return (
+            f"TP{self.grid.tp} x PP{self.grid.pp}{extra} x DP{self.grid.dp}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sp}"
+        )
 
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
@@ -125,18 +128,17 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
 
 
 def _chunk_problems(config: RunConfig) -> list[Problem]:
-    """comm.tensor_chunks cuts each rank's part of the sequence into equal pieces."""
+    """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
     chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
     if chunks == 1:
         return []
-    if not config.parallel.sequence_parallel:
-        what = f"{chunks} chunks, but without sequence parallelism nothing is gathered or scattered along the sequence"
-        return [Problem("comm.tensor_chunks", what, "set parallel.sequence_parallel=true or comm.tensor_chunks=1")]
-    if length % tp == 0 and (length // tp) % chunks:
-        valid = nearest(chunks, divisors(length // tp))
-        return [
-            Problem("comm.tensor_chunks", f"{chunks} does not divide a rank's {length // tp} of {length} tokens", f"use one of {valid}")
-        ]
+    if tp == 1:
+        what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
+        return [Problem("comm.tensor_chunks", what, "set parallel.tensor=2 or comm.tensor_chunks=1")]
+    rows = length // tp if config.parallel.sequence_parallel else length
+    if rows % chunks:
+        what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
+        return [Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")]
     return []
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -21,7 +21,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.model import working_dtype
-from frontier_llm.ops import Ops, select_ops
+from frontier_llm.ops import AdamWUpdate, Ops, Scores, select_ops
 from frontier_llm.topology import make_plan
 from frontier_llm.train.bench import gemm_shapes
 from frontier_llm.train.build import build_state
@@ -31,6 +31,7 @@ from frontier_llm.train.step import train_step
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
 COPY_ELEMENTS = 8 * 2**20
 STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))  # (share of the run's microbatch, microbatches): apart by tokens, by microbatches and by step
+JOINT_STEPS = ((1.0, 1), (0.25, 2))  # the same, for steps over several ranks: apart by compute between two meetings
 LONG_S = 0.06  # a loop that a scheduler's time slices (3 ms) share fairly
 
 
@@ -52,6 +53,8 @@ class Samples:
     collectives: list[tuple[str, int, int, float]] = field(default_factory=list)  # operation, ranks, bytes of the whole tensor
     contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks → seconds of the same products
     steps: list[tuple[int, int, float]] = field(default_factory=list)  # microbatch, microbatches: a training step, every rank for itself
+    tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)  # the same, by groups of `tensor` ranks
+    sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)  # the same, by all ranks with sharded weights
 
 
 class _Timer:
@@ -98,7 +101,15 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
     samples.dispatch_s = timer.kernel(lambda: [one.add_(0.0) for _ in range(2000)]) / 2000
     samples.adamw = _adamw(ops, dtype, timer)
     samples.collectives = list(_collectives(mesh, timer))
-    samples.steps = [_step(config, device, _microbatch(config, share), m, timer) for share, m in STEPS]
+    samples.steps = [_step(config, ParallelConfig(), serial_mesh(), device, share, m, timer) for share, m in STEPS]
+    if mesh.tp.size > 1:
+        together = replace(serial_mesh(), tp=mesh.tp, world=replace(mesh.tp, name="world"))
+        parallel = ParallelConfig(tensor=mesh.tp.size)
+        samples.tensor_steps = [_step(config, parallel, together, device, share, m, timer) for share, m in JOINT_STEPS]
+    if mesh.world.size > 1:
+        together = replace(serial_mesh(), dp=replace(mesh.world, name="dp"), world=mesh.world)
+        parallel = ParallelConfig(data=mesh.world.size, data_mode="fsdp")
+        samples.sharded_steps = [_step(config, parallel, together, device, share, m, timer) for share, m in JOINT_STEPS]
     return samples
 
 
@@ -111,7 +122,7 @@ def _contention(config: RunConfig, ops: Ops, timer: _Timer, dtype: torch.dtype) 
     model, mesh, device = config.model, timer.mesh, timer.device
     tokens = config.batch.micro_batch * model.sequence_length
     x, w = (torch.randn(rows, model.hidden, dtype=dtype, device=device) for rows in (tokens, model.ffn_hidden))
-    once = max(median_s(lambda: ops.linear(x, w), 3, device), 1e-6)
+    once = max(median_s(lambda: ops.linear(x, w, None), 3, device), 1e-6)
     repeats = torch.tensor([LONG_S / once], dtype=torch.float64, device=device)
     if mesh.world.size > 1:
         all_reduce_(repeats, mesh.world)  # the same amount of work everywhere
@@ -119,7 +130,7 @@ def _contention(config: RunConfig, ops: Ops, timer: _Timer, dtype: torch.dtype) 
 
     def busy() -> None:
         for _ in range(count):
-            ops.linear(x, w)
+            ops.linear(x, w, None)
 
     counts = [2**power for power in range(mesh.world.size.bit_length()) if 2**power < mesh.world.size]
     found = [(k, timer.wall(busy if mesh.world.rank < k else lambda: None)) for k in [*counts, mesh.world.size]]
@@ -134,7 +145,7 @@ def _products(config: RunConfig, ops: Ops, B: int, tp: int, dtype: torch.dtype, 
         x, w, g = (torch.randn(shape, dtype=dtype, device=timer.device) for shape in ((M, K), (N, K), (M, N)))
         total = torch.zeros(N, K, device=timer.device)
         products: tuple[tuple[int, int, int, Callable[[], object]], ...] = (
-            (M, N, K, lambda: ops.linear(x, w)),  # noqa: B023
+            (M, N, K, lambda: ops.linear(x, w, None)),  # noqa: B023
             (M, K, N, lambda: ops.linear_input_gradient(g, w)),  # noqa: B023
             (N, K, M, lambda: ops.accumulate_weight_gradient_(total, g, x)),  # noqa: B023
         )
@@ -149,7 +160,7 @@ def _attention(config: RunConfig, ops: Ops, B: int, tp: int, dtype: torch.dtype,
     q, k, v = (torch.randn(S, B, heads, D, dtype=dtype, device=timer.device, requires_grad=True) for heads in (a, g, g))
 
     def forward() -> Any:
-        return ops.attention(q, k, v, scale=D**-0.5, alibi_slopes_a=None, documents_BS=None)
+        return ops.attention(q, k, v, Scores(D**-0.5))
 
     grad = torch.randn_like(forward())
     forward_s = timer.kernel(forward)
@@ -183,12 +194,8 @@ def _adamw(ops: Ops, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
     size = COPY_ELEMENTS // 4
     master, gradient, first, second = (torch.zeros(size, device=timer.device) for _ in range(4))
     weight = torch.zeros(size, dtype=dtype, device=timer.device)
-    seconds = timer.kernel(
-        lambda: ops.adamw_(
-            master, gradient, first, second, weight, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1, grad_scale=1.0
-        )
-    )
-    return float(size), seconds
+    update = AdamWUpdate(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    return float(size), timer.kernel(lambda: ops.adamw_(master, gradient, first, second, weight, update))
 
 
 def _collectives(mesh: Mesh, timer: _Timer) -> Iterator[tuple[str, int, int, float]]:
@@ -207,11 +214,20 @@ def _collectives(mesh: Mesh, timer: _Timer) -> Iterator[tuple[str, int, int, flo
                 yield operation, size, whole_bytes, timer.wall(call)
 
 
-def _step(config: RunConfig, device: torch.device, B: int, m: int, timer: _Timer) -> tuple[int, int, float]:
-    """A training step of `m` microbatches of `B` sequences on one rank; all ranks take theirs at the same time."""
-    batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m})
-    config = config.model_copy(update={"batch": batch, "parallel": ParallelConfig()})
-    batches = open_batches(config, 0, 1)
+def _step(
+    config: RunConfig,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    device: torch.device,
+    share: float,
+    m: int,
+    timer: _Timer,
+) -> tuple[int, int, float]:
+    """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of `mesh`; all ranks work."""
+    B = _microbatch(config, share)
+    batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * mesh.dp.size})
+    config = config.model_copy(update={"batch": batch, "parallel": parallel})
+    batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     assert batches is not None
-    state = build_state(config, make_plan(config, 1), serial_mesh(), device, batches)
-    return B, m, timer.kernel(lambda: train_step(state))
+    state = build_state(config, make_plan(config, mesh.world.size), mesh, device, batches)
+    return B, m, (timer.wall if mesh.world.size > 1 else timer.kernel)(lambda: train_step(state))

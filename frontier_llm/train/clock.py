@@ -32,7 +32,7 @@ class PhaseClock:
 
     def attach(self, state: TrainState) -> None:
         """Follow a rank's engine and feed from here on."""
-        state.engine.on_action = self.on_action
+        state.pipeline.on_action = self.on_action
         state.feed.microbatch = self._timed("data", state.feed.microbatch)  # type: ignore[method-assign]
 
     def enter(self, phase: str) -> None:
@@ -64,8 +64,8 @@ class PhaseClock:
         return taken
 
     def communication(self) -> dict[str, dict[str, Any]]:
-        """What this rank has moved and waited for since it joined, by axis and operation (Ledger.summary)."""
-        return self._ledger.summary()
+        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) and `axes` (Ledger.latency_by_axis)."""
+        return {"operations": self._ledger.summary(), "axes": self._ledger.latency_by_axis()}
 
     def _timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
         """`function`, its time booked to `phase` instead of the phase that calls it."""

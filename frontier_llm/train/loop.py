@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager
-from frontier_llm.cluster.rank_env import RankEnv, environ
+from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump
@@ -65,7 +67,7 @@ class _Session:
         self.metrics: Metrics | None = None  # of rank 0
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
-        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device)
+        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, environ("SLURMD_NODENAME") or socket.gethostname())
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
         self.manager = _manager(state, resume)
@@ -164,6 +166,7 @@ class _Session:
     def _saved(self, step: int, path: Path) -> None:
         if self.metrics is not None:
             self.metrics.event("save", step, {"path": str(path)})
+            self.metrics.communication()  # for `status` of a run that goes on
 
     def _write_run_files(self) -> None:
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")

@@ -7,6 +7,7 @@ module load miniforge3/23.11.0-0
 module load rocm/7.1.1
 module load craype-accel-amd-gfx90a
 module load rccl-net-plugin
+unset NCCL_SOCKET_IFNAME FI_CXI_DEFAULT_CQ_SIZE
 export FRONTIER_LLM_BIND=gcd
 export FRONTIER_LLM_NODE_LOCAL="/mnt/bb/${USER:-}"
 export LD_LIBRARY_PATH="${CRAY_LD_LIBRARY_PATH:-}:${LD_LIBRARY_PATH:-}"

@@ -5,4 +5,4 @@ module use /appl/local/laifs/modules
 module load lumi-aif-singularity-bindings
 export FRONTIER_LLM_BIND=gcd
 export FRONTIER_LLM_NODE_LOCAL=/tmp
-export FRONTIER_LLM_CONTAINER="${FRONTIER_LLM_CONTAINER:-/appl/local/laifs/containers/lumi-multitorch-full-u24r70f21m50t210-20260415_130625.sif}"
+export FRONTIER_LLM_CONTAINER="${FRONTIER_LLM_CONTAINER:-/appl/local/laifs/containers/lumi-multitorch-u24r70f21m50t210-20260415_130625/lumi-multitorch-full-u24r70f21m50t210-20260415_130625.sif}"

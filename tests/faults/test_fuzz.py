@@ -9,7 +9,8 @@ import numpy as np
 import yaml
 
 from frontier_llm.config import configs_dir, dump, load_run
-from frontier_llm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
+from frontier_llm.data.indexed import IndexedDataset, bin_path, idx_path
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.topology import plan_problems
 from tests.faults.fuzz import HEADERS, INDICES, MANIFESTS, RUN_FILES, mutate, mutate_bytes, paths, refused
 

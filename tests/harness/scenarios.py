@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness.slurm import ROOT, LocalSlurm, local_slurm
 
-AT_ONCE = 5  # they sleep most of the time; each has a controller, its node daemons and two or three ranks
+AT_ONCE = 9  # all of them: they sleep most of the time; each has a controller, its node daemons and two or three ranks
 Body = Callable[[LocalSlurm, Path], None]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any
 
 from frontier_llm.config import (
@@ -28,9 +28,11 @@ STEPS = 3
 SHAPE: dict[str, Any] = {
     "layers": 8, "hidden": 32, "heads": 8, "ffn_hidden": 48, "vocab_size": 50, "vocab_multiple": 64, "sequence_length": 12, "init_std": 0.2,
 }  # fmt: skip
+# of the two rotations of a head one is between fast and slow, one slow
+SLOWER = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.5, "original_sequence_length": 12}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "norm_bias": True, "tied_embeddings": True},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4},
+    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "qkv_bias": True, "rope_scaling": SLOWER},
     "mpt": {"position": "alibi", "norm": "layernorm", "activation": "gelu", "tied_embeddings": True},
     "neox": {
         "position": "rope", "rope_fraction": 0.5, "norm": "layernorm", "activation": "gelu", "bias": True, "norm_bias": True,
@@ -93,7 +95,7 @@ class Case:
             data={"reset_at_documents": self.documents},
             comm=CommConfig(
                 overlap_weights=self.overlap, overlap_messages=not self.overlap, bucket_elements=3_000 if self.overlap else 40_000_000,
-                tensor_chunks=3 if self.overlap and self.sequence_parallel else 1,
+                tensor_chunks=3 if self.overlap and self.tp > 1 else 1,
             ),
             train=TrainConfig(steps=STEPS + 1, recompute=self.recompute),
         )  # fmt: skip
@@ -142,16 +144,25 @@ def _pairs(choice: dict[str, Any]) -> set[Pair]:
     return set(combinations(choice.items(), 2))
 
 
+def _completions(fixed: dict[str, Any], draw: random.Random) -> Iterator[dict[str, Any]]:
+    """Legal choices that agree with `fixed`, at random; nothing where there are none."""
+    for _ in range(1000):
+        choice = {name: fixed.get(name, draw.choice(values)) for name, values in FACTORS.items()}
+        if _case(choice).legal():
+            yield choice
+
+
 def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
     """Few cases in which every two legal settings meet at least once: greedy, the best of some random candidates each time."""
     draw = random.Random(seed)
-    legal = [choice for values in product(*FACTORS.values()) if _case(choice := dict(zip(FACTORS, values, strict=True))).legal()]
-    open_pairs: set[Pair] = set().union(*(_pairs(choice) for choice in legal))
+    settings = [[(name, value) for value in values] for name, values in FACTORS.items()]
+    everything = [pair for first, second in combinations(settings, 2) for pair in product(first, second)]
+    open_pairs = dict.fromkeys(pair for pair in everything if any(_completions(dict(pair), draw)))
     chosen = []
     while open_pairs:
-        target = min(open_pairs, key=repr)
-        matching = [choice for choice in legal if target in _pairs(choice)]
-        best = max(draw.sample(matching, min(candidates, len(matching))), key=lambda choice: len(open_pairs & _pairs(choice)))
-        open_pairs -= _pairs(best)
+        target = next(iter(open_pairs))
+        best = max(islice(_completions(dict(target), draw), candidates), key=lambda choice: len(open_pairs.keys() & _pairs(choice)))
+        for pair in _pairs(best):
+            open_pairs.pop(pair, None)
         chosen.append(_case(best))
     return chosen

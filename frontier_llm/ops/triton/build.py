@@ -95,6 +95,11 @@ def compile_one(item: Work, folder: Path) -> CodeObject:
     ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
     source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=by16)
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True}
+    if amd:
+        # Operands that lie across the product's inner dim are turned in registers on their way to LDS, which Triton does unasked on gfx942 only,
+        # and read 16 bytes at a time: attention's forward then reads V in 16 instructions per block where it were 128 of 2 bytes.
+        triton.knobs.amd.use_in_thread_transpose = True
+        options["kpack"] = 2
     compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]

@@ -11,14 +11,14 @@ def rope(x, cos, sin, out, sign, batch, heads, head_dim, half, x_s, x_b, x_a, an
          BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
     """One position: every head's first 2 * half dims rotated by the angle (sign -1 turns back), the rest copied."""
     position = tl.program_id(0)
-    s, b = position // batch, position % batch
-    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    s, b = (position // batch).to(tl.int64), (position % batch).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK_HALF)[None, :]
     angle = s * angle_s + b * angle_b + lane
     c = tl.load(cos + angle, mask=lane < half, other=1.0)
     d = tl.load(sin + angle, mask=lane < half, other=0.0) * sign
     rotates = (head < heads) & (lane < half)
-    from_ = x + s.to(tl.int64) * x_s + b.to(tl.int64) * x_b + head * x_a + lane
+    from_ = x + s * x_s + b * x_b + head * x_a + lane
     to = out + position.to(tl.int64) * heads * head_dim + head * head_dim + lane
     first = tl.load(from_, mask=rotates, other=0.0).to(tl.float32)
     second = tl.load(from_ + half, mask=rotates, other=0.0).to(tl.float32)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cluster.rank_env import RankEnv, node_name
+from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.board import Board
 from frontier_llm.config import TrainConfig

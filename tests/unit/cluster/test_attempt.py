@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from frontier_llm.cluster.attempt import Step, diagnose
 
 TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
@@ -43,15 +45,17 @@ def write(log_dir: Path, rank: int, text: str, at_s: int) -> None:
 
 def test_the_cause_is_not_the_peer_that_complains_first(tmp_path: Path) -> None:
     write(tmp_path, 0, TRACE.format("RuntimeError: Connection closed by peer [10.0.0.1]"), 100)
-    write(tmp_path, 9, TRACE.format("ValueError: bad sample"), 101)
+    write(tmp_path, 9, TRACE.format("ValueError: bad sample") + "01:02:03 [rank 9] leaving\n", 101)
     said = ["srun: error: n0: tasks 0-1: Exited with exit code 1", "srun: error: n2: task 9: Exited with exit code 1"]
     outcome = diagnose(1, said, tmp_path)
     assert (outcome.cause, outcome.rank, outcome.host) == ("crash", 9, "n2")
-    assert outcome.message[-1] == "ValueError: bad sample"
+    assert outcome.message[-2] == "ValueError: bad sample"
+    assert outcome.detail.endswith("exit code 1; ValueError: bad sample")
 
 
 def test_a_killed_rank_beats_the_survivors_that_speak(tmp_path: Path) -> None:
-    write(tmp_path, 0, TRACE.format("RuntimeError: Connection reset by peer"), 100)
+    end = "frontier_llm.errors.RankFailure: all_reduce on axis dp: rank 1 has died or left\n    fix: its own log says why\n01:02:03 leaving"
+    write(tmp_path, 0, TRACE.format(end), 100)
     outcome = diagnose(137, ["srun: error: n2: task 12: Killed", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
     assert (outcome.rank, outcome.host, outcome.exit_code) == (12, "n2", 137)
     assert "Killed" in outcome.detail and not outcome.peers_only
@@ -63,9 +67,28 @@ def test_survivors_only_means_that_a_node_may_be_dead(tmp_path: Path) -> None:
     assert diagnose(1, ["srun: error: Task launch failed"], tmp_path / "none").peers_only
 
 
+@pytest.mark.parametrize(("end", "silent"), [("", False), ("srun: error: Timed out waiting for job step to complete", True)])
+def test_nobody_is_blamed_for_losing_a_peer(tmp_path: Path, end: str, silent: bool) -> None:
+    write(tmp_path, 0, TRACE.format("RuntimeError: Connection reset by peer"), 100)
+    said = ["srun: error: n0: task 0: Exited with exit code 1", "srun: Terminating StepId=1.1", "srun: error: n1: tasks 2-3: Killed", end]
+    outcome = diagnose(137, said, tmp_path)
+    assert (outcome.cause, outcome.host, outcome.peers_only) == ("crash", "", silent)
+    assert "lost a peer" in outcome.detail
+
+
 def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
-    write(tmp_path, 0, "error: model.layers: is required\n", 100)
-    assert diagnose(143, ["srun: error: n0: task 0: Exited with exit code 2"], tmp_path).cause == "refused"
+    """As `frontier-llm train` says it; the ranks that srun ends for it are victims, not causes."""
+    write(tmp_path, 0, "frontier-llm train: error\n/nowhere.bin: no such file\n    fix: give the path\n", 100)
+    said = [
+        "srun: error: n0: task 0: Exited with exit code 2",
+        "srun: launch/slurm: _step_signal: Terminating StepId=1.1",
+        "srun: error: n0: task 1: Killed",
+        "srun: error: n1: tasks 2-3: Killed",
+    ]
+    outcome = diagnose(137, said, tmp_path)
+    assert (outcome.cause, outcome.rank, outcome.host) == ("refused", 0, "n0")
+    assert outcome.message[-1] == "    fix: give the path"
+    assert outcome.detail == "rank 0 on n0 failed first: Exited with exit code 2; /nowhere.bin: no such file"
 
 
 def test_a_save_at_a_signal_is_no_failure(tmp_path: Path) -> None:

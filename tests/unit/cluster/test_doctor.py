@@ -10,7 +10,7 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster.doctor import Report, ask_nodes, examine, judge, settings_for
-from frontier_llm.cluster.probe import Facts, gcd_memory_gib, interface_is_up, plugin_error, provider_error
+from frontier_llm.cluster.probe import NO_FI_INFO, Facts, gcd_memory_gib, interface_is_up, plugin_error, provider_error
 from frontier_llm.cluster.sites import load_site
 
 FRONTIER = load_site("frontier")
@@ -74,6 +74,15 @@ def test_only_what_distinguishes_a_node_excludes_it() -> None:
     assert report.as_dict()["exclude"] == "n2"
 
 
+def test_one_node_needs_no_network() -> None:
+    """Slurm gives it no access to Slingshot, so that fi_info finds nothing; RCCL is told to use sockets there."""
+    fact = replace(healthy("n0"), provider_error="no data", plugin_error="missing")
+    found = judge(FRONTIER, {"n0": fact}, {}, ["n0"], 0)
+    assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False), ("RCCL plugin", False)]
+    found = judge(FRONTIER, {host: replace(healthy(host), provider_error=NO_FI_INFO) for host in ("n0", "n1")}, {}, ["n0", "n1"], 0)
+    assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False)]  # cannot be told: no tool to ask
+
+
 def plant(root: Path, gcds: int, memory_gib: int = 64) -> None:
     for index in range(gcds + 1):
         node = root / "sys/class/kfd/kfd/topology/nodes" / str(index)
@@ -99,13 +108,15 @@ def test_interfaces(tmp_path: Path) -> None:
 def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin_error(None) == "" and plugin_error("libc.so.6") == ""
     assert "librccl-net-of-nobody.so" in plugin_error("librccl-net-of-nobody.so")
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "/nonexistent/librccl-net.so")
+    assert "/nonexistent/librccl-net.so" in plugin_error("libc.so.6")  # where RCCL itself would look
     fake = tmp_path / "fi_info"
     fake.write_text('#!/bin/sh\n[ "$2" = cxi ] && echo "provider: cxi"\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert provider_error("cxi") == "" and "efa" in provider_error("efa")
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert "not on PATH" in provider_error("cxi")
+    assert provider_error("cxi") == NO_FI_INFO
 
 
 def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontier_llm.cluster import rank_env
+from frontier_llm.cluster import launchers, rank_env
 from frontier_llm.errors import FrontierError
 
 SLURM = {
@@ -36,7 +36,7 @@ OPENMPI = {
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PMI_JOBID": "j", "MASTER_ADDR": "x1000"}
 
 
-def found(variables: dict[str, str]) -> rank_env.RankEnv:
+def found(variables: dict[str, str]) -> launchers.RankEnv:
     place = rank_env.discover(variables)
     assert place is not None
     return place
@@ -150,7 +150,7 @@ def test_all_missing_variables_at_once() -> None:
 
 
 def test_tasks_per_node() -> None:
-    assert rank_env.tasks_per_node("8(x2),4") == (8, 8, 4)
+    assert launchers.tasks_per_node("8(x2),4") == (8, 8, 4)
 
 
 def test_adopt_sets_what_is_missing_and_reports_what_the_user_has_set(monkeypatch):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_hosts_are_bad_when_down_or_first_to_fail_twice(tmp_path: Path) -> None:
     run_dir.add_bad_hosts(tmp_path, ["n7"])
     assert run_dir.bad_hosts(tmp_path) == ["n1", "n7"]
     assert [attempt.failed_host for attempt in run_dir.attempts(tmp_path)] == ["n1", "n1", "n2"]
+
+
+def test_hosts_are_slow_as_often_as_they_were_named(tmp_path: Path) -> None:
+    def named(host: str, step: int, incarnation: int, slowdown: float = 1.5) -> dict[str, object]:
+        return {"kind": "straggler", "host": host, "step": step, "incarnation": incarnation, "slowdown": slowdown}
+
+    rows = [named("n1", 10, 1), named("n2", 30, 1), named("n2", 30, 1, 2.5), {"kind": "start", "step": 20}, named("n1", 30, 2, 3.5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_dir.slow_hosts(tmp_path) == [run_dir.Slow("n1", 2, 30, 3.5), run_dir.Slow("n2", 1, 30, 2.5)]  # two ranks of n2 at once
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

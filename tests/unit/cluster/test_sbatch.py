@@ -93,6 +93,15 @@ def test_site_values_expand_names_and_nothing_else(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_modules_do_not_set_what_depends_on_the_node_count(tmp_path: Path) -> None:
+    script = "module() { export NCCL_SOCKET_IFNAME=all FI_CXI_DEFAULT_CQ_SIZE=1 NCCL_CROSS_NIC=1; }\n" + sbatch.render_site(FRONTIER)
+    script += 'echo "${NCCL_SOCKET_IFNAME-unset} ${FI_CXI_DEFAULT_CQ_SIZE-unset} $NCCL_CROSS_NIC"\n'
+    done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.stdout == "unset unset 1\n", done.stderr
+    with pytest.raises(ConfigError, match="not the name of a variable"):
+        sbatch.render_site(FRONTIER.model_copy(update={"unset": ("A; reboot",)}))
+
+
 def test_overrides_arrive_as_words(tmp_path: Path) -> None:
     """What a user types after the script's name reaches the program unchanged, spaces and quotes included."""
     (tmp_path / "launch").mkdir()
@@ -110,16 +119,16 @@ def test_overrides_arrive_as_words(tmp_path: Path) -> None:
 def test_bind_script_has_the_published_map() -> None:
     text = (root_dir() / "launch" / "bind_gcd.sh").read_text()
     assert "cores=(49-55 57-63 17-23 25-31 1-7 9-15 33-39 41-47)" in text  # LUMI's map_cpu: 49,57,17,25,1,9,33,41
-    assert "numa=(3 3 1 1 0 0 2 2)" in text and "nics=(hsn0 hsn0 hsn1 hsn1 hsn2 hsn2 hsn3 hsn3)" in text
+    assert "numa=(3 3 1 1 0 0 2 2)" in text
 
 
 @pytest.mark.parametrize(("local_rank", "code"), [("3", 0), ("8", 2)])
 def test_bind_script_pins_by_local_rank(tmp_path: Path, local_rank: str, code: int) -> None:
     for name in ("numactl", "taskset"):
-        (tmp_path / name).write_text('#!/bin/bash\necho "$FRONTIER_LLM_NIC" "$@"\n')
+        (tmp_path / name).write_text('#!/bin/bash\necho "$@"\n')
         (tmp_path / name).chmod(0o755)
     env = {"SLURM_LOCALID": local_rank, "PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run([str(root_dir() / "launch" / "bind_gcd.sh"), "echo", "hi"], capture_output=True, text=True, env=env)
     assert done.returncode == code
     if code == 0:
-        assert done.stdout == "hsn1 --physcpubind=25-31 --preferred=1 -- echo hi\n"
+        assert done.stdout == "--physcpubind=25-31 --preferred=1 -- echo hi\n"

@@ -46,12 +46,34 @@ def test_command_for_people_and_programs(run_directory: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)[0]["job_id"] == "77"
 
 
+def test_slow_hosts_and_waits(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    axes = {"tp": {"calls": 9000, "p50_us": 128, "p99_us": 4096}}
+    rows = [{"kind": "communication", "step": 20, "axes": {}}, {"kind": "communication", "step": 40, "axes": axes}]
+    rows += [{"kind": "straggler", "step": step, "incarnation": 1, "host": "n7", "slowdown": 1.4} for step in (25, 38)]
+    with (run_directory / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert main(["status", str(run_directory)]) == 0
+    text = capsys.readouterr().out
+    assert "  waits      tp half below 128 us, 99 % below 4.1 ms of 9,000 calls\n" in text
+    assert "  slow       n7 2 times, at step 38 by a factor of 1.4; --exclude=n7 leaves it out" in text
+    run_dir.add_bad_hosts(run_directory, ["n7"])
+    assert main(["status", "--json", str(run_directory)]) == 0
+    status = json.loads(capsys.readouterr().out)[0]
+    assert status["slow_hosts"] == [{"host": "n7", "times": 2, "last_step": 38, "slowdown": 1.4}] and status["blocked"] == axes
+    assert main(["status", str(run_directory)]) == 0
+    assert "--exclude" not in (text := capsys.readouterr().out) and "  excluded   n7" in text
+
+
 def test_runs_are_found_and_a_missing_one_is_an_error(
     run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(run_directory.parents[1])
     assert main(["status"]) == 0
     assert "runs/a" in capsys.readouterr().out
+    (run_directory.parent / "table.csv").touch()
+    (run_directory / "code-1" / "metrics.jsonl").mkdir(parents=True)  # nobody looks for a run inside a run
+    assert main(["status", "runs", "--json"]) == 0
+    assert [row["run_dir"] for row in json.loads(capsys.readouterr().out)] == ["runs/a"]
     assert main(["status", "runs/b"]) == 2
     assert "no such run directory" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shlex
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path:
     assert made["job_id"] == "4711"
     assert "--account=ABC123" in made["command"] and "--exclude=n[3-6]" in made["command"]
     assert "sbatch --parsable" in fake_slurm.read_text()
+    assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable  # not the python3 of the site's modules
     code = Path(made["variables"]["FRONTIER_LLM_ROOT"])
     assert code.name == f"code-{code_digest(load_site('frontier'))[:12]}" and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
     assert (code / "frontier_llm" / "cluster" / "submit.py").is_file()
@@ -131,6 +133,22 @@ def test_a_walltime_that_saving_would_eat_is_refused(fake_slurm: Path, tmp_path:
     assert main([*words, "--time", "0:30:00"]) == 2
     fix = capsys.readouterr().err.rpartition("--time ")[2].split()[0]
     assert main([*words, "--time", fix]) == 0
+
+
+def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On 64 nodes a step of ORNL's whole batch takes nearly an hour, and the bin of 64 nodes ends after two."""
+    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "64", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert "smaller batch.global_batch" in err and "--partition extended" in err and "from 92 nodes" in err
+    assert main([*words, "batch.global_batch=1600"]) == main([*words, "--partition", "extended"]) == 0
+    assert main([*words, "--time", "0"]) == 2
+
+
+def test_data_that_is_not_there_is_found_before_the_queue(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
+    assert main(words) == 2
+    assert "tokens.idx: no such file" in capsys.readouterr().err and fake_slurm.read_text() == ""
 
 
 def test_a_run_directory_off_the_scratch_is_pointed_out(

@@ -61,20 +61,20 @@ def test_a_machine_that_slows_down_is_no_straggler(ranks: int, stages: int) -> N
     assert [named for busy in steps for named in detector.step(list(busy))] == []
 
 
-def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> list[tuple[int, int]]:
+def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> list[tuple[int, int, str]]:
     """Real ranks whose compute is a sleep of 20 ms; from `begin` on rank 2 sleeps 200 ms more, and everyone waits for it."""
     grid = Grid(1, 1, 4)
     mesh = build_mesh(grid, rank, timeout_s=30.0)
-    watch, named = StragglerWatch(mesh, grid, torch.device("cpu")), []
+    watch, named = StragglerWatch(mesh, grid, torch.device("cpu"), f"n{rank}"), []
     for step in range(steps):
         with watch.step() as found:
             time.sleep(0.02 + (0.2 if rank == 2 and step >= begin else 0.0))
             all_reduce_(torch.ones(1000), mesh.dp)
-        named += [(step, straggler.global_rank) for straggler in found]
+        named += [(step, straggler.global_rank, straggler.host) for straggler in found]
     return named
 
 
 def test_a_rank_that_sleeps_200_ms_is_named_by_every_rank(ranks: RankPool) -> None:
     replies = ranks.run(4, _train_with_a_sleeper, 35, 10)
     assert all(reply == replies[0] for reply in replies)
-    assert [rank for _, rank in replies[0]] == [2] and 10 <= replies[0][0][0] < 30
+    assert [named for _, *named in replies[0]] == [[2, "n2"]] and 10 <= replies[0][0][0] < 30

@@ -93,6 +93,12 @@ def test_all_violations_at_once(tmp_path: Path) -> None:
     assert "got 'soon'" in str(caught.value) and "got 0" in str(caught.value)
 
 
+def test_a_path_alone_is_a_dataset(run_file: str) -> None:
+    expected = load_run(run_file, ["data.train=[{path: a/b}]", "data.validation=[{path: c}, {path: d, weight: 2}]"]).data
+    assert load_run(run_file, ["data.train=a/b", "data.validation=[c, {path: d, weight: 2}]"]).data == expected
+    assert load_run(run_file, ["data.train=synthetic"]).data.train == "synthetic"
+
+
 def test_a_missing_section_says_what_to_add(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run(write(tmp_path / "empty.yaml", "{}\n"))
@@ -201,7 +207,7 @@ def test_naming_a_model_replaces_the_whole_model() -> None:
         ("train.steps=abc", "train.steps: must be a whole number; got 'abc'"),
         ("parallel=3", "parallel: must be a section of keys; got 3"),
         ("precision.dtype=bf17", "did you mean 'bf16'?"),
-        ("data.train=syntetic", "data.train: must be a list, or 'synthetic'; got 'syntetic'"),
+        ("data.train=7", "data.train: must be a list, or 'synthetic'; got 7"),
         ("data.train=[{path: x}, {paht: y}]", "data.train.1.paht: unknown key"),
         ("optimizer.betas=[1,2,3]", "optimizer.betas: must have at most 2 entries"),
         ("train.keep_checkpoints=1", "must be 2 or more"),

@@ -83,11 +83,11 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
 @pytest.mark.parametrize(("model", "parallel", "batch", "recompute"), LAYOUTS)
 @pytest.mark.parametrize("switched", [False, True], ids=["plain", "switched"])
 def test_ledger_and_memory(ranks: RankPool, model: str, parallel: dict, batch: dict, recompute: str, switched: bool) -> None:
-    """`switched` turns every overlap round, sends gradients in 16 bits and, with sequence parallelism, cuts gathers into chunks."""
+    """`switched` turns every overlap round, sends gradients in 16 bits and cuts tensor parallelism's collectives into chunks."""
     config = config_of(model, parallel, batch, recompute)
     if switched:
         content = merge(config.model_dump(), SWITCHES)
-        content["comm"]["tensor_chunks"] = 4 if parallel.get("sequence_parallel") else 1
+        content["comm"]["tensor_chunks"] = 4 if parallel.get("tensor") else 1
         config = build(RunConfig, content)
     degrees = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     world = 4 if degrees == 2 else degrees

@@ -112,3 +112,23 @@ def test_inspect_of_imported_tokens_has_no_text_to_measure(tmp_path: Path, capsy
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == 300 and report["tokenizer"] == "bytes"
     assert not {"text_bytes", "bits_per_byte_of_one_nat"} & report.keys()
+
+
+def test_a_prefix_may_be_what_a_shell_completes_but_no_folder(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tokenize", corpus / "in", "--output", f"{corpus}/tokens.bin", "--tokenizer", "bytes", "--workers", 1) == 0
+    for ending in ("", ".", ".bin", ".idx"):
+        assert run("inspect", f"{corpus}/tokens{ending}", "--samples", 0) == 0
+    with pytest.raises(SystemExit):
+        run("tokenize", corpus / "in", "--output", f"{corpus}/folder/", "--tokenizer", "bytes")
+    assert f"'{corpus}/folder/' names no file" in capsys.readouterr().err and not (corpus / "folder").exists()
+
+
+def test_fewer_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tokenizer", corpus / "in", "--output", corpus / "tok.json", "--vocab-size", 9000) == 0
+    assert "of the 9000 ids" in capsys.readouterr().err
+
+
+def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # the second time the first result lies among the inputs
+        assert run("tokenize", corpus / "in", "--output", corpus / "in" / "tokens", "--tokenizer", "bytes", "--workers", 1) == 0
+    assert (corpus / "in" / "tokens.meta.json").exists()

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontier_llm.data import indexed
-from frontier_llm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, optimal_dtype
+from frontier_llm.data.indexed import DTYPES, IndexedDataset, optimal_dtype
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import DataError
 
 documents_of_sequences = st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=20), max_size=4), max_size=12)

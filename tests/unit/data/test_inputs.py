@@ -13,8 +13,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontier_llm.data import inputs
-from frontier_llm.data.inputs import Damage, Text, cut, find_inputs, read
+from frontier_llm.data import documents
+from frontier_llm.data.documents import Damage, Text, read
+from frontier_llm.data.inputs import cut, find_inputs
 from frontier_llm.errors import DataError
 
 texts_strategy = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30), max_size=30)
@@ -49,7 +50,7 @@ def test_damaged_lines_keep_their_number_under_any_cut(tmp_path_factory: pytest.
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_compressed_lines_in_several_members(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 37)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 37)
     compress = gzip.compress if ending == "gz" else zstandard.ZstdCompressor().compress
     lines = [json.dumps({"text": f"line {number} é"}).encode() + b"\n" for number in range(100)]
     path = tmp_path / f"a.jsonl.{ending}"
@@ -88,8 +89,8 @@ def test_text_file_is_one_document_or_one_per_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("newlines", [True, False])
 def test_long_text_comes_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newlines: bool) -> None:
-    monkeypatch.setattr(inputs, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 10)
     end = "\n" if newlines else " "
     text = "".join(f"zeile {number} äöü𝔘{end}" for number in range(60))
     path = tmp_path / "a.txt"
@@ -109,8 +110,8 @@ def test_bytes_that_are_no_text_are_named_and_the_document_still_ends(tmp_path: 
     assert [item for item in read_all(path) if isinstance(item, Damage)] == [
         Damage(f"{path}:3", "is not UTF-8 at byte 2: invalid start byte")
     ]
-    monkeypatch.setattr(inputs, "CHUNK_BYTES", 8)
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 8)
     found = read_all(path, documents="file")
     assert found[0] == Text("one\ntwo\n", ends_document=False)
     assert isinstance(found[1], Damage)
@@ -166,3 +167,11 @@ def test_missing_optional_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(BackendError, match=r"needs pyarrow.*(?s:.*)frontier-llm\[data\]"):
         cut(tmp_path / "a.parquet", "file", 100)
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}, \n{"text": "b"}]\n', '{\n "text": "a"\n}\n', '[\n{"text": "a"}\n]\n'])
+def test_one_large_json_value_gets_a_hint(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    (piece,) = cut(tmp_path / "a.json", "file", 1 << 20)
+    first = next(read(piece))
+    assert isinstance(first, Damage) and "one object per line: jq -c" in first.why

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, load_model
-from frontier_llm.data.indexed import IndexedDataset, IndexedWriter
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.loader import Batches, Microbatch, data_problems, open_batches, open_samples
 from frontier_llm.data.samples import DocumentSamples, SyntheticSamples
 from frontier_llm.data.tokenize import tokenize

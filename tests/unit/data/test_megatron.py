@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frontier_llm.data.indexed import IndexedDataset, IndexedWriter
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.indexed_writer import IndexedWriter
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontier_llm.data import samples as samples_module
-from frontier_llm.data.indexed import IndexedDataset, IndexedWriter
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.native import permute
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, EpochIndex, SampleStream, SyntheticSamples, derive_key
 from frontier_llm.errors import DataError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.data import inputs
+from frontier_llm.data import documents
 from frontier_llm.data import tokenize as tokenize_module
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
@@ -153,12 +153,12 @@ def test_empty_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(DataError, match="corpus is empty"):
         tokenize([tmp_path / "a.jsonl"], tmp_path / "out", "bytes", workers=1)
-    assert not list(tmp_path.glob("out.[bi]*"))
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_long_document_of_several_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 50)
     text = "".join(f"line {number}\n" for number in range(100))
     (tmp_path / "a.txt").write_text(text)
     tokenize([tmp_path / "a.txt"], tmp_path / "out", "bytes", workers=1)

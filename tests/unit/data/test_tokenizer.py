@@ -55,10 +55,6 @@ def test_any_text_comes_back(codec: Tokenizer, text: str) -> None:
     assert codec.decode(codec.encode(text)) == text
 
 
-def test_batch_equals_one_by_one(codec: Tokenizer) -> None:
-    assert codec.encode_batch(HARD) == [codec.encode(text) for text in HARD]
-
-
 def test_end_of_document_is_a_valid_id_without_text(codec: Tokenizer) -> None:
     assert 0 <= codec.eod < codec.vocab_size
     ids = codec.encode("one")

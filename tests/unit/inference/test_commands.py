@@ -13,7 +13,7 @@ import torch
 from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface, tokenizer_files
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
-from frontier_llm.data.indexed import IndexedWriter
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
 from tests.unit.inference.models import RandomWeights

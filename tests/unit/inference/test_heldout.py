@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from frontier_llm.data.indexed import IndexedWriter
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.errors import DataError
 from frontier_llm.inference.heldout import held_out

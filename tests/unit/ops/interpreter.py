@@ -1,11 +1,16 @@
-"""Runs the Triton sources on the CPU by Triton's interpreter, behind the same `Kernels` face as the prebuilt code objects."""
+"""Runs the Triton sources on the CPU by Triton's interpreter, behind the same `Kernels` face as the prebuilt code objects.
+
+Every address that a program reads or writes must lie in a tensor of its launch: what would be a fault on a GPU, or silent damage, fails here.
+"""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 
+import numpy as np
 import torch
 
 # Triton reads this when it is imported, also for its own library (tl.sum …), and torch may have imported it already.
@@ -13,15 +18,71 @@ os.environ["TRITON_INTERPRET"] = "1"
 for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
     del sys.modules[name]
 
+from triton.runtime import interpreter  # noqa: E402
+
 from frontier_llm.ops.kernel_table import KERNELS, variants  # noqa: E402
-from frontier_llm.ops.prebuilt import address_or_number  # noqa: E402
+from frontier_llm.ops.prebuilt import _POINTED, address_or_number  # noqa: E402
+
+# What the interpreter does for tensors on a GPU, which here would copy all of them onto themselves.
+interpreter.GridExecutor._init_args_hst = lambda self, arguments, named: (arguments, named)
+interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
+
+VIRTUAL_BYTES = 2**30  # larger tensors are memory that was reserved and never touched
+
+
+FAR = 1 << 44  # bytes between the addresses under which a kernel knows two tensors: no wrong offset leads from one into another
+
+
+class _Pointer:
+    """What a kernel gets for its index-th tensor."""
+
+    def __init__(self, index, dtype):
+        self.index, self.dtype = index, dtype
+
+    def data_ptr(self):
+        return (self.index + 1) * FAR
+
+
+class _Memory:
+    """The interpreter's loads and stores; those of virtual tensors read zeros and write nothing."""
+
+    def __init__(self, kernel, named):
+        self.kernel, self.names, self.real = kernel, list(named), interpreter._interpreter
+        self.starts = np.array([x.data_ptr() for x in named.values()], dtype=np.int64)
+        self.sizes = np.array([_span_bytes(x) for x in named.values()], dtype=np.int64)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def load(self, pointers, mask, other, dtype):
+        addresses, there = self.find(pointers, mask, np.dtype(dtype).itemsize)
+        return np.where(mask & ~there, np.zeros((), dtype), self.real.load(addresses, mask & there, other, dtype))
+
+    def store(self, pointers, values, mask):
+        addresses, there = self.find(pointers, mask, values.dtype.itemsize)
+        self.real.store(addresses, values, mask & there)
+
+    def find(self, pointers, mask, size):
+        """Real addresses, and which have memory behind them; every one under the mask must be of a tensor."""
+        index, offset = np.divmod(pointers.astype(np.int64) + FAR // 2, FAR)
+        index, offset = np.clip(index - 1, 0, len(self.names) - 1), offset - FAR // 2
+        stray = mask & ((offset < 0) | (offset + size > self.sizes[index]))
+        if stray.any():
+            name, first = self.names[index[stray][0]], offset[stray][0]
+            raise IndexError(f"{self.kernel}: byte {first} of {name}, which has {self.sizes[index[stray][0]]}")
+        return (self.starts[index] + offset).astype(np.uint64), self.sizes[index] < VIRTUAL_BYTES
+
+
+def _span_bytes(x):
+    """From the first to the last element of a view."""
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize if x.numel() else 0
 
 
 class InterpretedKernels:
-    """Checks its arguments as `PrebuiltKernels` does."""
+    """Checks its arguments as `PrebuiltKernels` does. With `corners_only` just the first and last programs along each axis of the grid run."""
 
-    def __init__(self, architecture: str) -> None:
-        self.architecture = architecture
+    def __init__(self, architecture, corners_only=False):
+        self.architecture, self.corners_only = architecture, corners_only
 
     def block(self, kernel, variant, name):
         return variants(kernel, self.architecture)[variant].constants[name]
@@ -33,6 +94,23 @@ class InterpretedKernels:
         if table.aligned_only:
             assert not [a.name for a, value in zip(table.arguments, values, strict=True) if a.by16 and value % 16]
         function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{table.module}"), kernel)
-        filler = next(a for a in arguments if isinstance(a, torch.Tensor))
-        named = {name: filler if a is None else a for name, a in zip(signature, arguments, strict=True)}
-        function[grid](**named, **variants(kernel, self.architecture)[variant].constants)
+        tensors = {
+            name: torch.empty(0, dtype=_POINTED[kind]) if a is None else a
+            for (name, kind), a in zip(signature.items(), arguments, strict=True)
+            if kind.startswith("*")
+        }
+        pointers = {name: _Pointer(index, x.dtype) for index, (name, x) in enumerate(tensors.items())}
+        named = dict(zip(signature, arguments, strict=True)) | pointers | variants(kernel, self.architecture)[variant].constants
+        real, builder = interpreter._interpreter, interpreter.interpreter_builder
+        set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
+        interpreter._interpreter = _Memory(kernel, tensors)
+        try:
+            if not self.corners_only:
+                function[grid](**named)
+                return
+            builder.set_grid_dim = lambda *_: set_dim(*grid)
+            for corner in itertools.product(*({0, blocks - 1} for blocks in grid)):
+                builder.set_grid_idx = lambda *_, corner=corner: set_idx(*corner)
+                function[(1, 1, 1)](**named)
+        finally:
+            interpreter._interpreter, builder.set_grid_dim, builder.set_grid_idx = real, set_dim, set_idx

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.ops import native, reference
+from frontier_llm.ops import AdamWUpdate, Scores, native, reference
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -69,7 +69,7 @@ def normal(*shape, dtype, seed=0):
 def test_attention(isa, dtype, sequence, batch, heads, kv_heads, dim):
     q = normal(sequence, batch, heads, dim, dtype=dtype)
     k, v = (normal(sequence, batch, kv_heads, dim, dtype=dtype, seed=seed) for seed in (1, 2))
-    compare("attention", (q, k, v), scale=dim**-0.5, factor=2.0)
+    compare("attention", (q, k, v), Scores(dim**-0.5), factor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,20 +82,20 @@ def test_attention_with_alibi_and_documents(isa, dtype, extras):
     documents = (
         torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)]) if extras != "alibi" else None
     )
-    compare("attention", (q, k, v), scale=0.2, alibi_slopes_a=slopes, documents_BS=documents, factor=2.0)
+    compare("attention", (q, k, v), Scores(0.2, slopes, documents), factor=2.0)
 
 
 def test_attention_reads_views_of_one_fused_tensor(isa):
     fused = normal(70, 2, 4, 3, 16, dtype=torch.float32)
     q, k, v = fused.unbind(3)
-    close(cpu.attention(q, k, v, scale=0.25), reference.attention(q.double(), k.double(), v.double(), scale=0.25))
+    close(cpu.attention(q, k, v, Scores(0.25)), reference.attention(q.double(), k.double(), v.double(), Scores(0.25)))
     last_dim_strided = fused.transpose(-1, -2).contiguous().transpose(-1, -2)
-    close(cpu.attention(*last_dim_strided.unbind(3), scale=0.25), reference.attention(q.double(), k.double(), v.double(), scale=0.25))
+    close(cpu.attention(*last_dim_strided.unbind(3), Scores(0.25)), reference.attention(q.double(), k.double(), v.double(), Scores(0.25)))
 
 
 def test_attention_survives_huge_scores():
     q = 1e4 * torch.ones(70, 1, 1, 8)
-    out = cpu.attention(q, q, torch.ones(70, 1, 1, 8), scale=1.0)
+    out = cpu.attention(q, q, torch.ones(70, 1, 1, 8), Scores(1.0))
     torch.testing.assert_close(out, torch.ones(70, 1, 1, 8))
 
 
@@ -187,13 +187,13 @@ def test_adamw(isa, weights_dtype):
     ours[3].abs_()
     wide = [x.double() for x in ours]
     weights = torch.empty(1003, dtype=weights_dtype)
-    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
-    cpu.adamw_(*ours, weights, grad_scale=torch.tensor(0.25), **options)
-    reference.adamw_(*wide, wide[0], grad_scale=0.25, **options)
+    update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=torch.tensor(0.25))
+    cpu.adamw_(*ours, weights, update)
+    reference.adamw_(*wide, wide[0], update)
     for a, b in zip((ours[0], ours[2], ours[3]), (wide[0], wide[2], wide[3]), strict=True):
         close(a, b, 0.05)
     assert torch.equal(weights, ours[0].to(weights_dtype))
-    cpu.adamw_(*ours, ours[0], grad_scale=1.0, **options)  # weights may be the master itself
+    cpu.adamw_(*ours, ours[0], update)  # weights may be the master itself
     assert ours[0].isfinite().all()
 
 
@@ -237,20 +237,8 @@ def test_bf16_rounds_to_nearest_even_and_keeps_nan(isa):
     x = torch.tensor([1.0, 1.00390625, 1.01171875, -3.3895e38, float("inf"), float("nan"), 1e-20] * 5)
     weights = torch.empty(35, dtype=torch.bfloat16)
     zeros = torch.zeros(35)
-    cpu.adamw_(
-        x.clone(),
-        zeros,
-        zeros.clone(),
-        zeros.clone(),
-        weights,
-        lr=0.0,
-        beta1=0.9,
-        beta2=0.9,
-        eps=1.0,
-        weight_decay=0.0,
-        step=1,
-        grad_scale=1.0,
-    )
+    nothing = AdamWUpdate(lr=0.0, beta1=0.9, beta2=0.9, eps=1.0, weight_decay=0.0, step=1)
+    cpu.adamw_(x.clone(), zeros, zeros.clone(), zeros.clone(), weights, nothing)
     assert torch.equal(weights.nan_to_num(7.0), x.bfloat16().nan_to_num(7.0))
 
 
@@ -258,7 +246,7 @@ def test_wrong_shapes_and_types_are_refused():
     with pytest.raises(RuntimeError, match="fp32 and bf16"):
         cpu.swiglu(torch.ones(2, 2).half())
     with pytest.raises(RuntimeError, match="multiple"):
-        cpu.attention(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), scale=1.0)
+        cpu.attention(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), Scores(1.0))
     with pytest.raises(RuntimeError, match="weight has 3 elements"):
         cpu.rms_norm(torch.ones(2, 4), torch.ones(3), 1e-5)
     with pytest.raises(RuntimeError, match="cannot run"):
@@ -274,7 +262,12 @@ def test_two_threads_give_the_same_as_one():
     for threads in (1, 2):
         torch.set_num_threads(threads)
         results.append(
-            (cpu.layer_norm(x, weight, bias, 1e-5), cpu.attention(q, q, q, scale=0.2), cpu.sum_of_squares(x), cpu.linear(x, x[:300]))
+            (
+                cpu.layer_norm(x, weight, bias, 1e-5),
+                cpu.attention(q, q, q, Scores(0.2)),
+                cpu.sum_of_squares(x),
+                cpu.linear(x, x[:300], None),
+            )
         )
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import reference
+from frontier_llm.ops import AdamWUpdate, Scores, reference
 from frontier_llm.ops.no_jit import allow_jit, forbid_jit
 from frontier_llm.ops.providers import PROVIDERS
 
@@ -58,7 +58,7 @@ def test_attention(gpu, dtype, dim, extras):
     k, v = (normal(333, 2, 2, dim, dtype=dtype, seed=seed) for seed in (1, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).cuda() if extras else None
     documents = torch.tensor([[1] * 100 + [2] * 233, [3] * 333]).cuda() if extras else None
-    compare(gpu, "attention", (q, k, v), scale=dim**-0.5, alibi_slopes_a=slopes, documents_BS=documents)
+    compare(gpu, "attention", (q, k, v), Scores(dim**-0.5, slopes, documents))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,9 +95,9 @@ def test_flat_buffers(gpu, dtype, count, columns):
     ours = [normal(count, dtype=torch.float32, seed=seed) for seed in range(4)]
     ours[3].abs_()
     wide, weights = [x.double() for x in ours], torch.empty(count, dtype=dtype, device="cuda")
-    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3, "grad_scale": 0.25}
-    gpu["adamw_"](*ours, weights, **options)
-    reference.adamw_(*wide, wide[0], **options)
+    update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.25)
+    gpu["adamw_"](*ours, weights, update)
+    reference.adamw_(*wide, wide[0], update)
     for index in (0, 2, 3):
         close(ours[index], wide[index])
     assert torch.equal(weights, ours[0].to(dtype))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import prebuilt
+from frontier_llm.ops import AdamWUpdate, Scores, prebuilt
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, variants
 
@@ -127,8 +127,8 @@ def test_long_integers_and_device_scalars(gpu):
     master, grad, first, second = (torch.zeros(4096) for _ in range(4))
     weights, clip = torch.zeros(4096, dtype=torch.bfloat16), torch.tensor(0.5)
     watch(driver, 14)
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    GpuOps(kernels).adamw_(master, grad, first, second, weights, grad_scale=clip, **options)
+    update = AdamWUpdate(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1, grad_scale=clip)
+    GpuOps(kernels).adamw_(master, grad, first, second, weights, update)
     tensors = (master, grad, first, second, weights, clip)
     assert list(record.slots[:7]) == [*(tensor.data_ptr() for tensor in tensors), 4096]
     assert as_float(record.slots[7]) == pytest.approx(1.0) and as_float(record.slots[8]) == pytest.approx(0.9)
@@ -170,7 +170,7 @@ def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
     fused = torch.zeros(100, 2, 3, 4, 64, dtype=torch.float16)
     q, k, v = (x.requires_grad_() for x in fused.unbind(2))
     watch(driver, 26)
-    out = GpuOps(kernels).attention(q, k, v, scale=0.125)
+    out = GpuOps(kernels).attention(q, k, v, Scores(0.125))
     block = kernels.block("attention_forward", "d64", "BLOCK_M")
     assert list(record.grid) == [-(-100 // block), 8, 1] and record.shared == 60000
     assert [slot & 0xFFFFFFFF for slot in record.slots[8:15]] == [100, 4, 1, 64, *q.stride()[:3]]

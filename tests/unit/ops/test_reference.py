@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from frontier_llm.ops import reference, sdpa
+from frontier_llm.ops import AdamWUpdate, Scores, reference, sdpa
 
 torch.manual_seed(0)
 
@@ -40,16 +40,16 @@ def test_attention_equals_the_formula(implementation, kv_heads, extras):
     q, k, v = normal(5, 2, 4, 3), normal(5, 2, kv_heads, 3), normal(5, 2, kv_heads, 3)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras in ("alibi", "both") else None
     documents = torch.tensor([[0, 0, 1, 1, 1], [3, 3, 3, 3, 4]]) if extras in ("documents", "both") else None
-    got = implementation(q, k, v, scale=0.6, alibi_slopes_a=slopes, documents_BS=documents)
+    got = implementation(q, k, v, Scores(0.6, slopes, documents))
     torch.testing.assert_close(got, attention_by_loops(q, k, v, 0.6, slopes, documents))
-    assert gradcheck(lambda *qkv: implementation(*qkv, scale=0.6, alibi_slopes_a=slopes, documents_BS=documents), (q, k, v))
+    assert gradcheck(lambda *qkv: implementation(*qkv, Scores(0.6, slopes, documents)), (q, k, v))
 
 
 def test_attention_takes_views_of_one_fused_tensor():
     fused = normal(4, 2, 3, 5, 8, grad=False)
     q, k, v = fused.unbind(2)
     torch.testing.assert_close(
-        reference.attention(q, k, v, scale=1.0), attention_by_loops(q.contiguous(), k.contiguous(), v.contiguous(), 1.0)
+        reference.attention(q, k, v, Scores(1.0)), attention_by_loops(q.contiguous(), k.contiguous(), v.contiguous(), 1.0)
     )
 
 
@@ -124,10 +124,8 @@ def test_adamw_equals_torch(grad_scale):
         grad = normal(33, grad=False)
         theirs.grad = grad * 0.25
         optimizer.step()
-        reference.adamw_(
-            master, grad, exp_avg, exp_avg_sq, low,
-            lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=grad_scale,
-        )  # fmt: skip
+        update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=grad_scale)
+        reference.adamw_(master, grad, exp_avg, exp_avg_sq, low, update)
     torch.testing.assert_close(master, theirs.detach(), rtol=1e-12, atol=1e-14)
     assert torch.equal(low, master.bfloat16())
 

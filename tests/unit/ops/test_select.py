@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import native, providers, reference, sdpa, select, select_ops
+from frontier_llm.ops import Scores, native, providers, reference, sdpa, select, select_ops
 from frontier_llm.ops.face import GROUPS, Ops
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.listing import backends
@@ -89,10 +90,15 @@ def test_a_missing_package_names_the_script_that_builds_it(group, backend, scrip
 
 
 def test_a_back_end_whose_parameters_differ_from_the_face_is_refused():
-    good = types.SimpleNamespace(rms_norm=lambda x, weight, eps: x)
-    assert set(providers.functions_of(good)) == {"rms_norm"}
-    for wrong in (lambda x, eps, weight: x, lambda x, weight: x, lambda x, weight, *, eps: x):
-        with pytest.raises(TypeError, match=r"rms_norm\(.*the face's is \(x, weight, eps\)"):
+    def right(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def another_order(x: Tensor, eps: float, weight: Tensor) -> Tensor: ...
+    def too_few(x: Tensor, weight: Tensor) -> Tensor: ...
+    def another_type(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor: ...
+    def another_default(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor: ...
+
+    assert set(providers.functions_of(types.SimpleNamespace(rms_norm=right))) == {"rms_norm"}
+    for wrong in (another_order, too_few, another_type, another_default):
+        with pytest.raises(TypeError, match=r"rms_norm\(.*the face's is \(x: 'Tensor', weight: 'Tensor', eps: 'float'\)"):
             providers.functions_of(types.SimpleNamespace(rms_norm=wrong))
 
 
@@ -163,13 +169,13 @@ def test_flash_attn_gets_documents_as_runs(monkeypatch):
         parts = []
         for begin, end in itertools.pairwise(starts_q):
             part = (x[begin:end, None] for x in (q, k, v))
-            parts.append(reference.attention(*part, scale=softmax_scale)[:, 0])
+            parts.append(reference.attention(*part, Scores(softmax_scale))[:, 0])
         return torch.cat(parts)
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=varlen))
     q, k, v = (torch.randn(4, 2, 3, 8, dtype=torch.float64) for _ in range(3))
-    got = attention(q, k, v, scale=0.3, documents_BS=documents)
-    torch.testing.assert_close(got, reference.attention(q, k, v, scale=0.3, documents_BS=documents))
+    got = attention(q, k, v, Scores(0.3, documents_BS=documents))
+    torch.testing.assert_close(got, reference.attention(q, k, v, Scores(0.3, documents_BS=documents)))
 
 
 def test_weight_gradient_through_torch():

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="pip install --no-deps triton")
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import reference
+from frontier_llm.ops import AdamWUpdate, Scores, reference
 from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
 
@@ -54,7 +54,7 @@ def compare(op_name, inputs, *args, factor=1.0, **kwargs):
 def test_attention(sequence, batch, heads, kv_heads, dim):
     q = normal(sequence, batch, heads, dim, dtype=torch.float16)
     k, v = (normal(sequence, batch, kv_heads, dim, dtype=torch.float16, seed=seed) for seed in (1, 2))
-    compare("attention", (q, k, v), scale=dim**-0.5, factor=2.0)
+    compare("attention", (q, k, v), Scores(dim**-0.5), factor=2.0)
 
 
 @pytest.mark.parametrize("extras", ["alibi", "documents", "both"])
@@ -65,15 +65,15 @@ def test_attention_with_alibi_and_documents(extras):
     documents = (
         torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)]) if extras != "alibi" else None
     )
-    compare("attention", (q, k, v), scale=0.25, alibi_slopes_a=slopes, documents_BS=documents, factor=2.0)
+    compare("attention", (q, k, v), Scores(0.25, slopes, documents), factor=2.0)
 
 
 def test_attention_reads_views_and_copies_what_it_cannot_read():
     fused = normal(33, 2, 2, 3, 16, dtype=torch.float16)
     for q, k, v in (fused.unbind(3), fused.transpose(-1, -2).contiguous().transpose(-1, -2).unbind(3)):
-        close(gpu.attention(q, k, v, scale=0.25), reference.attention(q.double(), k.double(), v.double(), scale=0.25), 2.0)
+        close(gpu.attention(q, k, v, Scores(0.25)), reference.attention(q.double(), k.double(), v.double(), Scores(0.25)), 2.0)
     with pytest.raises(BackendError, match="multiple of 16"):
-        gpu.attention(*normal(4, 1, 1, 3, 24).unbind(3), scale=1.0)
+        gpu.attention(*normal(4, 1, 1, 3, 24).unbind(3), Scores(1.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,13 +140,13 @@ def test_adamw(dtype, grad_scale):
     ours = [normal(1503, seed=seed) for seed in range(4)]
     ours[3].abs_()
     wide, weights = [x.double() for x in ours], torch.empty(1503, dtype=dtype)
-    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
-    gpu.adamw_(*ours, weights, grad_scale=grad_scale, **options)
-    reference.adamw_(*wide, wide[0], grad_scale=0.25, **options)
+    update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=grad_scale)
+    gpu.adamw_(*ours, weights, update)
+    reference.adamw_(*wide, wide[0], update)
     for index in (0, 2, 3):
         close(ours[index], wide[index])
     assert torch.equal(weights, ours[0].to(dtype))
-    gpu.adamw_(*ours, ours[0], grad_scale=1.0, **options)
+    gpu.adamw_(*ours, ours[0], update)
     assert ours[0].isfinite().all()
 
 

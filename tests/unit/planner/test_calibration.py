@@ -16,7 +16,7 @@ from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import elementwise
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.planner.calibration import calibrated_rates, machine_content, non_negative, report, workload_of
+from frontier_llm.planner.calibration import calibrated_rates, machine_content, non_negative, report, sharded_workload, workload_of
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology import make_plan
 
@@ -48,6 +48,8 @@ class Made:
     collectives: list
     contention: list
     steps: list
+    tensor_steps: list
+    sharded_steps: list
 
 
 def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Made:
@@ -66,6 +68,8 @@ def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Made:
         [(name, 2, size, float(node_s(truth, 2, size, name))) for size in (1024, 2**16, 2**24) for name in PASSES],
         [(1, 0.9), (2, 1.0)],
         [(B, m, in_step * float(step_s(workload_of(CONFIG, 1, B, m), truth))) for B, m in STEPS],
+        [(B, m, float(step_s(workload_of(CONFIG, 2, B, m), truth))) for B, m in STEPS[1:]],
+        [(B, m, float(step_s(sharded_workload(CONFIG, 2, B, m), truth))) for B, m in STEPS[1:]],
     )  # fmt: skip
 
 
@@ -103,6 +107,23 @@ def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None
     assert found.launch_s < 0.2 * TRUTH.launch_s
     M, N, K, seconds = made.gemm[-1]
     assert float(gemm_s(M, N, K, found)) == pytest.approx(1.25 * seconds, rel=0.05)
+
+
+def test_ranks_that_wait_for_each_other_are_told_from_slow_collectives() -> None:
+    """Steps over tp tell waiting by the meeting from waiting by the compute between; sharded steps then show their own collectives."""
+    late = replace(TRUTH, meeting_s=3e-4, spread=0.06, sharded_slowdown=4.0)
+    found = calibrated(samples(late))
+    assert found.sharded_slowdown > 2 * calibrated(samples()).sharded_slowdown
+    for ranks, B, m in ((2, 2, 4), (2, 1, 16)):
+        for sp in (0, 1):
+            w = replace(workload_of(CONFIG, ranks, B, m), sp=sp)
+            assert float(step_s(w, found)) == pytest.approx(float(step_s(w, late)), rel=0.03)
+            assert float(step_s(w, found)) > 1.05 * float(step_s(w, TRUTH))
+    w = sharded_workload(CONFIG, 2, 2, 4)
+    assert float(step_s(w, found)) == pytest.approx(float(step_s(w, late)), rel=0.05)
+    punctual = calibrated(samples())
+    assert punctual.meeting_s < 3e-5
+    assert punctual.spread < 0.03
 
 
 def test_collectives_are_priced_by_their_own_measurements() -> None:
@@ -144,6 +165,7 @@ def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -
     for ranks, B, m in ((1, 4, 2), (2, 4, 2)):
         w = workload_of(CONFIG, ranks, B, m)
         assert float(step_s(w, loaded)) == pytest.approx(float(step_s(w, found)), rel=1e-3)
+    assert (loaded.meeting_s, loaded.spread) == pytest.approx((found.meeting_s, found.spread), rel=1e-3)
     assert "all-reduce over 2 ranks" in report(samples(), CONFIG)
 
 

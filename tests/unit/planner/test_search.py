@@ -193,6 +193,14 @@ def test_ranking_memory_is_that_of_the_exact_stages() -> None:
         assert float(np.asarray(peak_memory(plan.workload, FRONTIER))) == pytest.approx(plan.peak_bytes, rel=0.05)
 
 
+def test_the_roomier_of_two_near_equal_plans_is_chosen() -> None:
+    found = search(load_model("gpt-175b"), FRONTIER, 128, 8192, top=4)
+    assert not found.best.tight
+    tight = [plan for plan in found.plans if plan.tight]
+    assert any(plan.step_s < found.best.step_s for plan in tight)
+    assert all(plan.step_s * (1 + RESOLUTION) > found.best.step_s for plan in tight)
+
+
 def test_fsdp_is_shown_but_not_chosen_within_the_model_s_resolution() -> None:
     found = search(load_model("gpt-22b"), FRONTIER, 16, 8192)
     sharded = [plan for plan in found.plans if plan.workload.zero == FSDP]

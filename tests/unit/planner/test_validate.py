@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from frontier_llm.costs.layer import head_terms, layer_terms
+from frontier_llm.costs.memory import peak_memory
 from frontier_llm.errors import DataError
 from frontier_llm.planner.datasets import PUBLISHED, SHIPPED, read_measurements, shipped
 from frontier_llm.planner.fit import KEYS, fit, minimise, soften, starting_point
@@ -84,6 +86,74 @@ def test_rows_are_read_as_the_sources_mean_them() -> None:
     assert by_key["korth-530B-selective+SP"].workload.chunks == 3
     multi = next(row for row in ROWS if row.dataset == "vTrain multi-node")
     assert multi.machine == "vtrain-a100"
+
+
+def test_runs_of_clusters_without_a_file_of_their_own_are_predicted_and_never_fitted() -> None:
+    """MegaScale's baseline, MT-NLG, InternEvo, … borrow the file of a like cluster."""
+    borrowed = [row for row in read_measurements(PUBLISHED / "collected.tsv") if not row.known]
+    assert len(borrowed) > 25
+    assert not any(is_fitted(row) for row in borrowed)
+    assert score("borrowed", "unseen", predict(borrowed)).mape <= 12.0
+
+
+def test_fp8_speeds_up_the_layers_products_and_nothing_else() -> None:
+    row = next(row for row in ROWS if row.key == "nemo-h100-Nemotron-8B-64")
+    fast = cluster_rates(row.machine, row.stack)
+    slow = replace(fast, linear_speedup=1.0)
+    one, other = layer_terms(row.workload, fast), layer_terms(row.workload, slow)
+    assert sum(one["matrix products"]) < sum(other["matrix products"])
+    assert {name: terms for name, terms in one.items() if name != "matrix products"}.keys() == other.keys() - {"matrix products"}
+    assert np.allclose(one["attention"], other["attention"])
+    assert np.allclose(head_terms(row.workload, fast)["head"], head_terms(row.workload, slow)["head"])
+    assert peak_memory(row.workload, fast) < peak_memory(row.workload, slow)
+
+
+def test_a_depth_that_no_number_of_stages_divides_is_cut_unevenly() -> None:
+    row = next(row for row in ROWS if row.key == "llama3-405b-16384")
+    filled = complete(row, cluster_rates(row.machine, row.stack))
+    assert filled.layers % filled.pp
+    assert filled.chunks > 1
+
+
+@pytest.mark.parametrize(
+    ("hardware", "shard", "precision", "flash", "expected"),
+    [
+        ("8 x MI300X", "", "bf16", "y", ("mi300x", "megatron-core")),
+        ("MI300X", "FSDP", "bf16", "y", ("mi300x", "torchtitan")),
+        ("H200 SXM", "distributed optimizer", "fp8", "y", ("h200", "megatron-core-fp8")),
+        ("H800", "FSDP", "bf16", "y", ("torchtitan-h100", "torchtitan")),
+        ("A800-80GB", "zero-1", "bf16", "y", ("selene", "megatron-core")),
+        ("A100-40GB", "FSDP", "bf16", "y", ("llm-foundry-a100-40", "llm-foundry")),
+        ("LUMI MI250X", "zero-1", "bf16", "y", ("lumi", "megatron-deepspeed")),
+    ],
+)
+def test_rows_of_unknown_clusters_find_a_file_by_what_they_say(
+    hardware: str, shard: str, precision: str, flash: str, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    columns = (PUBLISHED / "throughput.tsv").read_text(encoding="utf-8").partition("\n")[0].split("\t")
+    row = dict.fromkeys(columns, "") | {
+        "id": "x", "hardware": hardware, "devices": "1,024", "layers": "32", "hidden": "4096", "TP": "1", "PP": "1", "GBS": "1,024",
+        "MBS": "1", "zero_or_shard": shard, "precision": precision, "flash_attn": flash, "tokens_per_s_per_dev": "5,000",
+    }  # fmt: skip
+    path = tmp_path / "mine.tsv"
+    path.write_text("\t".join(columns) + "\n" + "\t".join(row.values()) + "\n", encoding="utf-8")
+    (found,) = read_measurements(path)
+    assert (found.machine, found.stack) == expected
+    assert found.workload.devices == 1024
+    assert predict([found])[0].seconds > 0
+
+
+def test_the_ceiling_of_the_order_falls_with_the_scatter_of_the_runs() -> None:
+    rows = [row for row in ROWS if row.dataset == "vTrain multi-node"]
+    exact = [Prediction(row, row.seconds, 1.0, 2.0) for row in rows]
+    noise = np.random.default_rng(1).normal(0, 0.1, len(rows))
+    scattered = [
+        replace(one, row=replace(one.row, seconds=one.row.seconds * float(np.exp(shift)))) for one, shift in zip(exact, noise, strict=True)
+    ]
+    assert score("x", "y", exact).ceiling == 100
+    noisy = score("x", "y", scattered)
+    assert 60 < noisy.ceiling < 95
+    assert abs(noisy.order - noisy.ceiling) < 8  # an exactly right model reaches about that
 
 
 def test_unstated_knobs_become_the_fastest_that_fits() -> None:

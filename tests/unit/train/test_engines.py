@@ -48,7 +48,8 @@ def losses(run_file: Path, name: str, *overrides: str) -> list[float]:
 def test_no_engine_compiles_anything(run_file: Path) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     native = losses(run_file, "native")
-    assert losses(run_file, "deepspeed", "optimizer.engine=deepspeed") == pytest.approx(native, rel=1e-6)
+    # bf16: a sum taken in another order rounds a few weights to the other neighbour, 1.4e-6 of the loss after two updates
+    assert losses(run_file, "deepspeed", "optimizer.engine=deepspeed") == pytest.approx(native, rel=1e-5)
     assert losses(run_file, "fsdp", "parallel.data_mode=fsdp") == pytest.approx(native, rel=2e-3)
 
 

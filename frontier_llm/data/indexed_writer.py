@@ -1,0 +1,113 @@
+"""Writing Megatron's indexed datasets (see indexed.py for the format), streaming and all or nothing."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm.data.indexed import DTYPE_CODES, HEADER, MAGIC, SCAN_CHUNK, VERSION, IndexedDataset, bin_path, idx_path
+from frontier_llm.errors import DataError
+
+
+class IndexedWriter:
+    """Write a dataset one sequence at a time in bounded memory; nothing appears under the final names before `finish`.
+
+    Lengths and document indices are spooled to files beside the target, so a billion documents need no more memory than one.
+    As a context manager it finishes on success and leaves nothing behind on an error.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | str) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype.newbyteorder("=") not in DTYPE_CODES:
+            valid = ", ".join(sorted(str(dtype) for dtype in DTYPE_CODES))
+            raise DataError(f"the format has no code for dtype {self.dtype}", where=self.prefix, fix=f"use one of {valid}")
+        self.sequence_count = self.document_count = self.token_count = 0
+        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents")}
+        self._bin, self._lengths, self._documents = (
+            self._temporary[kind].open("w+b", buffering=1 << 20) for kind in ("bin", "lengths", "documents")
+        )
+        self._documents.write(struct.pack("<q", 0))
+
+    def add_sequence(self, tokens: NDArray[Any] | list[int]) -> None:
+        """Append one sequence to the document in progress. Raises DataError when a token does not fit the dtype."""
+        array = np.asarray(tokens)
+        converted = array.astype(self.dtype.newbyteorder("<"), copy=False)
+        if array.size and array.dtype != self.dtype and not np.array_equal(converted, array):
+            raise DataError(f"tokens up to {array.max()} do not fit {self.dtype}", where=self.prefix, fix="use optimal_dtype(vocab_size)")
+        self._bin.write(converted.tobytes())
+        self._lengths.write(struct.pack("<i", array.size))
+        self.sequence_count += 1
+        self.token_count += int(array.size)
+
+    def end_document(self) -> None:
+        """Close the document in progress; every document must be closed."""
+        self._documents.write(struct.pack("<q", self.sequence_count))
+        self.document_count += 1
+
+    def add_document(self, tokens: NDArray[Any] | list[int]) -> None:
+        """Append a document of one sequence."""
+        self.add_sequence(tokens)
+        self.end_document()
+
+    def append(self, other: IndexedDataset) -> None:
+        """Append all documents of another dataset of the same dtype, streaming."""
+        if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
+            raise DataError(f"is {other.dtype}, not {self.dtype}", where=other.prefix, fix="join datasets of one tokenizer only")
+        for start in range(0, other.token_count, SCAN_CHUNK):
+            self._bin.write(other.tokens[start : start + SCAN_CHUNK].tobytes())
+        for start in range(0, other.sequence_count, SCAN_CHUNK):
+            self._lengths.write(other.sequence_lengths[start : start + SCAN_CHUNK].tobytes())
+        for start in range(1, other.document_count + 1, SCAN_CHUNK):
+            self._documents.write((other.document_indices[start : start + SCAN_CHUNK] + self.sequence_count).astype("<i8").tobytes())
+        self.sequence_count += other.sequence_count
+        self.document_count += other.document_count
+        self.token_count += other.token_count
+
+    def finish(self) -> None:
+        """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the .bin."""
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        with self._temporary["idx"].open("wb") as idx:
+            code = DTYPE_CODES[self.dtype.newbyteorder("=")]
+            idx.write(HEADER.pack(MAGIC, VERSION, code, self.sequence_count, self.document_count + 1))
+            self._lengths.seek(0)
+            while chunk := self._lengths.read(4 * SCAN_CHUNK):
+                idx.write(chunk)
+            self._lengths.seek(0)
+            pointer = 0
+            while chunk := self._lengths.read(4 * SCAN_CHUNK):
+                ends = pointer + np.cumsum(np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize)
+                idx.write(np.concatenate(([pointer], ends[:-1])).astype("<i8").tobytes())
+                pointer = int(ends[-1])
+            self._documents.seek(0)
+            while chunk := self._documents.read(8 * SCAN_CHUNK):
+                idx.write(chunk)
+            idx.flush()
+            os.fsync(idx.fileno())
+        idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never stand beside a new .bin
+        self._temporary["bin"].replace(bin_path(self.prefix))
+        self._temporary["idx"].replace(idx_path(self.prefix))
+        self.abort()
+
+    def abort(self) -> None:
+        """Close and remove the temporary files."""
+        for spool in (self._bin, self._lengths, self._documents):
+            spool.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            self.finish()
+        else:
+            self.abort()

@@ -1,0 +1,124 @@
+"""launch/: what happens between sbatch and Python, with stand-ins for the site's commands."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cluster.sites import root_dir
+
+LAUNCH = root_dir() / "launch"
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkout with launch/ and one site, whose modules put a Python of their own first and set RCCL's variables."""
+    shutil.copytree(LAUNCH, tmp_path / "root" / "launch")
+    executable(tmp_path / "modules" / "python3", "echo python of the modules; exit 1")
+    site = tmp_path / "root" / "slurm" / "sites" / "fake.sh"
+    site.parent.mkdir(parents=True)
+    site.write_text(f"export PATH={tmp_path}/modules:$PATH NCCL_SOCKET_IFNAME=module NCCL_CROSS_NIC=module\n")
+    return tmp_path / "root"
+
+
+def job_sh(root: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    (root / "say.py").write_text("import os, sys\nprint(os.environ['FRONTIER_LLM_PYTHON'], *(os.environ[n] for n in sys.argv[1:]))")
+    command = [str(root / "launch" / "job.sh"), "fake", "say", "NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC"]
+    return subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **variables})
+
+
+def environment(tmp_path: Path) -> Path:
+    """An active environment; its python3 is this one."""
+    executable(tmp_path / "env" / "bin" / "python3", f'exec {sys.executable} "$@"')
+    return tmp_path / "env"
+
+
+@pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_the_environment_active_at_sbatch_wins_over_the_modules(root: Path, tmp_path: Path, name: str) -> None:
+    done = job_sh(root, **{name: str(environment(tmp_path))})
+    assert done.stdout.split() == [f"{tmp_path}/env/bin/python3", "module", "module"], done.stderr
+
+
+def test_what_the_user_exported_wins_over_the_modules(root: Path, tmp_path: Path) -> None:
+    done = job_sh(root, FRONTIER_LLM_PYTHON=sys.executable, NCCL_SOCKET_IFNAME="it's $mine")
+    assert done.stdout == f"{sys.executable} it's $mine module\n", done.stderr
+
+
+def test_a_python_without_the_package_is_explained(root: Path) -> None:
+    done = job_sh(root)
+    assert done.returncode == 2
+    assert f"{root.parent}/modules/python3" in done.stderr and "export FRONTIER_LLM_PYTHON" in done.stderr
+
+
+def container(tmp_path: Path, **variables: str) -> list[str]:
+    """The words that a container's runtime gets."""
+    executable(tmp_path / "bin" / "singularity", 'printf "%s\\n" "$@"')
+    (tmp_path / "image.sif").touch()
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FRONTIER_LLM_CONTAINER": f"{tmp_path}/image.sif", **variables}
+    done = subprocess.run([LAUNCH / "container_python.sh", "-m", "a b"], capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_containers_python_sees_the_data_and_not_the_hosts_rocm(tmp_path: Path) -> None:
+    words = container(tmp_path, FRONTIER_LLM_BINDS="/data,/more", FRONTIER_LLM_ROOT="/code")
+    assert words[:2] == ["exec", "--bind"] and words[3:] == [f"{tmp_path}/image.sif", "python3", "-m", "a b"]
+    assert {str(tmp_path), "/code", "/tmp", "/data", "/more"} <= set(words[2].split(","))
+    assert "--rocm" not in words
+
+
+def test_a_sites_own_binds_replace_ours(tmp_path: Path) -> None:
+    ours = set(container(tmp_path)[2].split(","))
+    theirs = set(container(tmp_path, SINGULARITY_BIND="/opt/cray")[2].split(","))
+    assert theirs <= ours and not theirs & {"/opt/cray", "/sw", "/var/spool/slurmd"}
+
+
+def test_a_missing_image_is_explained(tmp_path: Path) -> None:
+    env = {**os.environ, "FRONTIER_LLM_CONTAINER": f"{tmp_path}/none.sif"}
+    done = subprocess.run([LAUNCH / "container_python.sh"], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "apptainer build" in done.stderr
+
+
+def test_the_address_is_the_interfaces_own(tmp_path: Path) -> None:
+    executable(tmp_path / "ip", '[[ "$*" == *"dev hsn0" ]] && echo "7: hsn0    inet 10.128.0.9/18 brd 10.128.63.255 scope global hsn0"')
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run([LAUNCH / "address.sh", "hsn0"], capture_output=True, text=True, env=env)
+    assert done.stdout == "10.128.0.9\n", done.stderr
+    done = subprocess.run([LAUNCH / "address.sh", "hsn9"], capture_output=True, text=True, env=env)
+    assert done.returncode != 0 and "hsn9" in done.stderr
+
+
+def test_a_rank_has_its_own_log_and_rank_0_speaks_to_the_job_too(tmp_path: Path) -> None:
+    outputs = []
+    for rank in ("0", "1"):
+        env = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": rank, "FRONTIER_LLM_LOG_DIR": str(tmp_path / "logs")}
+        command = [LAUNCH / "rank.sh", "bash", "-c", "echo out $SLURM_PROCID; echo err >&2"]
+        outputs.append(subprocess.run(command, capture_output=True, text=True, env=env).stdout)
+    assert outputs == ["out 0\nerr\n", ""]
+    assert [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr\n", "out 1\nerr\n"]
+
+
+def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:
+    env = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": "0", "FRONTIER_LLM_BIND": "gdc"}
+    done = subprocess.run([LAUNCH / "rank.sh", "true"], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "FRONTIER_LLM_BIND=gdc is neither gcd nor none" in done.stderr
+
+
+def test_local_ranks_start_without_slurm(tmp_path: Path) -> None:
+    env = {**os.environ, "FRONTIER_LLM_PYTHON": sys.executable}
+    done = subprocess.run([LAUNCH / "local.sh", "2", "quickstart", "--check"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("logs/*/*")) == ["rank_0.log", "rank_1.log"]
+    done = subprocess.run([LAUNCH / "local.sh", "two", "quickstart"], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "usage: launch/local.sh RANKS CONFIG" in done.stderr
