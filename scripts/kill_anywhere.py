@@ -226,10 +226,10 @@ class Campaign:
         os.kill(attempt.pids[victim], SIGNALS[fault])
         if fault == "term":
             return attempt.end(kill=False)
-        if fault == "freeze" and not attempt.ended_within(3 * self.timeout_s):
+        if fault == "freeze" and not attempt.ended_within(4 * self.timeout_s):
             attempt.end(kill=True)
             raise Different(
-                f"{run.directory}: nobody noticed within {3 * self.timeout_s:.0f} s that rank {victim} was frozen\n{self._log(run)}"
+                f"{run.directory}: nobody noticed within {4 * self.timeout_s:.0f} s that rank {victim} was frozen\n{self._log(run)}"
             )
         return attempt.end(kill=True)
 

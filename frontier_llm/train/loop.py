@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from frontier_llm.train.step import StepResult, local_gradients, train_step
 
 # The job saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
+START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,15 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     """
     failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
     hit("train.start")
-    with joined_state(config, place) as state:
-        watchdog = Watchdog(config.train, state.mesh, place)
-        with watchdog.guarding():
-            return _Session(state, resume, watchdog, signals).run()
+    # torch's store waits for ever for a rank 0 that is stopped, and the watchdog begins when all have met
+    faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
+    try:
+        with joined_state(config, place) as state:
+            watchdog = Watchdog(config.train, state.mesh, place)
+            with watchdog.guarding():  # sets the timer anew
+                return _Session(state, resume, watchdog, signals).run()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class _Session:
