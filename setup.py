@@ -97,7 +97,7 @@ class NativeBuild(build_ext):
 
 
 def native_libraries() -> list[Extension]:
-    """The shared libraries: CPU ops, sample index, GPU launcher."""
+    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, GPU launcher."""
     x86 = os.uname().machine in ("x86_64", "AMD64")
     kernels = [f"csrc/cpu/kernels_{isa}.cpp" for isa in ("generic", *(INSTRUCTION_SETS if x86 else ()))]
     headers = [str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in sorted((ROOT / "csrc").rglob(pattern))]
@@ -111,6 +111,7 @@ def native_libraries() -> list[Extension]:
     ]
     for name, source, links in (
         ("libsample_index", "csrc/sample_index.cpp", ["-pthread"]),
+        ("libsha256_pair", "csrc/sha256_pair.cpp", []),
         ("libshm_collectives", "csrc/shm/shm_collectives.cpp", ["-lrt", "-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
@@ -148,7 +149,8 @@ setup(
     ext_modules=native_libraries(),
     cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},
     entry_points={
-        "console_scripts": ["frontier-llm = frontier_llm.cli.main:entry", "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main"]
+        "console_scripts": ["frontier-llm = frontier_llm.cli.main:entry", "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main"],
+        "lm_eval.models": ["frontier-llm = frontier_llm.inference.lm_eval_model:FrontierLM"],
     },
     # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
     install_requires=["numpy", "pyyaml", "pydantic>=2", "rich", "safetensors", "sentencepiece", "tokenizers"],

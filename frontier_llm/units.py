@@ -35,6 +35,12 @@ def format_seconds(seconds: float) -> str:
     return f"{days}d {hours:02}:{minutes:02}:{rest_s:02}" if days else f"{hours}:{minutes:02}:{rest_s:02}"
 
 
+def plural(number: int, noun: str) -> str:
+    """(1, 'microbatch') -> '1 microbatch', (4, 'microbatch') -> '4 microbatches'; `-es` after a hissing sound, otherwise `-s`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number} {noun}{ending}"
+
+
 def format_age(seconds: float) -> str:
     """5400 -> '1 h ago'; whole units, rounded down."""
     for unit, length_s in (("d", 86_400), ("h", 3_600), ("min", 60)):

@@ -61,7 +61,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
             train_step(state)
             if round_number == arguments.rounds - 1:  # the last round is drawn
                 timelines[overlap].attach(state.mesh.ledger)
-                state.engine.on_action = lambda action, overlap=overlap: timelines[overlap].at(action.kind.name.lower() if action else "")
+                state.pipeline.on_action = lambda action, overlap=overlap: timelines[overlap].at(action.kind.name.lower() if action else "")
             begin_s = time.perf_counter()
             train_step(state)
             timelines[overlap].at("")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import Axis, Group, Mesh, Pending
+from frontier_llm.comm.group import Sending
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class LinkedGroup:
         """See Group. Free of charge."""
         self._group.barrier()
 
-    def send(self, x: Tensor, to: int) -> Pending:
+    def send(self, x: Tensor, to: int) -> Sending:
         """See Group. The receiver pays: a stamp of the sending time follows the message."""
         seconds = self._link.seconds(x.numel() * x.element_size())
         begin_s = max(time.monotonic(), self._free_s)

@@ -3,8 +3,9 @@
     python scripts/soak.py [--minutes 30] [--seed 1] [--ranks 2]
 
 Faults are all of scripts/kill_anywhere.py, drawn at random; each disturbed run must end bit-equal to the undisturbed one. After each run this
-process's open files and memory, files in shared memory, leftovers beside the checkpoints and processes without a parent are counted; in
-the long run, once a second, open files and memory of every rank. Prints a JSON summary; exit code 1 when a run differs or a series grows.
+process's open files, memory and shared regions, leftovers beside the checkpoints and processes without a parent are counted; in the long
+run, once a second, files, memory and regions of every rank. All are this run's own: other work on the machine does not count. Prints a JSON
+summary; exit code 1 when a run differs or a series grows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from frontier_llm.train.loop import EXIT_INTERRUPTED
 
 FAULTS = ["kill", "kill", *CODES]
 LONG_SHARE = 1 / 6  # of the time is the long run's
-SLACK = {"files": 2, "rss_mib": 24, "shared_memory": 8, "orphans": 0, "leftovers": 0}  # how much a series may grow
+SLACK = {"files": 2, "rss_mib": 24, "shared_regions": 0, "orphans": 0, "leftovers": 0}  # how much a series may grow
 
 Series = dict[str, list[float]]
 
@@ -58,17 +59,21 @@ def orphans() -> int:
     return found
 
 
-def shared_memory() -> int:
-    """Files in /dev/shm with a name or without, of the whole machine."""
-    system = os.statvfs(MEMORY_DIR)
-    return system.f_files - system.f_ffree
+def shared_regions(pid: int) -> int:
+    """Files of /dev/shm that a process has mapped. They have no name, so what no process holds is gone."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if f"{MEMORY_DIR}/" in line})  # column 4: inode
+
+
+def sample_process(pid: int, series: Series) -> None:
+    series["files"].append(open_files(pid))
+    series["rss_mib"].append(rss_mib(pid))
+    series["shared_regions"].append(shared_regions(pid))
 
 
 def sample(base: Path, series: Series) -> None:
     """Between two runs, when no rank lives."""
-    series["files"].append(open_files(os.getpid()))
-    series["rss_mib"].append(rss_mib(os.getpid()))
-    series["shared_memory"].append(shared_memory())
+    sample_process(os.getpid(), series)
     series["orphans"].append(orphans())
     series["leftovers"].append(len(list(base.iterdir())))
 
@@ -80,8 +85,7 @@ def long_run(campaign: Campaign, seconds: float) -> dict[str, Series]:
     found: dict[str, Series] = {f"rank {rank}": defaultdict(list) for rank in range(len(attempt.pids))}
     while not attempt.ended_within(1.0):
         for series, pid in zip(found.values(), attempt.pids, strict=True):
-            series["files"].append(open_files(pid))
-            series["rss_mib"].append(rss_mib(pid))
+            sample_process(pid, series)
         if time.monotonic() > stop_s:
             (run.run_dir / STOP_FILE).touch()
     codes = attempt.end(kill=False)

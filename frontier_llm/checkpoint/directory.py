@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.checkpoint.manifest import MAX_MANIFEST_BYTES, DamagedCheckpoint, Manifest, digest_line, parse
 from frontier_llm.checkpoint.shard import write_all
 from frontier_llm.errors import CheckpointError
 from frontier_llm.failpoints import hit
 
 MANIFEST, MANIFEST_DIGEST, LATEST = "manifest.json", "manifest.sha256", "LATEST"
-_COMPLETE = re.compile(r"step_(\d{8,12})")
-_REPLACED = re.compile(r"(step_\d{8,12})\.replaced\.\d+")
-_LEFTOVER = re.compile(r"step_\d{8,12}\.(tmp|deleted)\.\d+|LATEST\.tmp\.\d+")
+_COMPLETE = re.compile(r"step_([0-9]{8,12})")
+_REPLACED = re.compile(r"(step_[0-9]{8,12})\.replaced\.[0-9]+")
+_LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|LATEST\.tmp\.[0-9]+")
 
 
 def step_name(step: int) -> str:
@@ -49,15 +51,15 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def clean(directory: Path) -> list[Path]:
-    """Remove leftovers; put a checkpoint back whose replacement never arrived. Returns what was removed."""
+    """Remove leftovers; put a checkpoint back whose replacement never arrived. Returns what was removed; what cannot be is a warning."""
     removed = []
     for path in leftovers(directory):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (directory / replaced[1]).exists():
             path.rename(directory / replaced[1])
             continue
-        delete_tree(path)
-        removed.append(path)
+        if _deleted(path):
+            removed.append(path)
     return removed
 
 
@@ -69,12 +71,26 @@ def delete_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _deleted(path: Path) -> bool:
+    try:
+        hit("checkpoint.delete_renamed")
+        delete_tree(path)
+    except OSError as error:
+        log.warn(f"cannot delete {path.name}: {error.strerror}; it takes space but is not used any more")
+        return False
+    return True
+
+
 def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
-    """Remove a complete checkpoint: renamed first, so that no half of it ever carries a complete one's name."""
-    doomed = directory / f"{step_name(step)}.deleted.{incarnation}"
-    (directory / step_name(step)).rename(doomed)
-    hit("checkpoint.delete_renamed")
-    delete_tree(doomed)
+    """Remove a complete checkpoint: renamed first, so that no half of it ever carries a complete one's name.
+
+    Raises OSError, and nothing is changed, when it is write-protected or cannot be renamed.
+    """
+    path, doomed = directory / step_name(step), directory / f"{step_name(step)}.deleted.{incarnation}"
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "it is write-protected", str(path))
+    path.rename(doomed)
+    _deleted(doomed)
 
 
 def sync_directory(path: Path) -> None:
@@ -113,10 +129,16 @@ def commit(directory: Path, manifest: Manifest) -> Path:
     sync_directory(building)
     hit("checkpoint.before_rename")
     replaced = directory / f"{final.name}.replaced.{incarnation}"
-    if final.exists():  # this step was saved before, e.g. by a run that was rewound since
-        final.rename(replaced)
-        hit("checkpoint.replaced")
-    building.rename(final)
+    try:
+        if final.exists():  # this step was saved before, e.g. by a run that was rewound since
+            delete_tree(replaced)
+            final.rename(replaced)
+            hit("checkpoint.replaced")
+        building.rename(final)
+    except OSError:
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+        raise
     sync_directory(directory)
     hit("checkpoint.before_latest")
     point_latest(directory, final.name, incarnation)

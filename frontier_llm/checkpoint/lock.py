@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -162,7 +163,7 @@ class RunLock:
 
 
 def _is_incarnation(name: str) -> bool:
-    return len(name) == 13 and name[:8].isdigit() and name.endswith(".json")
+    return re.fullmatch(r"[0-9]{8}\.json", name) is not None
 
 
 def _read(path: Path) -> Holder | None:

@@ -158,8 +158,13 @@ class CheckpointManager:
         Damage is reported by file and tensor and the next older checkpoint is tried; with `strict` it is raised instead.
         Raises CheckpointError when no checkpoint is intact, or the newest intact one does not fit the model or the configuration.
         """
-        steps = self._from_rank_0(lambda: folder.complete_steps(self.directory))
+        steps, latest = self._from_rank_0(lambda: [folder.complete_steps(self.directory), folder.read_latest(self.directory)])
         damage: list[Problem] = []
+        if latest and folder.step_of(self.directory / latest) not in steps:
+            damage.append(Problem(str(self.directory / latest), f"is not there, though {folder.LATEST} names it"))
+            if strict:
+                raise DamagedCheckpoint(damage)
+            log.info(str(damage[0]))
         for step in steps:
             path = self.directory / folder.step_name(step)
             try:
@@ -174,7 +179,12 @@ class CheckpointManager:
             return progress
         if damage:
             raise CheckpointError(
-                [*damage, Problem(str(self.directory), "no checkpoint is intact", "restore one from a copy, or start anew")]
+                [
+                    *damage,
+                    Problem(
+                        str(self.directory), "no checkpoint is intact", "restore one from a copy, or start anew with another train.run_dir"
+                    ),
+                ]
             )
         return None
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from frontier_llm.checkpoint.digest import BLOCK_BYTES, WORKERS, block_count, combine, spread
+from frontier_llm.checkpoint.digest import BLOCK_BYTES, TURN_BLOCKS, WORKERS, block_count, block_digests, combine, spread
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest, Shard
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import KINDS
@@ -73,21 +73,21 @@ def entries(shard: Shard, dtype: str, data_start: int) -> list[Entry]:
 
 
 def write(path: Path, head: bytes, data: memoryview) -> str:
-    """Create the file, flush it to the device, return its digest; each block is hashed right before it is written."""
+    """Create the file, flush it to the device, return its digest; blocks are hashed right before they are written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-    def write_block(index: int) -> bytes:
-        start = index * BLOCK_BYTES
-        block = data[start : start + BLOCK_BYTES]
-        digest = hashlib.sha256(block).digest()
-        write_all(descriptor, block, len(head) + start)
+    def write_turn(index: int) -> bytes:
+        start = index * TURN_BLOCKS * BLOCK_BYTES
+        part = data[start : start + TURN_BLOCKS * BLOCK_BYTES]
+        digests = block_digests(part)
+        write_all(descriptor, part, len(head) + start)
         hit("checkpoint.block_written")
-        return digest
+        return digests
 
     try:
         hit("checkpoint.shard_created")
         write_all(descriptor, memoryview(head), 0)
-        blocks = spread(write_block, block_count(len(data)))
+        blocks = spread(write_turn, block_count(len(data), TURN_BLOCKS * BLOCK_BYTES))
         hit("checkpoint.shard_written")
         os.fsync(descriptor)
         hit("checkpoint.shard_synced")
@@ -166,24 +166,25 @@ def verify(path: Path, manifest: Manifest, shard: Shard, consume: Consume | None
 def _read_and_hash(descriptor: int, path: Path, manifest: Manifest, shard: Shard, head: bytes, consume: Consume | None) -> str:
     whole = hashlib.sha256(head)  # version 1: one digest over everything, so one block after the other
     block_bytes = manifest.block_bytes or BLOCK_BYTES
+    turn_bytes = TURN_BLOCKS * block_bytes
     places, item = entries(shard, manifest.dtype, len(head)), ITEM_BYTES[manifest.dtype]
     starts = [place.start for place in places]
     buffers = threading.local()
 
-    def read_block(index: int) -> bytes:
-        if not hasattr(buffers, "block"):
-            buffers.block = memoryview(bytearray(min(block_bytes, shard.bytes)))
-        start = len(head) + index * block_bytes
-        block = buffers.block[: min(block_bytes, shard.bytes - start)]
-        read_exactly(descriptor, path, start, block)
+    def read_turn(index: int) -> bytes:
+        if not hasattr(buffers, "part"):
+            buffers.part = memoryview(bytearray(min(turn_bytes, shard.bytes)))
+        start = len(head) + index * turn_bytes
+        part = buffers.part[: min(turn_bytes, shard.bytes - start)]
+        read_exactly(descriptor, path, start, part)
         if consume is not None:
-            for place in places[bisect_right(starts, start) - 1 : bisect_left(starts, start + len(block))]:
-                first, stop = max(start, place.start), min(start + len(block), place.start + place.numel * item)
-                consume(place, (first - place.start) // item, block[first - start : stop - start])
+            for place in places[bisect_right(starts, start) - 1 : bisect_left(starts, start + len(part))]:
+                first, stop = max(start, place.start), min(start + len(part), place.start + place.numel * item)
+                consume(place, (first - place.start) // item, part[first - start : stop - start])
         if manifest.version == 1:
-            whole.update(block)
+            whole.update(part)
             return b""
-        return hashlib.sha256(block).digest()
+        return block_digests(part, block_bytes)
 
-    blocks = spread(read_block, block_count(shard.bytes - len(head), block_bytes), workers=1 if manifest.version == 1 else WORKERS)
+    blocks = spread(read_turn, block_count(shard.bytes - len(head), turn_bytes), workers=1 if manifest.version == 1 else WORKERS)
     return whole.hexdigest() if manifest.version == 1 else combine(head, blocks)

@@ -135,9 +135,9 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
 
 
 def _resolved(model: ModelConfig) -> dict[str, object]:
-    content = {**model.model_dump(), "kv_heads": model.num_kv_heads, "head_dim": model.dim_per_head}
+    content = {**model.model_dump(), "kv_heads": model.num_kv_heads, "head_dim": model.dim_per_head, "qkv_bias": model.has_qkv_bias}
     if model.position != "rope":
-        content |= {"rope_theta": None, "rope_fraction": None}
+        content |= {"rope_theta": None, "rope_fraction": None, "rope_scaling": None}
     if model.position != "alibi":
         content["alibi_max_bias"] = None
     return content

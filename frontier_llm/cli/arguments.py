@@ -23,16 +23,18 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with our help layout; a mistyped option is answered with the nearest one."""
+    """argparse with our help layout; a mistyped option or choice is answered with the nearest one."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **settings})
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2 after what, and what to type instead."""
-        flags = _flags(self)
+        options = _flags(self)
         words = re.findall(r"(?:^|[ :])(--?[\w-]+)", message) if message.startswith("unrecognized arguments") else []
-        near = [f"{closest(word, flags)} instead of {word}" for word in words if closest(word, flags)]
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            words, options = [choice[1]], [name.strip("'") for name in choice[2].split(", ")]
+        near = [f"{closest(word, options)} instead of {word}" for word in words if closest(word, options)]
         fix = ", ".join(near) if near else f"{self.prog} --help"
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix}\n")
 

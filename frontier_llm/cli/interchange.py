@@ -23,7 +23,7 @@ def add_commands(subparsers: argparse._SubParsersAction) -> None:
     """Register import-hf, import-megatron and export-hf below `checkpoint`; each parser's default `work` runs it."""
     from_hf = subparsers.add_parser(
         "import-hf",
-        help="start a run from a Hugging Face model (Llama, GPT-2, GPT-NeoX, MPT)",
+        help="start a run from a Hugging Face model (Llama, Mistral, Qwen 2, GPT-2, GPT-NeoX, MPT)",
         description=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
     )
     from_hf.add_argument("source", metavar="DIR", help="holds config.json and safetensors")

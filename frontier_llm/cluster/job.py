@@ -118,22 +118,25 @@ def supervise(job: Job) -> int:
         log.warn(
             f"a step and a save have taken so long that {given_lead_s(job):.0f} s before the walltime is late: --signal=USR1@{needed_s}"
         )
-    if environ("FRONTIER_LLM_PREFLIGHT") == "1" and not nothing_to_do(job):
-        preflight(job)
+    if not nothing_to_do(job):
+        refuse_short_walltime(job)
+        if environ("FRONTIER_LLM_PREFLIGHT") == "1":
+            preflight(job)
     while True:
         if reason := nothing_to_do(job):
             log.info(reason)
             return 0
         bad = slurm.unhealthy(job.allocation.nodes)
         run_dir.add_bad_hosts(job.directory, bad)
+        unusable = {*bad, *untrusted_here(job)}
         avoid = {*bad, *run_dir.bad_hosts(job.directory)}
-        # a host that has failed before is used again only when no other is left
+        # a host that has failed before is used again only when no other is left, one that computed wrongly never
         order = [
             *(node for node in job.allocation.nodes if node not in avoid),
-            *(n for n in job.allocation.nodes if n in avoid and n not in bad),
+            *(n for n in job.allocation.nodes if n in avoid and n not in unusable),
         ]
         if len(order) < job.nodes_needed:
-            log.warn(f"{hostlist.compress(bad)} failed; {len(order)} nodes are left of the {job.nodes_needed} needed")
+            log.warn(f"{hostlist.compress(sorted(unusable))} failed; {len(order)} nodes are left of the {job.nodes_needed} needed")
             return continue_later(job)
         chosen = set(order[: job.nodes_needed])
         outcome = attempt(job, tuple(node for node in job.allocation.nodes if node in chosen))
@@ -142,6 +145,13 @@ def supervise(job: Job) -> int:
         if nothing_to_do(job):
             continue  # says why, and ends
         if run_dir.crash_loop(job.directory):
+            if outcome.cause == "interrupted":
+                raise FrontierError(
+                    f"three starts in a row were told to stop before they had saved a further step, the last at step {run_dir.latest_step(job.directory)}",
+                    f"give more walltime (sbatch --time) than its warning leads by: --signal=USR1@N of the script, and "
+                    f"FRONTIER_LLM_SIGNAL_LEAD_S, here {given_lead_s(job):.0f} s",
+                    "requeue",
+                )
             log.warn(f"three attempts ended at step {run_dir.latest_step(job.directory)}: giving up; see {job.directory / 'failure.json'}")
             return outcome.exit_code or 1
         if outcome.cause in ("interrupted", "walltime") or warned(job):
@@ -173,6 +183,22 @@ def refuse_second_holder(job: Job) -> None:
             )
 
 
+def refuse_short_walltime(job: Job) -> None:
+    """Raise FrontierError when the warning before the walltime is due already: ranks would save what they have just loaded, again and again."""
+    left_s, lead_s = slurm.time_left_s(job.allocation.job_id), given_lead_s(job)
+    if left_s is not None and left_s < lead_s:
+        raise FrontierError(
+            f"{left_s:.0f} s of walltime, but ranks are told to save {lead_s:.0f} s before its end",
+            f"sbatch --time={-(-2 * int(lead_s) // 60)} or more; or lower --signal and FRONTIER_LLM_SIGNAL_LEAD_S, both, if a step and a save need less",
+            "walltime",
+        )
+
+
+def untrusted_here(job: Job) -> list[str]:
+    """Nodes of the allocation that computed wrongly."""
+    return [node for node in run_dir.untrusted_hosts(job.directory) if node in job.allocation.nodes]
+
+
 def nothing_to_do(job: Job) -> str:
     """Why no further attempt is wanted: finished, or stopped by a person; '' when there is work."""
     step = run_dir.latest_step(job.directory)
@@ -186,6 +212,7 @@ def nothing_to_do(job: Job) -> str:
 def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     """One srun of all ranks, recorded in attempts.jsonl."""
     let_the_lock_go_stale(job, nodes[0])
+    (job.directory / "failure.json").unlink(missing_ok=True)  # of an earlier attempt; the ranks may write a new one
     started_s, start_step = time.time(), run_dir.latest_step(job.directory)
     incarnation = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     left_s = slurm.time_left_s(job.allocation.job_id)
@@ -198,12 +225,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         options=tuple(job.site.srun.items()),
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
-        command=(
-            rank_python(),
-            *job.program,
-            *job.words,
-            *job.flags,
-        ),
+        command=(rank_python(), *job.program, *job.words, *job.flags),
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
@@ -212,6 +234,9 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     outcome = run_step(step)
     if outcome.cause == "crash" and (dead := dead_nodes(job, nodes, outcome)):
         outcome = replace(outcome, cause="node failure", detail=f"{hostlist.compress(dead)} failed", host=dead[0])
+    accused = run_dir.wrong_results(job.directory)
+    if outcome.cause == "crash" and accused:
+        outcome = replace(outcome, cause="wrong results", detail=str(accused["what"]), host=str(accused["host"]), rank=int(accused["rank"]))
     end_step = run_dir.latest_step(job.directory)
     if outcome.cause == "interrupted" and end_step >= job.config.train.steps:
         outcome = replace(outcome, cause="finished")
@@ -231,7 +256,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         ),
     )
     log.info(f"attempt {incarnation} ended at step {end_step}: {outcome.cause}{', ' + outcome.detail if outcome.detail else ''}")
-    if outcome.cause not in ("finished", "interrupted"):
+    if outcome.cause not in ("finished", "interrupted", "wrong results"):
         outcome.write(job.directory / "failure.json")
     return outcome
 
@@ -242,6 +267,7 @@ def let_the_lock_go_stale(job: Job, first: str) -> None:
     if made and made[-1].cause not in ("finished", "interrupted") and made[-1].nodes[0] != first:
         left_s = made[-1].ended_unix_s + LOCK_STALE_S - time.time()
         if left_s > 0:
+            left_s = min(left_s, LOCK_STALE_S)  # the clock may have been set back since
             log.info(f"rank 0 moves from {made[-1].nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale")
             time.sleep(left_s)
 
@@ -271,7 +297,7 @@ def continue_later(job: Job) -> int:
     if job.continue_with == "never":
         log.info("not continued: FRONTIER_LLM_CONTINUE=never")
         return 0
-    if job.continue_with == "requeue":
+    if job.continue_with == "requeue" and not untrusted_here(job):  # a requeued job may get the same nodes again, a new one excludes them
         log.info(f"requeueing job {job.allocation.job_id}")
         sys.stderr.flush()
         slurm.requeue(job.allocation.job_id)
@@ -283,9 +309,10 @@ def continue_later(job: Job) -> int:
         return 0
     script = job.directory / "job.sbatch"
     if not script.is_file():
-        raise FrontierError(
-            f"there is no {script}", "start the run with frontier-llm submit, or use FRONTIER_LLM_CONTINUE=requeue", "successor"
-        )
+        fix = "start the run with frontier-llm submit, or use FRONTIER_LLM_CONTINUE=requeue"
+        if bad:
+            fix = f"submit again, with sbatch --exclude={hostlist.compress(bad)} or with frontier-llm submit, which excludes them itself"
+        raise FrontierError(f"there is no {script}", fix, "successor")
     options = [f"--dependency=afterany:{job.allocation.job_id}", f"--chdir={os.getcwd()}", "--parsable"]
     options += [f"--exclude={hostlist.compress(bad)}"] if bad else []
     options += [f"--account={account}"] if (account := environ("SLURM_JOB_ACCOUNT")) else []

@@ -11,14 +11,13 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.rank_env import environ, environment, node_name
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
 NO_FI_INFO = "fi_info is not on PATH"
@@ -57,7 +56,7 @@ class Facts:
 
 def probe(settings: Settings) -> Facts:
     """Look at everything once."""
-    host = environ("SLURMD_NODENAME") or socket.gethostname()
+    host = node_name()
     root = Path(settings.system_root.replace("{host}", host))
     run_error, run_free, run_s = _storage(Path(settings.run_dir), host)
     local_error, local_free, _ = _storage(Path(os.path.expandvars(settings.node_local)), host)
@@ -171,7 +170,7 @@ def _storage(directory: Path, host: str) -> tuple[str, int, float]:
 
 def main(words: list[str]) -> int:
     """The time stamp goes first and alone: the reader notes when it arrives."""
-    _say(TIME_MARK, {"host": environ("SLURMD_NODENAME") or socket.gethostname(), "unix_s": time.time()})
+    _say(TIME_MARK, {"host": node_name(), "unix_s": time.time()})
     content = json.loads(Path(words[0]).read_text(encoding="utf-8"))
     settings = Settings(**{**content, "interfaces": tuple(content["interfaces"]), "variables": tuple(content["variables"])})
     _say(FACTS_MARK, asdict(probe(settings)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
 
@@ -25,6 +26,11 @@ _SHELL_STEPS = {str(0xFFFFFFFF - offset) for offset in (2, 3, 4, 5)}
 def environ(name: str, default: str | None = None) -> str | None:
     """One environment variable; other rooms ask here instead of reading `os.environ`."""
     return os.environ.get(name, default)
+
+
+def node_name() -> str:
+    """This node as the scheduler calls it, so that it can be excluded by that name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def environment() -> dict[str, str]:

@@ -4,6 +4,8 @@ LATEST or checkpoints/LATEST   name of the last durable checkpoint
 metrics.jsonl                  one line per step, evaluation, save, start and rewind
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the only start that may write (the fence)
+bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
+untrusted_nodes.json           hosts that computed wrongly: left out, and never used again; delete the file to forgive them
 STOP                           made by a person: save, end, and do not continue until it is deleted
 SAVE                           made by a person: save within a step and go on; the run deletes it
 """
@@ -33,7 +35,7 @@ class Attempt:
     start_step: int
     end_step: int
     exit_code: int
-    cause: str  # finished | interrupted | node failure | crash | refused | walltime
+    cause: str  # finished | interrupted | node failure | wrong results | crash | refused | walltime
     detail: str = ""
     failed_host: str = ""
     started_unix_s: float = 0.0
@@ -139,17 +141,40 @@ def holder(run_dir: Path) -> dict[str, Any]:
 
 
 def bad_hosts(run_dir: Path) -> list[str]:
-    """Hosts that failed: every node that went down, and every host on which the first failing rank sat twice."""
-    path = run_dir / "bad_nodes.json"
-    listed = set(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else set()
+    """Hosts that failed: nodes that went down, those that computed wrongly, and those on which the first failing rank sat twice."""
     first = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
-    return sorted(listed | {host for host in first if first.count(host) >= 2})
+    twice = {host for host in first if first.count(host) >= 2}
+    return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir), *twice})
+
+
+def untrusted_hosts(run_dir: Path) -> list[str]:
+    """Hosts that computed wrongly."""
+    return _listed(run_dir / "untrusted_nodes.json")
+
+
+def _listed(path: Path) -> list[str]:
+    return [str(host) for host in json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
 def add_bad_hosts(run_dir: Path, hosts: list[str]) -> None:
     """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
     if hosts:
         write_atomically(run_dir / "bad_nodes.json", json.dumps(sorted({*bad_hosts(run_dir), *hosts})) + "\n")
+
+
+def distrust(run_dir: Path, hosts: list[str]) -> None:
+    """Never use hosts again."""
+    if hosts:
+        write_atomically(run_dir / "untrusted_nodes.json", json.dumps(sorted({*untrusted_hosts(run_dir), *hosts})) + "\n")
+
+
+def wrong_results(run_dir: Path) -> dict[str, Any]:
+    """failure.json when ranks have written there who computes wrongly, else nothing."""
+    try:
+        content = json.loads((run_dir / "failure.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and "suspects" in content else {}
 
 
 def crash_loop(run_dir: Path, limit: int = 3) -> bool:

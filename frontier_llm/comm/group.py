@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,12 +35,23 @@ class Pending(Protocol):
         """Block (on CPU) or make the current stream wait (on a GPU) until the result may be used."""
 
 
+class Sending(Pending, Protocol):
+    """A message under way."""
+
+    def is_done(self) -> bool:
+        """True when its tensor may be written to or freed; never blocks."""
+
+
 class _Done:
     def wait(self) -> None:
         """Nothing was started."""
 
+    def is_done(self) -> bool:
+        """Yes."""
+        return True
 
-DONE: Pending = _Done()
+
+DONE: Sending = _Done()
 
 
 class Collectives(Protocol):
@@ -66,7 +79,7 @@ class Collectives(Protocol):
 class Group(Collectives, Protocol):
     """Collectives and messages among `size` > 1 ranks."""
 
-    def send(self, x: Tensor, to: int) -> Pending:
+    def send(self, x: Tensor, to: int) -> Sending:
         """A message; messages to one rank arrive in order."""
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
@@ -79,8 +92,8 @@ class Group(Collectives, Protocol):
 class _Watched:
     """Work of torch.distributed whose failure is explained by the group that started it."""
 
-    def __init__(self, group: TorchGroup, what: str, parts: Sequence[Pending]) -> None:
-        self._group, self._what, self._parts = group, what, parts
+    def __init__(self, group: TorchGroup, what: str, peer: int | None, parts: Sequence[Any]) -> None:
+        self._group, self._what, self._peer, self._parts = group, what, peer, parts
 
     def wait(self) -> None:
         """See Pending. Raises RankFailure naming axis and rank."""
@@ -88,28 +101,35 @@ class _Watched:
             for part in self._parts:
                 part.wait()
         except RuntimeError as error:
-            raise self._group.explain(self._what, error) from error
+            raise self._group.explain(self._what, error, self._peer) from error
+
+    def is_done(self) -> bool:
+        """See Sending."""
+        return all(part.is_completed() for part in self._parts)
 
 
 class TorchGroup:
     """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share a host.
 
     Its errors say neither axis nor rank ("Connection closed by peer", "Timed out"), so each rank that fails tells the others
-    through the store how many calls it has made: those that say nothing, or are behind, are named.
+    through the store how many calls it has made: those that say nothing, or are behind, are named. A message concerns its two ranks alone,
+    and is counted between them.
     """
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str, store: dist.Store) -> None:
         self.process_group, self._ranks, self._name, self._store = process_group, ranks, name, store
-        self._calls = 0
+        self._calls: Counter[int | None] = Counter()  # by peer; None = with all
         self._rank = ranks.index(dist.get_rank())
+        # else torch takes the GPU of this number among the node's, whichever the rank has chosen
+        self._device_ids = [torch.cuda.current_device()] if dist.get_backend(process_group) == "nccl" else None
 
-    def _watch(self, what: str, start: Callable[[], Any]) -> Pending:
-        self._calls += 1
+    def _watch(self, what: str, start: Callable[[], Any], peer: int | None = None) -> _Watched:
+        self._calls[peer] += 1
         try:
             work = start()
         except RuntimeError as error:
-            raise self.explain(what, error) from error
-        return _Watched(self, what, work if isinstance(work, list) else [work])
+            raise self.explain(what, error, peer) from error
+        return _Watched(self, what, peer, work if isinstance(work, list) else [work])
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """See Group."""
@@ -135,15 +155,15 @@ class TorchGroup:
 
     def barrier(self) -> None:
         """See Group."""
-        self._watch("barrier", lambda: dist.barrier(group=self.process_group, async_op=True)).wait()
+        self._watch("barrier", lambda: dist.barrier(group=self.process_group, async_op=True, device_ids=self._device_ids)).wait()
 
-    def send(self, x: Tensor, to: int) -> Pending:
+    def send(self, x: Tensor, to: int) -> Sending:
         """See Group."""
-        return self._watch("send", lambda: dist.isend(x, self._ranks[to], group=self.process_group))
+        return self._watch("send", lambda: dist.isend(x, self._ranks[to], group=self.process_group), to)
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """See Group."""
-        return self._watch("recv", lambda: dist.irecv(buffer, self._ranks[source], group=self.process_group))
+        return self._watch("recv", lambda: dist.irecv(buffer, self._ranks[source], group=self.process_group), source)
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
         """See Group."""
@@ -153,34 +173,34 @@ class TorchGroup:
         ]
         return self._watch("exchange", lambda: dist.batch_isend_irecv(operations))
 
-    def explain(self, what: str, error: Exception) -> RankFailure:
-        """The error to raise for a failed call, after up to EXPLAIN_S of asking the others how far they are."""
-        key = f"behind/{self._name}/{self._ranks}"
-        calls: dict[int, int] = {self._rank: self._calls}
+    def explain(self, what: str, error: Exception, peer: int | None = None) -> RankFailure:
+        """The error to raise for a failed call, after up to EXPLAIN_S of asking the others, or the peer of a message, how far they are."""
+        parties = range(len(self._ranks)) if peer is None else sorted({self._rank, peer})
+        key = f"behind/{self._name}/{[self._ranks[rank] for rank in parties]}"
+        calls: dict[int, int] = {self._rank: self._calls[peer]}
         try:
-            self._store.set(f"{key}/{self._rank}", str(self._calls))
+            self._store.set(f"{key}/{self._rank}", str(self._calls[peer]))
             deadline = time.monotonic() + EXPLAIN_S
-            while len(calls) < len(self._ranks) and time.monotonic() < deadline:
-                missing = [rank for rank in range(len(self._ranks)) if rank not in calls]
+            while (missing := [rank for rank in parties if rank not in calls]) and time.monotonic() < deadline:
                 found = [rank for rank in missing if self._store.check([f"{key}/{rank}"])]
                 calls.update({rank: int(self._store.get(f"{key}/{rank}")) for rank in found})
                 time.sleep(0 if found else 0.05)
         except RuntimeError:
             pass  # the store lives in rank 0: when that is gone too, what is known so far must do
         return RankFailure(
-            f"{what} number {self._calls} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) "
+            f"{what} number {self._calls[peer]} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) "
             f"among {listed(self._ranks)}, failed: "
-            f"{str(error).splitlines()[0]}; {self._suspects(calls)}",
+            f"{str(error).splitlines()[0]}; {self._suspects(calls, parties)}",
             fix="look into the log of the rank that is named first; raise train.timeout_s only if it is merely slow",
         )
 
-    def _suspects(self, calls: dict[int, int]) -> str:
+    def _suspects(self, calls: dict[int, int], parties: Sequence[int]) -> str:
         """Who has said nothing, else who has made fewer calls."""
 
         def named(ranks: Iterable[int]) -> str:
             return ", ".join(f"rank {rank} of axis {self._name} (global rank {self._ranks[rank]})" for rank in ranks)
 
-        silent = [rank for rank in range(len(self._ranks)) if rank not in calls]
+        silent = [rank for rank in parties if rank not in calls]
         if silent:
             return f"no word from {named(silent)}: dead or stuck outside of communication"
         most = max(calls.values())

@@ -22,6 +22,7 @@ from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, TorchGroup
 from frontier_llm.comm.hierarchical import ChosenGroup, HierarchicalGroup
 from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.p2p import open_channels
 from frontier_llm.comm.rendezvous import forget_stores, join_store
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.topology import Grid
@@ -93,30 +94,40 @@ class _Groups:
             return single(name, self._global_rank, self.ledger)
         rank = ranks.index(self._global_rank)
         group = self._group(name, rank, ranks)
-        if levels := self._levels(name, ranks):
-            node, rail = levels
+        node, rail = self._levels(name, ranks)
+        if rail.size > 1:
             choose = partial(self._choose, nodes=rail.size)
             group = ChosenGroup(group, HierarchicalGroup(node, rail), choose)
             self._say(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms")
         return Axis(name, rank, len(ranks), ranks, group, self.ledger)
 
+    def counted_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        """An axis that may have one rank here and several elsewhere: a group is made either way.
+
+        torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many.
+        """
+        if len(ranks) == 1:
+            _new_group(ranks, self._timeout_s)
+        return self.axis(name, ranks)
+
     def _choose(self, operation: str, size_bytes: int, nodes: int) -> str:
         return self._algorithms.choose(operation, nodes, size_bytes)
 
-    def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis] | None:
-        """(this rank's node, this rank's rail) of an axis with as many ranks on each of its nodes; None where one level is all there is."""
+    def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis]:
+        """(this rank's node, this rank's rail) of an axis with as many ranks on each of its nodes; of one rank where one level is all there is."""
+        alone: tuple[int, ...] = (self._global_rank,)
         if self._ranks_per_node is None or not self._algorithms.rules or name not in ("tp", "dp", "world"):
-            return None
+            return single(name, self._global_rank), single(name, self._global_rank)
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
             by_node.setdefault(rank // self._ranks_per_node, []).append(rank)
         nodes = list(by_node.values())
-        uneven = len({len(node) for node in nodes}) > 1 or [rank for node in nodes for rank in node] != list(ranks)
-        if len(nodes) == 1 or uneven:
-            return None
-        mine = by_node[self._global_rank // self._ranks_per_node]
-        place = mine.index(self._global_rank)
-        return self.axis(f"{name}.node", tuple(mine)), self.axis(f"{name}.rail", tuple(node[place] for node in nodes))
+        mine, rail = alone, alone
+        even = len({len(node) for node in nodes}) == 1 and [rank for node in nodes for rank in node] == list(ranks)
+        if len(nodes) > 1 and even:  # not so for all groups of an axis where nodes are no multiple of them
+            mine = tuple(by_node[self._global_rank // self._ranks_per_node])
+            rail = tuple(node[mine.index(self._global_rank)] for node in nodes)
+        return self.counted_axis(f"{name}.node", mine), self.counted_axis(f"{name}.rail", rail)
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
         timeout_s = self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail and pp.forward as their axis
@@ -200,11 +211,8 @@ def build_mesh(
     is_end = global_rank in (pipeline[0], pipeline[-1])
     tied = tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) if tied_embeddings and is_end else (global_rank,)
     names = CHANNELS + (WRAP_CHANNELS if chunks > 1 else ()) if grid.pp > 1 else ()
-    tied_axis = groups.axis("tied", tied)
-    if tied_embeddings and not is_end:
-        # torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many
-        _new_group((global_rank,), timeout_s)
-    return Mesh(
+    tied_axis = groups.counted_axis("tied", tied) if tied_embeddings else groups.axis("tied", tied)
+    mesh = Mesh(
         tp=groups.axis("tp", grid.group("tp", global_rank)),
         pp=groups.axis("pp", pipeline),
         dp=groups.axis("dp", grid.group("dp", global_rank)),
@@ -213,6 +221,8 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
         ledger=groups.ledger,
     )
+    open_channels(mesh.channels, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    return mesh
 
 
 def process_group(axis: Axis, timeout_s: float) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_all_to_all_into, start_reduce_scatter
-from frontier_llm.comm.group import DONE, Collectives, Group, Pending
+from frontier_llm.comm.group import DONE, Collectives, Group, Pending, Sending
 from frontier_llm.comm.p2p import exchange
 
 CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part of a Slingshot NIC's bandwidth curve
@@ -57,20 +57,22 @@ def double(block_p: Tensor, rail: Axis) -> Tensor:
 class _Staged:
     """Chunks that pass through two stages; the first chunk's first stage is under way when this exists.
 
-    On CPU the rest happens in wait(). On a GPU all of it is queued at once on a stream of its own, and wait() makes the current
-    stream wait for that: the host never blocks.
+    On CPU the rest happens in wait(). On a GPU all of it is queued at once on the group's `stream`, and wait() makes the current
+    stream wait for this much of it: the host never blocks.
     """
 
-    def __init__(self, first: Callable[[int], Any], second: Callable[[int, Any], None], chunks: int, device: torch.device) -> None:
-        self._first, self._second, self._chunks, self._finished = first, second, chunks, False
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is None:
+    def __init__(
+        self, first: Callable[[int], Any], second: Callable[[int, Any], None], chunks: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._first, self._second, self._chunks, self._finished, self._end = first, second, chunks, False, None
+        if stream is None:
             self._ahead = first(0)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
             self._ahead = first(0)
             self._run()
+            self._end = stream.record_event()
 
     def _run(self) -> None:
         for chunk in range(self._chunks):
@@ -83,8 +85,8 @@ class _Staged:
         """See Pending."""
         if not self._finished:
             self._run()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._end is not None:
+            self._end.wait()
 
 
 class HierarchicalGroup:
@@ -93,6 +95,13 @@ class HierarchicalGroup:
     def __init__(self, node: Axis, rail: Axis, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._node, self._rail, self._chunk_bytes = node, rail, chunk_bytes
         self._rank, self._size = rail.rank * node.size + node.rank, node.size * rail.size
+        self._side: torch.cuda.Stream | None = None
+
+    def _stream(self, x: Tensor) -> torch.cuda.Stream | None:
+        """One for the group, of the communicators' priority: a stream for each call would spread over all hardware queues, compute's too."""
+        if x.is_cuda and self._side is None:
+            self._side = torch.cuda.Stream(x.device, priority=-1)
+        return self._side
 
     def _chunks(self, elements: int, width: int) -> list[slice]:
         """Parts of one rank's share, so that a chunk of a node's traffic per rank has about `chunk_bytes`."""
@@ -113,7 +122,7 @@ class HierarchicalGroup:
             started[1].wait()
             out[cuts[chunk]] = halve(started[0].view(nodes, -1), self._rail)
 
-        return _Staged(inside, between, len(cuts), x.device)
+        return _Staged(inside, between, len(cuts), self._stream(x))
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
         """See Group."""
@@ -124,14 +133,18 @@ class HierarchicalGroup:
         def between(chunk: int) -> tuple[Tensor, Tensor, Pending]:
             x_Nc = double(flat[cuts[chunk]], self._rail)
             gathered_kNc = torch.empty((places, *x_Nc.shape), dtype=x.dtype, device=x.device)
-            return x_Nc, gathered_kNc, start_all_gather_into(gathered_kNc, x_Nc, self._node)
+            return (
+                x_Nc,
+                gathered_kNc,
+                start_all_gather_into(gathered_kNc.flatten(0, 1), x_Nc, self._node),
+            )  # gloo wants it stacked along x's dim
 
         def inside(chunk: int, started: tuple[Tensor, Tensor, Pending]) -> None:
             x_Nc, gathered_kNc, pending = started
             pending.wait()
             gathered_Nkp[:, :, cuts[chunk]] = (gathered_kNc if places > 1 else x_Nc[None]).transpose(0, 1)
 
-        return _Staged(between, inside, len(cuts), x.device)
+        return _Staged(between, inside, len(cuts), self._stream(x))
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """See Group. A sum is a reduce-scatter and an all-gather; a maximum, which is of scalars and vectors only, one of gathered copies."""
@@ -155,7 +168,7 @@ class HierarchicalGroup:
             if padded is not whole:
                 whole.copy_(padded[: x.numel()])
 
-        return _Staged(lambda _: reducing, gather, 1, x.device)
+        return _Staged(lambda _: reducing, gather, 1, self._stream(x))
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
         """See Group. Inside the node first, so that each rank holds what its rail is to get from the node; then between nodes."""
@@ -219,7 +232,7 @@ class ChosenGroup:
         """See Group."""
         self.flat.barrier()
 
-    def send(self, x: Tensor, to: int) -> Pending:
+    def send(self, x: Tensor, to: int) -> Sending:
         """See Group."""
         return self.flat.send(x, to)
 

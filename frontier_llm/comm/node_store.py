@@ -127,9 +127,14 @@ class Relay:
                 self._await(keys[1:], float(arguments[0]))
                 return [store.get(keys[1])]
             case "compare_set":
-                return [store.compare_set(keys[0], keys[1], keys[2])]
+                return [store.compare_set(keys[0], arguments[1], arguments[2])]  # type: ignore[arg-type]
             case "delete_key":
                 return [b"1" if store.delete_key(keys[0]) else b""]
+            case "num_keys":
+                return [str(store.num_keys()).encode()]
+            case "multi_get":
+                self._await(keys[1:], float(arguments[0]))
+                return [*store.multi_get(keys[1:])]
             case _:
                 raise RuntimeError(f"the store relay does not know {operation!r}")
 
@@ -144,12 +149,17 @@ class Relay:
 
 
 class NodeStore(dist.Store):
-    """The job's store as a rank sees it through its node's relay. Raises DistStoreError when relay or server are gone."""
+    """The job's store as a rank sees it through its node's relay. Raises DistStoreError when relay or server are gone.
+
+    torch's C++ (prefixes, gloo, RCCL's groups and their watchdogs) calls a store that is written in Python by names of its own, some of them
+    not Python's: every one that it can call is here. Queues and list_keys it cannot call, and no group needs them.
+    """
 
     def __init__(self, name: str, timeout_s: float, patient: bool = True) -> None:
         """Connect; if `patient`, wait up to `timeout_s` for the relay to be there, else raise OSError when it is not."""
         super().__init__()
-        self._name, self._timeout_s, self._threads = name, timeout_s, threading.local()
+        self.set_timeout(timedelta(seconds=timeout_s))  # kept by the C++ half, which hears of it from groups and prefixes too
+        self._name, self._threads = name, threading.local()
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -186,7 +196,8 @@ class NodeStore(dist.Store):
             raise dist.DistStoreError(values[0].decode())
         return values
 
-    def _await(self, operation: str, keys: list[str], timeout_s: float) -> Parts:
+    def _await(self, operation: str, keys: list[str], timeout: timedelta | None = None) -> Parts:
+        timeout_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]  # missing in the stubs
         return self._ask(operation, repr(timeout_s).encode(), *(key.encode() for key in keys), within_s=timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -195,7 +206,7 @@ class NodeStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Waits for the key."""
-        return self._await("get", [key], self._timeout_s)[0]
+        return self._await("get", [key])[0]
 
     def add(self, key: str, amount: int) -> int:
         """The new value."""
@@ -207,7 +218,11 @@ class NodeStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until all are there."""
-        self._await("wait", keys, self._timeout_s if timeout is None else timeout.total_seconds())
+        self._await("wait", keys, timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Waits for all; RCCL asks so for the ids of all roots of a communicator of more than 128 ranks."""
+        return self._await("multi_get", keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """The value afterwards."""
@@ -217,11 +232,12 @@ class NodeStore(dist.Store):
         """True when it was there."""
         return bool(self._ask("delete_key", key.encode())[0])
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Of get, and of wait without one."""
-        self._timeout_s = timeout.total_seconds()
+    def num_keys(self) -> int:
+        """In the whole store."""
+        return int(self._ask("num_keys")[0])
 
-    @property
-    def timeout(self) -> timedelta:
-        """Of get, and of wait without one."""
-        return timedelta(seconds=self._timeout_s)
+    def clone(self) -> NodeStore:
+        """For another thread: this one, since each has a connection of its own."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's C++ calls them

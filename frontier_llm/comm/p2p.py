@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.group import Pending
+from frontier_llm.comm.group import Pending, Sending
 from frontier_llm.comm.ledger import Call, Ledger
 
 
@@ -27,21 +28,21 @@ class Receive:
 
 
 class Sends:
-    """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it.
+    """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at the next send.
 
     At most `limit` per channel are outstanding; then the oldest is waited for. The limit must exceed the number of messages by
-    which a schedule lets a receiver lag behind, or both sides would wait for each other; the engine sets it from the schedule.
+    which a schedule lets a receiver lag behind, or both sides would wait for each other.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._outstanding: dict[str, deque[tuple[Pending, Tensor, Ledger, Call]]] = defaultdict(deque)
+        self._outstanding: dict[str, deque[tuple[Sending, Tensor, Ledger, Call]]] = defaultdict(deque)
 
     def start(self, x: Tensor, channel: Axis, to: int) -> None:
         """Send a contiguous tensor to axis rank `to`."""
         assert channel.group is not None, "an axis of one rank has no one to send to"
         queue = self._outstanding[channel.name]
-        if len(queue) >= self._limit:
+        while queue and (len(queue) >= self._limit or queue[0][0].is_done()):
             self._finish(*queue.popleft())
         call = channel.ledger.add(channel.name, "send", x.numel() * x.element_size())
         with channel.ledger.blocked(call, last=False):
@@ -55,7 +56,7 @@ class Sends:
                 self._finish(*queue.popleft())
 
     @staticmethod
-    def _finish(work: Pending, _: Tensor, ledger: Ledger, call: Call) -> None:
+    def _finish(work: Sending, _: Tensor, ledger: Ledger, call: Call) -> None:
         with ledger.blocked(call):
             work.wait()
 
@@ -66,6 +67,30 @@ def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     buffer = torch.empty(shape, dtype=dtype, device=device)
     call = channel.ledger.add(channel.name, "recv", buffer.numel() * buffer.element_size())
     return Receive(buffer, channel.group.receive(buffer, source), channel.ledger, call)
+
+
+def first_messages(channel: str, stages: int) -> list[list[tuple[int, int]]]:
+    """(sender, receiver) of every stream of a channel, in rounds in which no rank has two."""
+    boundaries = [[(stages - 1, 0)]] if channel.endswith("-wrap") else [[(i, i + 1) for i in range(odd, stages - 1, 2)] for odd in (0, 1)]
+    onward = channel.startswith("forward")
+    return [[pair if onward else pair[::-1] for pair in pairs] for pairs in boundaries]
+
+
+def open_channels(channels: Mapping[str, Axis], device: torch.device) -> None:
+    """Send one byte through every stream, so that no step has to open one. Collective over the pipeline.
+
+    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer. Steps post receives ahead: with one
+    microbatch a stage would wait for the gradient's sender before it has computed what that one waits for, whatever the schedule.
+    """
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    for name, axis in channels.items():
+        assert axis.group is not None, "an axis of one rank has no one to talk to"
+        for pairs in first_messages(name, axis.size):
+            for sender, receiver in pairs:
+                if axis.rank == sender:
+                    axis.group.send(byte, receiver).wait()
+                elif axis.rank == receiver:
+                    axis.group.receive(byte, sender).wait()
 
 
 def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.comm.group import DONE, Pending, listed
+from frontier_llm.comm.group import DONE, Pending, Sending, listed
 from frontier_llm.errors import BackendError, RankFailure
 
 ABI = 2
@@ -181,7 +181,7 @@ class ShmGroup:
         nothing = torch.empty(0, dtype=torch.uint8)
         self._start("all_reduce", nothing, nothing, 0).wait()
 
-    def send(self, x: Tensor, to: int) -> Pending:
+    def send(self, x: Tensor, to: int) -> Sending:
         """See Group. The message is copied out at once; only a peer that lags by a whole arena makes this wait."""
         for start, size in _pieces(x):
             self._until_done("send", _library().fl_shm_send, to, x.data_ptr() + start, size)

@@ -12,6 +12,7 @@ from frontier_llm.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RopeScaling,
     RunConfig,
     TrainConfig,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "RopeScaling",
     "RunConfig",
     "TrainConfig",
     "available",

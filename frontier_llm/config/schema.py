@@ -21,7 +21,16 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)  # JSON has neither
+
+
+class RopeScaling(Section):
+    """Llama 3.1's longer context: rotations that turn seldom within the original context are slowed down, fast ones stay."""
+
+    factor: PositiveFloat  # by which slow rotations are slowed down
+    low_freq_factor: PositiveFloat  # turns within the original context up to which a rotation is slow
+    high_freq_factor: PositiveFloat  # and from which it is fast; those between are blended
+    original_sequence_length: PositiveInt
 
 
 class ModelConfig(Section):
@@ -42,11 +51,13 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = 1e-5
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
     bias: bool = False  # of the linear layers
+    qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
     tied_embeddings: bool = False  # the output head is the token embedding
     rope_theta: PositiveFloat = 10000.0
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
+    rope_scaling: RopeScaling | None = None
     alibi_max_bias: PositiveFloat = 8.0
     init_std: PositiveFloat = 0.02  # output projections use init_std / sqrt(2 * layers)
 
@@ -59,6 +70,11 @@ class ModelConfig(Section):
     def dim_per_head(self) -> int:
         """Head dimension D."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True when the query, key and value projection has a bias."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def gated(self) -> bool:

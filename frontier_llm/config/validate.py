@@ -27,6 +27,10 @@ def model_problems(model: ModelConfig) -> list[Problem]:
                 "choose a fraction that gives an even number",
             )
         )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        what = f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}"
+        problems.append(Problem("model.rope_scaling", what, "Llama 3.1 has 1 and 4"))
     if model.norm == "rmsnorm" and model.norm_bias:
         problems.append(Problem("model.norm_bias", "rmsnorm has no bias", "set norm_bias: false or norm: layernorm"))
     return problems

@@ -5,6 +5,8 @@ Each returns named terms {name: (forward_s, backward_s)}, so that `plan --explai
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from frontier_llm.costs.collectives import node_s
@@ -34,6 +36,11 @@ def linear(tokens: Number, inputs: Number, outputs: Number, rates: Rates, accumu
     forward = gemm_s(tokens, outputs, inputs, rates)
     backward = gemm_s(tokens, inputs, outputs, rates) + gemm_s(outputs, inputs, tokens, rates)
     return forward, backward + memory_s(accumulate * inputs * outputs, 0, rates)
+
+
+def in_layers(rates: Rates) -> Rates:
+    """The rates at which a layer's own products run: FP8 stacks multiply there and leave attention and the head in 16 bit."""
+    return replace(rates, peak_flops=rates.peak_flops * rates.linear_speedup)
 
 
 def tp_collective_s(w: Workload, rates: Rates) -> Number:
@@ -90,10 +97,11 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
     """One layer; the recomputed forward is counted in backward."""
     T, H, tp = w.tokens, w.H, w.tp
     accumulate = accumulate_bytes(w, rates)
-    qkv = linear(T, H, (np.asarray(w.A) + 2 * np.asarray(w.G)) * w.D / tp, rates, accumulate)
-    out = linear(T, np.asarray(w.A) * w.D / tp, H, rates, accumulate)
-    up = linear(T, H, (1 + np.asarray(w.gated)) * w.F / tp, rates, accumulate)
-    down = linear(T, np.asarray(w.F) / tp, H, rates, accumulate)
+    fast = in_layers(rates)
+    qkv = linear(T, H, (np.asarray(w.A) + 2 * np.asarray(w.G)) * w.D / tp, fast, accumulate)
+    out = linear(T, np.asarray(w.A) * w.D / tp, H, fast, accumulate)
+    up = linear(T, H, (1 + np.asarray(w.gated)) * w.F / tp, fast, accumulate)
+    down = linear(T, np.asarray(w.F) / tp, H, fast, accumulate)
     tp_s = 2 * tp_collective_s(w, rates)
     # with sequence parallelism the backward of a column-parallel product gathers its input again, under the input gradient
     # where anything runs beside anything: half of it shows
@@ -133,7 +141,8 @@ def weight_gradient_s(w: Workload, rates: Rates) -> Number:
         (H, (1 + np.asarray(w.gated)) * w.F / tp),
         (np.asarray(w.F) / tp, H),
     )
-    return sum(gemm_s(outputs, inputs, T, rates) + memory_s(more * inputs * outputs, 0, rates) for inputs, outputs in shapes)
+    fast = in_layers(rates)
+    return sum(gemm_s(outputs, inputs, T, fast) + memory_s(more * inputs * outputs, 0, rates) for inputs, outputs in shapes)
 
 
 def embedding_terms(w: Workload, rates: Rates) -> Terms:

@@ -30,13 +30,15 @@ def layer_activation_bytes(w: Workload, rates: Rates, recompute: Number) -> Numb
     T, H, tp, size = w.tokens * 1.0, w.H, np.asarray(w.tp, dtype=float), w.dtype_bytes
     cut = np.asarray(w.sequence_shards, dtype=float)
     heads, groups = np.asarray(w.A) * w.D / tp, np.asarray(w.G) * w.D / tp
-    whole = 4 * T * H * size / cut + (2 * T * H / cut if rates.dropout else 0.0)
+    # what linear layers keep of their inputs for the weight gradient; FP8 layers keep one byte, and the attention's output twice
+    kept = size if rates.linear_speedup == 1 else 1
+    whole = (2 * size + 2 * kept) * T * H / cut + (2 * T * H / cut if rates.dropout else 0.0)
     flash = np.where(np.asarray(w.flash) < 0, rates.attention == "flash", np.asarray(w.flash) == 1)
     scores = np.asarray(w.B) * w.A / tp * np.asarray(w.S, dtype=float) ** 2 * (2 * size + (1 if rates.dropout else 0))
     qkv = T * (heads + 2 * groups) * size
-    output = T * heads * size
+    output = T * heads * (size if rates.linear_speedup == 1 else size + kept)
     core = np.where(flash, 4.0 * T * np.asarray(w.A) / tp, scores)
-    mlp = T * np.asarray(w.F) / tp * size * (2 + np.asarray(w.gated))
+    mlp = T * np.asarray(w.F) / tp * (size * (1 + np.asarray(w.gated)) + kept)
     none = whole + qkv + output + core + mlp
     selective = none - np.where(flash, 4.0 * T * np.asarray(w.A) / tp, scores)
     share = np.asarray(w.recompute_share, dtype=float)

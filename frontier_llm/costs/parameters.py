@@ -37,7 +37,7 @@ def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         if name == "mlp.up":
             shapes.update(norm_shapes("mlp_norm", H, model))
         shapes[f"{name}.weight"] = weight
-        if model.bias:
+        if model.has_qkv_bias if name == "attention.qkv" else model.bias:
             shapes[f"{name}.bias"] = bias
     return shapes
 
@@ -86,7 +86,7 @@ def stage_parameters(w: Workload, layers: Number, embedding: Number, head: Numbe
     F, gates = np.asarray(w.F, dtype=float), 1 + np.asarray(w.gated)
     norm = H * (1 + np.asarray(w.norm_bias))
     cut = H * (heads + 2 * groups) + H * heads + H * F * gates + H * F
-    biases = np.asarray(w.bias) * ((heads + 2 * groups + gates * F) / tp + 2 * H)
+    biases = np.asarray(w.qkv_bias) * (heads + 2 * groups) / tp + np.asarray(w.bias) * (gates * F / tp + 2 * H)
     per_layer = cut / tp + biases + 2 * norm
     vocabulary = np.asarray(w.V, dtype=float) * H / tp
     front = np.where(embedding, vocabulary + np.asarray(w.learned_positions) * w.S * H, 0.0)

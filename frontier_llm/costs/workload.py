@@ -37,6 +37,7 @@ class Workload:
     learned_positions: Number  # 1 = a learned position embedding
     rope: Number  # 1 = rotary positions
     bias: Number  # 1 = linear layers have biases
+    qkv_bias: Number  # 1 = the query, key and value projection has one
     norm_bias: Number
     tied: Number  # 1 = the head is the embedding
     tp: Number
@@ -102,6 +103,7 @@ def model_numbers(model: ModelConfig) -> dict[str, Number]:
         "learned_positions": int(model.position == "learned"),
         "rope": int(model.position == "rope"),
         "bias": int(model.bias),
+        "qkv_bias": int(model.has_qkv_bias),
         "norm_bias": int(model.norm_bias),
         "tied": int(model.tied_embeddings),
     }

@@ -1,7 +1,8 @@
-"""A model class for lm-evaluation-harness: `frontier-lm-eval --model frontier-llm --model_args path=runs/mine --tasks …`.
+"""A model class for lm-evaluation-harness: `lm_eval run --model frontier-llm --model_args path=runs/mine --tasks …`.
 
-lm_eval 0.4 knows the models of its own table and those that were registered before its command line runs, and has no entry point for
-others. So the command `frontier-lm-eval` (`main` here) registers ours and then is lm_eval's command line, with all its options and models. Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size.
+Releases of lm_eval after 0.4.13 find it by the entry point `lm_eval.models` that this package declares. 0.4.13 and older know their own
+table alone; the command `frontier-lm-eval` (`main` here) is their command line, with all its options and models, in a process where
+ours is registered. Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size.
 In Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
 """
 

@@ -31,11 +31,6 @@ _PYTORCH = (
         "kernels start in the order in which they are issued, so tp collectives overlap with the weight gradient",
         "Megatron-LM",
     ),
-    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "a failed collective ends the rank instead of hanging the job", TORCH),
-    Variable(
-        "TORCH_FR_BUFFER_SIZE", "2000", "flight recorder: the last collectives of each rank, dumped when a collective times out", TORCH
-    ),
-    Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write the flight record before giving up", TORCH),
 )
 
 _NODE_LOCAL = "/tmp/miopen-${SLURM_JOB_ID:-0}-${SLURM_LOCALID:-0}"  # noqa: S108 node-local by intent, one per rank
@@ -86,12 +81,16 @@ _SLINGSHOT = (
 _LARGE_CQ = Variable(
     "FI_CXI_DEFAULT_CQ_SIZE", "262144", "'Cassini Event Queue overflow' on 1,024 nodes with less", "LumiOpen/Megatron-LM-lumi"
 )
+_STORE_CHECKS_PER_S = (
+    20_000  # by torch's watchdogs of all ranks: under half of what the store on rank 0 takes (scripts/bench_rendezvous.py)
+)
+_RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
 _LARGE_NODES = 512
 
 _SLINGSHOT_MACHINES = ("frontier", "lumi")
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
-_NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-a100-node", "llm-foundry-a100", "llm-foundry-a100-40", "llm-foundry-h100", "torchtitan-a100")  # fmt: skip
+_NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-a100-node", "llm-foundry-a100", "llm-foundry-a100-40", "llm-foundry-h100", "torchtitan-a100", "torchtitan-h100")  # fmt: skip
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 
 
@@ -130,4 +129,7 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
         chosen["NCCL_SOCKET_IFNAME"] = Variable("NCCL_SOCKET_IFNAME", "hsn0", reason, "eminorhan/frontier-torchtitan")
     if machine == "lumi" or nodes >= _LARGE_NODES:
         chosen[_LARGE_CQ.name] = _LARGE_CQ
+    if (period_ms := 1000 * nodes * _RANKS_PER_NODE // _STORE_CHECKS_PER_S) > 1000:
+        reason = "each rank's watchdog asks rank 0's store once in so many milliseconds whether a peer has timed out; by default every 1000"
+        chosen["TORCH_NCCL_COORD_CHECK_MILSEC"] = Variable("TORCH_NCCL_COORD_CHECK_MILSEC", str(period_ms), reason, "PyTorch source")
     return list(chosen.values())

@@ -166,6 +166,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         reserve_bytes=s.reserve_gib.value * GIB,
         fragmentation=s.fragmentation.value,
         bucket_parameters=s.bucket_parameters,
+        linear_speedup=s.linear_speedup.value,
         hierarchical=s.hierarchical,
         node_tables={name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()}
         if node.collectives
@@ -186,6 +187,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "gemm_efficiency": ("stack", "gemm_efficiency"),
     "gemm_k_half": ("stack", "gemm_k_half"),
     "unaligned_penalty": ("stack", "unaligned_penalty"),
+    "linear_speedup": ("stack", "linear_speedup"),
     "flash_efficiency": ("stack", "flash_efficiency"),
     "flash_backward": ("stack", "flash_backward"),
     "hbm_efficiency": ("stack", "hbm_efficiency"),

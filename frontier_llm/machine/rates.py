@@ -69,6 +69,7 @@ class Rates:
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations
     bucket_parameters: float  # gradients are summed over dp in pieces of so many parameters; 0 = all at once
+    linear_speedup: float  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     hierarchical: bool  # collectives that span nodes may go in two stages, and do where that is faster
     # measured on this very machine (`calibrate`); empty elsewhere
     node_tables: Mapping[str, Table] = field(default_factory=dict)  # collectives inside a node, by operation; rows by ranks

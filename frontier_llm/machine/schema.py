@@ -132,6 +132,7 @@ class Stack(Section):
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
+    linear_speedup: Number = Number(value=1, tag="estimated", source="layers' products in 16 bit")  # in FP8: their rate over that
     flash_efficiency: Number
     flash_backward: Number
     hbm_efficiency: Number

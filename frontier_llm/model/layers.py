@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.local_kv_heads = model.num_kv_heads // context.tp.size
         self.scale = self.head_dim**-0.5
         qkv_shape = (model.num_kv_heads, self.queries + 2, self.head_dim, model.hidden)
-        self.qkv = ColumnLinear(context, f"{name}.qkv", qkv_shape, 0, model.bias, model.init_std)
+        self.qkv = ColumnLinear(context, f"{name}.qkv", qkv_shape, 0, model.has_qkv_bias, model.init_std)
         output_shape = (model.hidden, model.heads * self.head_dim)
         self.output = RowLinear(context, f"{name}.output", output_shape, model.bias, output_std(model))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.config import ModelConfig
+from frontier_llm.config import ModelConfig, RopeScaling
 from frontier_llm.config.validate import rotary_dim
 
 
@@ -33,8 +33,17 @@ def rope_table(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     """cos and sin (S, R) of arXiv:2104.09864; angles in fp64 so that every dtype rounds the same angle."""
     rotated = rotary_dim(model)
     frequencies_R = model.rope_theta ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated)
+    if model.rope_scaling is not None:
+        frequencies_R = _slowed(frequencies_R, model.rope_scaling)
     angles_SR = torch.arange(model.sequence_length, dtype=torch.float64, device=device)[:, None] * frequencies_R
     return angles_SR.cos().to(dtype), angles_SR.sin().to(dtype)
+
+
+def _slowed(frequencies_R: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's frequencies (arXiv:2407.21783 and its reference code): by how often each turns within the original context."""
+    turns_R = frequencies_R * scaling.original_sequence_length / (2 * math.pi)
+    kept_R = ((turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequencies_R * (kept_R + (1 - kept_R) / scaling.factor)
 
 
 def alibi_slopes(heads: int, max_bias: float) -> list[float]:

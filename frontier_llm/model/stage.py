@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.layers import Block, Norm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
 from frontier_llm.model.recompute import recompute
+from frontier_llm.ops import statistics_dtype
 from frontier_llm.tensor_parallel import (
     LayerContext,
     ShardedParameter,
@@ -19,7 +22,7 @@ from frontier_llm.tensor_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
-from frontier_llm.topology import ShardSpec, StageSpec, split
+from frontier_llm.topology import StageSpec, split
 
 
 class Stage(nn.Module):
@@ -40,17 +43,17 @@ class Stage(nn.Module):
         self.final_norm = Norm(model, context, "final_norm") if spec.head else None
         untied = spec.head and not model.tied_embeddings
         self.output_head = context.matrix("head.weight", (model.padded_vocab_size, model.hidden), 0, model.init_std) if untied else None
-        self._rope = rope_table(model, device, _table_dtype(context.dtype)) if model.position == "rope" else None
+        self._rope = rope_table(model, device, statistics_dtype(context.dtype)) if model.position == "rope" else None
         self._alibi_slopes_a = _local_slopes(model, context.tp, device) if model.position == "alibi" else None
 
-    def forward(self, x: Tensor | None, batch: Microbatch, global_tokens: int) -> Tensor:
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """What this stage does for one microbatch.
 
         `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B, H), or on
-        the last stage this microbatch's share of the mean loss over the step's `global_tokens`, a scalar in fp32 (fp64 under fp64).
+        the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64).
         """
         x = self.hidden(x, batch)
-        return self.loss(x, batch, global_tokens) if self.spec.head else x
+        return self.loss(x, batch) if self.spec.head else x
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Embedding and blocks: (S or s, B, H)."""
@@ -74,12 +77,12 @@ class Stage(nn.Module):
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
         return vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
 
-    def loss(self, x: Tensor, batch: Microbatch, global_tokens: int) -> Tensor:
+    def loss(self, x: Tensor, batch: Microbatch) -> Tensor:
         """This microbatch's share of the mean loss over the step's targets."""
         loss_SB = self.token_losses(x, batch)
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
-        return mean_over_global_batch(loss_SB, global_tokens)
+        return mean_over_global_batch(loss_SB, batch.global_targets)
 
     def _real_rows(self, weight_vH: ShardedParameter) -> int:
         """Rows of this rank's slice that stand for a token; the rest is padding and never enters a logit."""
@@ -118,22 +121,15 @@ def declare_embedding(model: ModelConfig, context: LayerContext, stage: StageSpe
     With tied weights and several stages, the first and the last each hold a copy: their gradients are summed, and only the
     first copy counts in norms and checkpoints. One stage that is both uses its single copy twice per microbatch.
     """
-    shape = (model.padded_vocab_size, model.hidden)
-    one = split("embedding.token.weight", shape, 0, context.tp.size, context.tp.rank, model.init_std)
-    if not model.tied_embeddings:
-        return context.declare(one, layer_accumulates=True)
-    if stage.embedding and stage.head:
-        parameter = context.declare(one, layer_accumulates=True)
-        parameter.uses = 2
-        return parameter
-    copy = ShardSpec(**{**vars(one), "tied_copies": 2, "tied_index": 0 if stage.embedding else 1})
-    return context.declare(copy, layer_accumulates=True)
+    shape, both = (model.padded_vocab_size, model.hidden), stage.embedding and stage.head
+    spec = split("embedding.token.weight", shape, 0, context.tp.size, context.tp.rank, model.init_std)
+    if model.tied_embeddings and not both:
+        spec = replace(spec, tied_copies=2, tied_index=0 if stage.embedding else 1)
+    parameter = context.declare(spec, layer_accumulates=True)
+    parameter.uses = 2 if model.tied_embeddings and both else 1
+    return parameter
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device) -> Tensor:
     slopes_A = torch.tensor(alibi_slopes(model.heads, model.alibi_max_bias), device=device, dtype=torch.float32)
     return slopes_A.chunk(tp.size)[tp.rank]
-
-
-def _table_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from frontier_llm.comm import DONE, Axis, Pending, start_all_gather_into
+from frontier_llm.ops import statistics_dtype
 from frontier_llm.tensor_parallel import ShardedParameter
 from frontier_llm.topology import ShardSpec
 
@@ -35,7 +36,7 @@ class OwnedRange:
     position: int  # of `start` in the slice
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters that decay alike, are summed alike and travel together."""
 
@@ -158,7 +159,7 @@ def _allocate(parameters: list[ShardedParameter], dp: Axis, zero: int, device: t
     numel = -(-sum(sizes) // chunk) * chunk
     dtype = parameters[0].dtype
     weights = torch.zeros(numel, dtype=dtype, device=device)
-    gradients = torch.zeros(numel, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    gradients = torch.zeros(numel, dtype=statistics_dtype(dtype), device=device)
     real = []
     for declared, offset in zip(parameters, offsets, strict=True):
         view = slice(offset, offset + declared.numel())

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from frontier_llm.comm import Axis, all_reduce_, process_group
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.model import Stage, initial_rows, working_dtype
-from frontier_llm.ops import Ops
+from frontier_llm.ops import Ops, statistics_dtype
 from frontier_llm.optim.engines import EngineInputs
 from frontier_llm.optim.state import StateRectangle
 from frontier_llm.topology import Rectangle, ShardSpec
@@ -126,8 +126,7 @@ def _widen(stage: Stage) -> list[ShardSpec]:
     for module in stage.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, dtype=wide))
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, dtype=statistics_dtype(parameter.dtype)))
     return specs
 
 
@@ -139,8 +138,7 @@ def _cut_dim(shape: Sequence[int], ways: int) -> int:
 def _fully_shard(stage: Stage, dp: Axis, working: torch.dtype, device: torch.device, timeout_s: float) -> None:
     """Each block by itself, then what is left of the stage (embedding, final norm, head). Gradients are summed, not averaged."""
     mesh = DeviceMesh.from_group(process_group(dp, timeout_s), device.type)
-    wide = torch.float64 if working == torch.float64 else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=working, reduce_dtype=wide, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=working, reduce_dtype=statistics_dtype(working), cast_forward_inputs=False)
     for module in (*stage.blocks, stage):
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(_cut_dim(p.shape, dp.size)))
         assert isinstance(module, FSDPModule)

@@ -35,14 +35,14 @@ class GradientSync:
         """`wire` is what gradients travel as over dp; None = as they are."""
         self._buckets, self._mesh, self._overlap, self._wire = buckets, mesh, overlap, wire
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self._expected = {id(bucket): microbatches * sum(parameter.uses for parameter in bucket.parameters) for bucket in buckets}
-        self._missing: dict[int, int] = {}
+        self._expected = {bucket: microbatches * sum(parameter.uses for parameter in bucket.parameters) for bucket in buckets}
+        self._missing: dict[Bucket, int] = {}
         self._pending: list[Pending] = []
 
     @property
-    def gradients(self) -> list[torch.Tensor]:
-        """The flat buffers, one for each bucket."""
-        return [bucket.gradients for bucket in self._buckets]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's sums, by parameter."""
+        return {parameter.spec.name: parameter.main_grad for parameter in self._bucket_of}
 
     def begin(self, reduce: bool = True) -> None:
         """Zero the gradients and expect a new step's contributions; without `reduce` they stay this rank's own (no `finish` follows)."""
@@ -54,13 +54,13 @@ class GradientSync:
     def accumulated(self, parameter: ShardedParameter) -> None:
         """One contribution has been added to parameter.main_grad."""
         bucket = self._bucket_of[parameter]
-        self._missing[id(bucket)] -= 1
-        if self._missing[id(bucket)] == 0 and self._overlap and bucket.extra_sum is None:
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0 and self._overlap and bucket.extra_sum is None:
             self._pending.append(self._start_sum(bucket))
 
     def finish(self) -> None:
         """Start what could not overlap and wait for all; then each bucket's own slice holds the step's full gradient."""
-        incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[id(bucket)]]
+        incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
         late = [bucket for bucket in self._buckets if bucket.extra_sum is not None or not self._overlap]
         sums = [start_all_reduce_(bucket.gradients, self._extra_axis(bucket)) for bucket in late if bucket.extra_sum]

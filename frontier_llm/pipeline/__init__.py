@@ -1,5 +1,5 @@
 """The engine that plays a schedule over the stages of a rank."""
 
-from frontier_llm.pipeline.engine import Activation, Engine, StageFunction
+from frontier_llm.pipeline.engine import Activation, Engine
 
-__all__ = ["Activation", "Engine", "StageFunction"]
+__all__ = ["Activation", "Engine"]

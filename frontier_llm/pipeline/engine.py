@@ -1,23 +1,28 @@
 """The engine plays a schedule's action list over the virtual stages that this rank holds.
 
-It knows nothing of layers or losses: a stage is anything that maps (input activation, microbatch number) to an output tensor,
+It knows nothing of layers, data or losses: a stage is anything that maps (input activation, a microbatch's data) to an output tensor,
 which on the last stage is the microbatch's share of the loss.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from frontier_llm.comm import Axis, Receive, Sends, post_receive
+from frontier_llm.comm import Axis, Mesh, Receive, Sends, post_receive
 from frontier_llm.schedule import Action, Kind, Schedule, channel_of, next_stage, peer_of, previous_stage
 
-StageFunction = Callable[[Tensor | None, int], Tensor]
+StageFunction = Callable[[Tensor | None, Any], Tensor]
+
+# Messages of one channel that may wait for their receiver before the sender waits for it. One is enough for every schedule to end;
+# each more is an activation kept, and lets a rank that computes faster run ahead of its neighbour.
+SENDS_AHEAD = 4
 
 
 class Deferral(Protocol):
@@ -44,15 +49,16 @@ class Activation:
 
 @dataclass
 class _Flight:
-    """What lives between actions, by (chunk, microbatch)."""
+    """What lives between the actions of a step, by (chunk, microbatch); messages by (kind, chunk, microbatch)."""
 
+    batch: Callable[[int], Any]
+    loss_scale: float
+    loss: Tensor  # 0-dim fp64
     unposted: deque[Action] = field(default_factory=deque)  # receives, in the order in which the peers send
-    receives: dict[tuple[Kind, int, int], Receive] = field(default_factory=dict)
-    inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    incoming: dict[tuple[Kind, int, int], Receive] = field(default_factory=dict)
+    outgoing: dict[tuple[Kind, int, int], Tensor] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)  # (input, output)
     deferred: dict[tuple[int, int], list] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
 
 
 class Engine:
@@ -62,66 +68,65 @@ class Engine:
         self,
         schedule: Schedule,
         stages: Sequence[StageFunction],
-        pp: Axis,
-        channels: Mapping[str, Axis],
+        mesh: Mesh,
         deferral: Deferral,
         activation: Activation,
         post_ahead: bool = True,
-        on_action: Callable[[Action | None], object] = lambda action: None,
     ) -> None:
         """`stages[chunk]` are this rank's virtual stages; `post_ahead` posts receives where the schedule has them, otherwise only at
-        their use; `on_action` is told each action before it is played, and None after the last (timelines)."""
-        assert len(stages) == schedule.chunks and pp.size == schedule.stages
-        self._schedule, self._stages, self._pp, self._channels = schedule, stages, pp, channels
+        their use."""
+        assert len(stages) == schedule.chunks and mesh.pp.size == schedule.stages
+        self._schedule, self._stages, self._pp, self._channels = schedule, stages, mesh.pp, mesh.channels
         self._deferral, self._activation, self._post_ahead = deferral, activation, post_ahead
-        self.on_action = on_action
+        self.on_action: Callable[[Action | None], object] = lambda action: None  # told of each before it is played; None: the end
         self._play = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_FORWARD: self._send,
             Kind.RECV_FORWARD: self._receive,
-            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.SEND_BACKWARD: self._send,
             Kind.RECV_BACKWARD: self._receive,
         }
-        self._flight = _Flight()
-        # warm-up lets a receiver lag by at most one message per virtual stage and microbatch in flight
-        self._sends = Sends(limit=2 * schedule.virtual_stages + 2)
-        self._loss_scale = 1.0
+        self._flight: _Flight
+        self._sends = Sends(SENDS_AHEAD)
 
-    def run(self, loss_scale: float = 1.0) -> list[Tensor]:
-        """Play one step: every microbatch forward and backward.
+    def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> Tensor:
+        """Play one step: every microbatch forward and backward; `batch(n)` is what stages are given for microbatch n.
 
-        Returns the losses of this rank's last-stage microbatches, unscaled and detached; empty on other pipeline ranks.
+        Returns the sum of the losses of this rank's last-stage microbatches, 0-dim fp64, unscaled; zero on other pipeline ranks.
         """
-        self._flight, self._loss_scale = _Flight(), loss_scale
+        self._flight = _Flight(batch, loss_scale, torch.zeros((), dtype=torch.float64, device=self._activation.device))
         for action in self._schedule.actions[self._pp.rank]:
             self.on_action(action)
             self._play[action.kind](action)
         self._sends.wait_all()
         self.on_action(None)
-        losses, self._flight = self._flight.losses, _Flight()
-        return losses
+        return self._flight.loss
 
     def _forward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
         x = None
         if previous_stage(self._pp.rank, action.chunk, self._pp.size) is not None:
             x = self._arrived(Kind.RECV_FORWARD, *key).requires_grad_()
-        y = self._stages[action.chunk](x, action.microbatch)
+        y = self._stages[action.chunk](x, self._flight.batch(action.microbatch))
         if self._is_last(action.chunk):
-            self._flight.losses.append(y.detach())
-        self._flight.inputs[key], self._flight.outputs[key] = x, y
+            self._flight.loss += y.detach()
+        else:
+            self._flight.outgoing[Kind.SEND_FORWARD, *key] = y.detach()
+        if y.requires_grad:  # an evaluation keeps nothing
+            # backward needs the graph, not the values: those are free once the message is taken
+            self._flight.graphs[key] = x, y if self._is_last(action.chunk) else get_gradient_edge(y)
 
     def _backward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)
-        x, y = self._flight.inputs.pop(key), self._flight.outputs.pop(key)
-        grad_y = torch.full_like(y, self._loss_scale) if self._is_last(action.chunk) else self._arrived(Kind.RECV_BACKWARD, *key)
+        x, y = self._flight.graphs.pop(key)
+        grad_y = torch.full_like(y, self._flight.loss_scale) if isinstance(y, Tensor) else self._arrived(Kind.RECV_BACKWARD, *key)
         torch.autograd.backward(y, grad_y)
         if x is not None:
             assert x.grad is not None
-            self._flight.gradients[key] = x.grad
+            self._flight.outgoing[Kind.SEND_BACKWARD, *key] = x.grad
 
     def _backward_input(self, action: Action) -> None:
         self._deferral.defer()
@@ -131,14 +136,9 @@ class Engine:
     def _backward_weight(self, action: Action) -> None:
         self._deferral.run(self._flight.deferred.pop((action.chunk, action.microbatch)))
 
-    def _send_forward(self, action: Action) -> None:
-        self._send(action.kind, self._flight.outputs[action.chunk, action.microbatch].detach())
-
-    def _send_backward(self, action: Action) -> None:
-        self._send(action.kind, self._flight.gradients.pop((action.chunk, action.microbatch)))
-
-    def _send(self, kind: Kind, message: Tensor) -> None:
-        self._sends.start(message.contiguous(), self._channel(kind), peer_of(kind, self._pp.rank, self._pp.size))
+    def _send(self, action: Action) -> None:
+        message = self._flight.outgoing.pop((action.kind, action.chunk, action.microbatch))
+        self._sends.start(message.contiguous(), self._channel(action.kind), peer_of(action.kind, self._pp.rank, self._pp.size))
 
     def _receive(self, action: Action) -> None:
         """The F, B or I that needs the message waits for it."""
@@ -147,15 +147,15 @@ class Engine:
             self._post(self._flight.unposted.popleft())
 
     def _arrived(self, kind: Kind, chunk: int, microbatch: int) -> Tensor:
-        while (kind, chunk, microbatch) not in self._flight.receives:
+        while (kind, chunk, microbatch) not in self._flight.incoming:
             self._post(self._flight.unposted.popleft())
-        return self._flight.receives.pop((kind, chunk, microbatch)).wait()
+        return self._flight.incoming.pop((kind, chunk, microbatch)).wait()
 
     def _post(self, action: Action) -> None:
         shape, dtype, device = self._activation.shape, self._activation.dtype, self._activation.device
         peer = peer_of(action.kind, self._pp.rank, self._pp.size)
         receive = post_receive(shape, dtype, device, self._channel(action.kind), peer)
-        self._flight.receives[action.kind, action.chunk, action.microbatch] = receive
+        self._flight.incoming[action.kind, action.chunk, action.microbatch] = receive
 
     def _channel(self, kind: Kind) -> Axis:
         return self._channels[channel_of(kind, self._pp.rank, self._pp.size).value]

@@ -19,7 +19,7 @@ from frontier_llm.costs.workload import Workload
 from frontier_llm.errors import DataError
 
 PUBLISHED = Path(__file__).parent / "published"
-SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv")
+SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,18 @@ class Measurement:
         return self.known and zlib.crc32(self.key.encode()) % 2 == 0
 
 
-# (machine, stack) by what the `hardware` and `id` columns say; the first match counts
+# (machine, stack) by what a row's id, hardware, source, precision, sharding and attention say; the first match counts. Known clusters
+# come first; after them any code of a kind on a kind of hardware
 CLUSTERS = (
     (r"^korth|^sc21|selene", "selene", "megatron-lm"),
     (r"jean zay", "jean-zay", "megatron-deepspeed"),
     (r"(bridge|mcore|eos).*fp8", "eos", "megatron-core-fp8"),
     (r"^mcore|bridge|eos", "eos", "megatron-core"),
     (r"titan.*(mi250|frontier)|emin", "frontier", "torchtitan"),
-    (r"^ttitan.*h100|h100.*torchtitan", "eos", "torchtitan"),
-    (r"^ttitan|^torchtitan", "torchtitan-a100", "torchtitan"),
-    (r"h100.*fp8", "llm-foundry-h100", "llm-foundry-fp8"),
+    (r"titan.*h100.*fp8", "torchtitan-h100", "torchtitan-fp8"),
+    (r"titan.*h100|h100.*torchtitan", "torchtitan-h100", "torchtitan"),
+    (r"titan.*a100|^ttitan-a", "torchtitan-a100", "torchtitan"),
+    (r"h100_80gb.*fp8", "llm-foundry-h100", "llm-foundry-fp8"),
     (r"h100_80gb", "llm-foundry-h100", "llm-foundry"),
     (r"a100_40gb", "llm-foundry-a100-40", "llm-foundry"),
     (r"a100_80gb", "llm-foundry-a100", "llm-foundry"),
@@ -62,8 +64,21 @@ CLUSTERS = (
     (r"^poro|lumi", "lumi", "megatron-deepspeed"),
     (r"frontier|mi250x", "frontier", "megatron-deepspeed"),
     (r"mi250", "mi250", "fsdp"),
-    (r"h100", "eos", "megatron-core"),
-    (r"a100", "selene", "megatron-lm"),
+    (r"mi300.*fp8", "mi300x", "megatron-core-fp8"),
+    (r"mi300.*fsdp", "mi300x", "torchtitan"),
+    (r"mi300", "mi300x", "megatron-core"),
+    (r"h200.*fp8.*fsdp", "h200", "torchtitan-fp8"),
+    (r"h200.*fp8", "h200", "megatron-core-fp8"),
+    (r"h200.*fsdp", "h200", "torchtitan"),
+    (r"h200", "h200", "megatron-core"),
+    (r"h[18]00.*fp8", "eos", "megatron-core-fp8"),
+    (r"h[18]00.*fsdp", "torchtitan-h100", "torchtitan"),
+    (r"h[18]00", "eos", "megatron-core"),
+    (r"a100.*40 ?gb.*fsdp", "llm-foundry-a100-40", "llm-foundry"),
+    (r"a[18]00.*fsdp", "torchtitan-a100", "torchtitan"),
+    (r"deepspeed.*a[18]00|a[18]00.*deepspeed", "selene", "megatron-deepspeed"),
+    (r"a[18]00.*flash: [yv]", "selene", "megatron-core"),
+    (r"a[18]00", "selene", "megatron-lm"),
 )
 
 
@@ -119,7 +134,7 @@ def _vtrain(row: dict[str, str]) -> Measurement:
     single = devices <= 8
     workload = Workload(
         S=number["sequence length"], H=H, A=A, G=A, D=H / A, F=4 * H, V=51200, layers=number["# layers"], gated=0,
-        learned_positions=1, rope=0, bias=1, norm_bias=1, tied=1, tp=number["tensor parallelism"], pp=number["pipeline parallelism"],
+        learned_positions=1, rope=0, bias=1, qkv_bias=1, norm_bias=1, tied=1, tp=number["tensor parallelism"], pp=number["pipeline parallelism"],
         dp=dp, chunks=1, B=B, m=number["global batch"] / dp / B, sp=0, recompute=2, zero=0, dp_outer=0,
     )  # fmt: skip
     return Measurement(
@@ -135,7 +150,7 @@ def _vtrain(row: dict[str, str]) -> Measurement:
 
 
 def _number(text: str | None, default: float = 0.0) -> float:
-    found = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", text or "")
+    found = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", (text or "").replace(",", ""))
     return float(found.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[found.group(2)] if found else default
 
 
@@ -168,7 +183,9 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
     seconds = _number(row["sec_per_iter"]) or (step_tokens / tokens_per_s / devices if tokens_per_s else 0.0)
     if not seconds:
         return None
-    label = f"{row['id']} {row['hardware']} {row['source']} {row['precision']}".lower()
+    label = " ".join(
+        [*(row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")), f"flash: {row['flash_attn']}"]
+    ).lower()
     machine, stack = row.get("machine", ""), row.get("stack", "")
     if not machine:
         machine, stack = next(((name, software) for pattern, name, software in CLUSTERS if re.search(pattern, label)), ("", ""))
@@ -200,6 +217,7 @@ def _unstated(row: dict[str, str], pp: float, stack: str) -> tuple[str, ...]:
         "chunks": pp > 1 and stack.startswith("megatron-core") and row["layers_per_virtual_stage"] == "",
         "tp": row["TP"] == "",
         "pp": row["PP"] == "" and row["TP"] == "",
+        "recompute": row["recompute"] == "",
     }
     return tuple(field for field, is_missing in missing.items() if is_missing)
 
@@ -238,6 +256,7 @@ def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: flo
         "rope": float(llama),
         "learned_positions": 0.0,
         "bias": float(not llama),
+        "qkv_bias": float(not llama),
         "norm_bias": float(not llama),
         "tied": float(not llama),
         "chunks": max(1.0, round(layers / pp / per_virtual)) if per_virtual else 1.0,
@@ -268,8 +287,10 @@ def _tokens_per_s(row: dict[str, str], layers: float, H: float, S: float, V: flo
 def _dataset(key: str, machine: str, stack: str) -> str:
     prefixes = {
         "sc21t1": "Megatron SC'21 table 1", "sc21": "Megatron SC'21 table 2", "korth": "Korthikanti", "bloom": "BLOOM", "mcore": "Megatron-Core H100",
-        "llmf": "LLM-Foundry FSDP", "ttitan": "torchtitan A100", "ornl": "MI250X", "forge": "MI250X", "axonn": "MI250X", "mosaic": "MI250X",
-        "amd": "MI250X", "poro": "MI250X",
+        "llmf": "LLM-Foundry FSDP", "ttitan-a": "torchtitan A100", "ornl": "MI250X", "forge": "MI250X", "axonn": "MI250X", "mosaic": "MI250X",
+        "amd": "MI250X", "poro": "MI250X", "nemo": "NeMo H100 FP8", "bridge": "NeMo H100 FP8", "mtnlg": "MT-NLG 530B", "megascale": "MegaScale baseline",
+        "llama3": "Llama 3 405B", "ttitan-h": "torchtitan H100, H200", "fms": "FMS FSDP A100", "internevo": "InternEvo A100", "tinyllama": "TinyLlama",
+        "neox": "GPT-NeoX-20B",
     }  # fmt: skip
     if machine in ("frontier", "lumi", "mi250"):
         return "MI250X"

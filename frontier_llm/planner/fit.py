@@ -35,9 +35,11 @@ KEYS: dict[tuple[str, str], tuple[str, ...]] = {
     ("llm-foundry-a100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward"),
     ("llm-foundry-a100-40", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
     ("llm-foundry-h100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
-    ("llm-foundry-h100", "llm-foundry-fp8"): ("gemm_efficiency",),
+    ("llm-foundry-h100", "llm-foundry-fp8"): ("linear_speedup",),
     ("torchtitan-a100", "torchtitan"): ("gemm_efficiency", "flash_efficiency", "network_efficiency"),
+    ("torchtitan-h100", "torchtitan"): ("gemm_efficiency",),
     ("eos", "megatron-core"): ("gemm_efficiency", "hbm_efficiency"),
+    ("eos", "megatron-core-fp8"): ("linear_speedup",),
     ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
 }
 
@@ -47,6 +49,7 @@ START = {
     "gemm_efficiency": 0.8, "gemm_k_half": 100.0, "unaligned_penalty": 4.0, "flash_efficiency": 0.6, "flash_backward": 0.75,
     "hbm_efficiency": 0.75, "kernel_s": 8e-6, "launch_s": 30e-6, "microbatch_s": 5e-4, "step_s": 2e-2, "fabric_latency_s": 20e-6,
     "fabric_hop_s": 2e-6, "network_efficiency": 0.8, "network_crowding": 0.8, "network_latency_s": 25e-6, "fabric_share": 0.4,
+    "linear_speedup": 1.6,
 }  # fmt: skip
 START_OF: dict[str, dict[str, float]] = {
     "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},

@@ -17,7 +17,7 @@ from frontier_llm.planner.datasets import Measurement
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology import StageSpec
 
-GRID = {"B": (1, 2, 4, 8), "chunks": (1, 2, 3, 4, 5, 6, 7, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8)}
+GRID = {"B": (1, 2, 4, 8), "chunks": (1, 2, 3, 4, 5, 6, 7, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8), "recompute": (0, 1, 2)}
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,13 @@ def complete(row: Measurement, numbers: Rates) -> Workload:
     for values in product(*(GRID[name] for name in row.unstated)):
         option = replace(w, **dict(zip(row.unstated, values, strict=True)))
         dp = w.devices / option.tp / option.pp
-        if dp < 1 or dp != int(dp) or option.pp * option.chunks > w.layers or w.layers % (option.pp * option.chunks) or w.A % option.tp:
+        if dp < 1 or dp != int(dp) or option.pp * option.chunks > w.layers or w.A % option.tp:
             continue
         m = replicas_batch / dp / option.B
         if m < 1 or m != int(m) or (option.chunks > 1 and option.pp == 1):
             continue
         choices.append(replace(option, dp=dp, m=m, schedule=2 if option.chunks > 1 else 1))
+    even = [option for option in choices if w.layers % (option.pp * option.chunks) == 0]
+    choices = even or choices  # uneven stages only where no number of stages divides the layers (Llama 3 405B: 126)
     fitting = [option for option in choices if peak_memory(option, numbers) <= numbers.memory_bytes] or choices
     return min(fitting, key=lambda option: float(np.asarray(step_s(option, numbers)))) if fitting else w

@@ -10,6 +10,7 @@ from typing import IO
 from frontier_llm.errors import BackendError
 from frontier_llm.schedule.actions import Action, Kind
 from frontier_llm.schedule.simulate import Timeline
+from frontier_llm.units import plural
 
 COLORS = {
     Kind.FORWARD: "#4c78a8",
@@ -39,7 +40,7 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
         line = line.ljust(ceil(timeline.makespan_s / column_s), "·")
         lines.append(f"{f'stage {stage}':<{label}} |" + (line if len(line) <= columns else line[: columns - 1] + "…"))
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    size = f"{schedule.name}, {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches"
+    size = f"{schedule.name}, {schedule.stages} stages{chunks}, {plural(schedule.microbatches, 'microbatch')}"
     return "\n".join([*lines, f"{size}: makespan {timeline.makespan_s:.4g}, bubble {timeline.bubble_fraction:.1%} of compute"])
 
 
@@ -81,7 +82,9 @@ def render_figure(timeline: Timeline, path: Path | IO[str], file_format: str = "
     axes.set(xlim=(0, timeline.makespan_s), ylim=(schedule.stages - 0.5, -0.5), xlabel="time", ylabel="stage")
     axes.set_yticks(range(schedule.stages))
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    axes.set_title(f"{schedule.name}{chunks}, {schedule.microbatches} microbatches: bubble {timeline.bubble_fraction:.1%} of compute")
+    axes.set_title(
+        f"{schedule.name}{chunks}, {plural(schedule.microbatches, 'microbatch')}: bubble {timeline.bubble_fraction:.1%} of compute"
+    )
     for kind in COLORS:
         if any(action.kind is kind for action in schedule.actions[0]):
             axes.bar(0, 0, color=COLORS[kind], label=kind.name.lower().replace("_", " "))

@@ -30,16 +30,16 @@ class LayerContext:
 
     def split_vector(self, name: str, global_shape: tuple[int, ...], dim: int) -> ShardedParameter:
         """A bias, zero at the start, cut along `dim` over tp."""
-        return self.declare(split(name, global_shape, dim, self.tp.size, self.tp.rank, None, decay=False))
+        return self.declare(split(name, global_shape, dim, self.tp.size, self.tp.rank, None))
 
     def whole(self, name: str, shape: tuple[int, ...], init_std: float | None = None, init_value: float = 0.0) -> ShardedParameter:
-        """A parameter that every tp rank holds in full; it decays only if it is a matrix.
+        """A parameter that every tp rank holds in full.
 
         Such parameters act on the sequence-parallel region, where each rank sees only its part of the sequence:
         their gradients are then partial sums over tp.
         """
         partial = self.sequence_parallel
-        return self.declare(whole(name, shape, init_std, init_value, len(shape) > 1, self.tp.size, self.tp.rank, sum_over_tp=partial))
+        return self.declare(whole(name, shape, init_std, init_value, self.tp.size, self.tp.rank, sum_over_tp=partial))
 
     def declare(self, spec: ShardSpec, layer_accumulates: bool = False) -> ShardedParameter:
         """On the meta device: memory comes later, as a view into the flat buffer of the rank that owns the stage."""

@@ -8,6 +8,7 @@ from frontier_llm.config import ModelConfig, RunConfig, model_problems
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import StageSpec, split_layers
+from frontier_llm.units import plural
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class ParallelPlan:
         """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
         extra = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         sp = ", sequence parallel" if self.sequence_parallel else ""
-        return f"TP{self.grid.tp} x PP{self.grid.pp}{extra} x DP{self.grid.dp}, {self.schedule}, {self.microbatches} microbatches{sp}"
+        return (
+            f"TP{self.grid.tp} x PP{self.grid.pp}{extra} x DP{self.grid.dp}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sp}"
+        )
 
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:

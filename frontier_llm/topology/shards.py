@@ -20,12 +20,16 @@ class ShardSpec:
     shape: tuple[int, ...]  # of this rank's rectangle
     init_std: float | None  # normal(0, std) by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
-    decay: bool = True  # weight decay applies (matrices yes; biases and norms no, as in Megatron)
     tp_replicas: int = 1  # ranks of the tp axis that hold this same rectangle
     tp_index: int = 0  # which of these replicas this one is; only replica 0 counts in norms and is saved
     sum_over_tp: bool = False  # gradients are partial over tp and must be summed (sequence-parallel norms and biases)
     tied_copies: int = 1  # pipeline stages that hold this parameter (the embedding, where it is also the head)
     tied_index: int = 0  # which of these copies this one is; only copy 0 counts and is saved
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay applies as in Megatron: to matrices, which start random; not to biases and norms, which start constant."""
+        return self.init_std is not None
 
     @property
     def counted(self) -> bool:
@@ -43,7 +47,6 @@ def whole(
     shape: tuple[int, ...],
     init_std: float | None,
     init_value: float = 0.0,
-    decay: bool = False,
     tp_size: int = 1,
     tp_rank: int = 0,
     sum_over_tp: bool = False,
@@ -56,26 +59,16 @@ def whole(
         shape,
         init_std,
         init_value,
-        decay,
         tp_replicas=tp_size,
         tp_index=tp_rank,
         sum_over_tp=sum_over_tp and tp_size > 1,
     )
 
 
-def split(
-    name: str,
-    global_shape: tuple[int, ...],
-    dim: int,
-    tp_size: int,
-    tp_rank: int,
-    init_std: float | None,
-    init_value: float = 0.0,
-    decay: bool = True,
-) -> ShardSpec:
+def split(name: str, global_shape: tuple[int, ...], dim: int, tp_size: int, tp_rank: int, init_std: float | None) -> ShardSpec:
     """A parameter cut evenly along `dim` over tp. The caller has checked divisibility (topology.plan does, for every layer)."""
     part, rest = divmod(global_shape[dim], tp_size)
     assert rest == 0, f"{name}: {global_shape[dim]} is not divisible by tp {tp_size}"
     shape = (*global_shape[:dim], part, *global_shape[dim + 1 :])
     offset = tuple(part * tp_rank if index == dim else 0 for index in range(len(global_shape)))
-    return ShardSpec(name, global_shape, offset, shape, init_std, init_value, decay)
+    return ShardSpec(name, global_shape, offset, shape, init_std)

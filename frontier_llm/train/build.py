@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.model import Stage, working_dtype
-from frontier_llm.ops import Ops, select_ops
+from frontier_llm.ops import select_ops
 from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
-from frontier_llm.pipeline import Activation, Engine, StageFunction
+from frontier_llm.pipeline import Activation, Engine
 from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
-from frontier_llm.tensor_parallel import LayerContext, WeightGradients
+from frontier_llm.tensor_parallel import LayerContext
 from frontier_llm.topology import ParallelPlan
 from frontier_llm.train.feed import BatchSource, Feed
 from frontier_llm.train.guard import SpikePolicy
@@ -31,16 +28,14 @@ class TrainState:
     plan: ParallelPlan
     mesh: Mesh
     device: torch.device
-    ops: Ops
     stages: list[Stage]
     sync: GradientSums
     optimizer: Optimizer
     scaler: LossScaler
-    engine: Engine
+    pipeline: Engine
     evaluator: Engine  # the same stages, forward only
     feed: Feed
     spikes: SpikePolicy
-    global_tokens: int = 0  # targets of the current step over all replicas: what the loss is divided by
     current_step: int = 0
     skipped_steps: int = 0
 
@@ -57,39 +52,31 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
     context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
     specs = [plan.stage_of(mesh.pp.rank, chunk) for chunk in range(plan.chunks)]
     stages = [Stage(config.model, spec, context, device, config.train.recompute) for spec in specs]
-    sync, optimizer, callables = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
+    update = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
 
-    def run_stage(stage: Callable[..., Tensor], x: Tensor | None, microbatch: int) -> Tensor:
-        return stage(x, state.feed.microbatch(state.current_step, microbatch), state.global_tokens)
+    sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
+    activation = Activation((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
-    engine, evaluator = _engines(config, plan, mesh, device, [partial(run_stage, stage) for stage in callables], gradients, dtype)
-    scaler = LossScaler.create(config.precision)
-    feed = _feed(config, mesh, device, stages, source)
-    spikes = SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window)
-    state = TrainState(config, plan, mesh, device, ops, stages, sync, optimizer, scaler, engine, evaluator, feed, spikes)
-    return state
+    def engine(schedule: Schedule) -> Engine:
+        return Engine(schedule, update.stages, mesh, gradients, activation, config.comm.overlap_messages)
+
+    schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
+    return TrainState(
+        config,
+        plan,
+        mesh,
+        device,
+        stages,
+        update.sums,
+        update.optimizer,
+        LossScaler.create(config.precision),
+        engine(schedule),
+        engine(forward_only(schedule)),
+        _feed(config, mesh, device, stages, source),
+        SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window),
+    )
 
 
 def _feed(config: RunConfig, mesh: Mesh, device: torch.device, stages: list[Stage], source: BatchSource) -> Feed:
     is_end = any(stage.spec.embedding or stage.spec.head for stage in stages)
     return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh.dp, device, is_end)
-
-
-def _engines(
-    config: RunConfig,
-    plan: ParallelPlan,
-    mesh: Mesh,
-    device: torch.device,
-    stages: list[StageFunction],
-    gradients: WeightGradients,
-    dtype: torch.dtype,
-) -> tuple[Engine, Engine]:
-    """One that trains, and one that only evaluates."""
-    schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
-    sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
-    activation = Activation((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
-
-    def engine(schedule: Schedule) -> Engine:
-        return Engine(schedule, stages, mesh.pp, mesh.channels, gradients, activation, config.comm.overlap_messages)
-
-    return engine(schedule), engine(forward_only(schedule))

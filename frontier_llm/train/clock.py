@@ -32,7 +32,7 @@ class PhaseClock:
 
     def attach(self, state: TrainState) -> None:
         """Follow a rank's engine and feed from here on."""
-        state.engine.on_action = self.on_action
+        state.pipeline.on_action = self.on_action
         state.feed.microbatch = self._timed("data", state.feed.microbatch)  # type: ignore[method-assign]
 
     def enter(self, phase: str) -> None:

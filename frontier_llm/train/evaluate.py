@@ -41,18 +41,12 @@ def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrup
     The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when `interrupted()` after one of them.
     """
     rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
-    training, feed = (state.feed, state.current_step), state.new_feed(source)
-    losses = []
-    try:
-        state.feed = feed
-        for state.current_step in range(rounds):
-            hit("train.evaluate")
-            state.global_tokens = feed.count_targets(state.current_step)
-            losses.append(global_loss(state, state.evaluator.run()))
-            if interrupted():
-                return None
-    finally:
-        state.feed, state.current_step = training
+    feed, losses = state.new_feed(source), []
+    for step in range(rounds):
+        hit("train.evaluate")
+        losses.append(float(global_loss(state, state.evaluator.run(feed.step(step)))))
+        if interrupted():
+            return None
     return sum(losses) / rounds
 
 

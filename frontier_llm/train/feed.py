@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +33,12 @@ class Feed:
         self._source, self._targets_per_step, self._dp, self._device = source, targets_per_step, dp, device
         self._reads = is_end or source.reset_at_documents
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def step(self, step: int) -> Callable[[int], Microbatch]:
+        """The microbatches of a step by number. Collective over dp where documents are masked."""
+        targets = self.count_targets(step)
+        return lambda index: self.microbatch(step, index, targets)
+
+    def microbatch(self, step: int, index: int, global_targets: int) -> Microbatch:
         """The microbatch with the sequence first."""
         if not self._reads:
             return Microbatch()
@@ -43,6 +49,7 @@ class Feed:
             self._tensor(tokens_S1B[1:]),
             None if samples.documents_BS is None else self._tensor(samples.documents_BS),
             None if samples.loss_mask_BS is None else self._tensor(samples.loss_mask_BS.T),
+            global_targets,
         )
 
     def count_targets(self, step: int) -> int:

@@ -70,6 +70,8 @@ def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
     for variable in wanted:
         if variable.name in kept:
             log.info(f"kept {variable.name}={kept[variable.name]}, which you exported, over {variable.value}: {variable.reason}")
+    # what torch's watchdog dumps before it ends the process goes to the run, not to 3,072 files in the user's home
+    adopt({"TORCH_FR_DUMP_TEMP_FILE": str(Path(config.train.run_dir).resolve() / "logs" / "flight_torch_rank_")})
     between = nodes > 1 and any(variable.name == "NCCL_NET" for variable in wanted)
     if between and place.local_rank == 0:
         adopt({**LOG_VARIABLES, "NCCL_DEBUG_FILE": _rccl_log(place)})

@@ -85,7 +85,7 @@ class _Session:
             progress = self.saves.resume(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
-            self.decisions.resume_at(progress.step, progress.policy.get("rewinds", []))
+        self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
 
     def _train_until_end(self) -> bool:
         """False when a signal or STOP ended it; all ranks agree on the step."""

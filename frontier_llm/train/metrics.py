@@ -41,21 +41,12 @@ class Metrics:
     is told the same.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: RunConfig,
-        world_size: int,
-        flops_per_token: float,
-        peak_tflops: float | None,
-        clock: PhaseClock,
-        incarnation: int,
-        done_steps: int,
-    ) -> None:
-        """Go on after `done_steps` steps."""
-        self._config, self._world_size, self._flops_per_token, self._peak_tflops = config, world_size, flops_per_token, peak_tflops
-        self._clock = clock
-        self._incarnation, self._events = incarnation, run_dir / "events" if config.train.tensorboard else None
+    def __init__(self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int) -> None:
+        """Go on after `done_steps` steps in the run's directory."""
+        self._config, self._world_size, self._clock, self._incarnation = config, world_size, clock, incarnation
+        self._flops_per_token, self._peak_tflops = model_flops_per_token(config.model), peak_tflops(config)
+        run_dir = Path(config.train.run_dir)
+        self._events = run_dir / "events" if config.train.tensorboard else None
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = open_lines(run_dir / "metrics.jsonl")
         self._board: Any = None
@@ -139,11 +130,13 @@ class Metrics:
 
     def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
         share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""
-        skipped = "  SKIPPED: loss or gradient not finite" if result.skipped else ""
+        why = "a spike" if result.spike else "loss or gradient not finite"
+        skipped = f"  SKIPPED: {why}" if result.skipped else ""
+        eta = f"  ETA {format_seconds(eta_s)}" if eta_s else ""
         log.info(
             f"step {step}/{self._config.train.steps}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3f}  "
             f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "
-            f"{speed.model_tflops:.3f} TFLOP/s per device{share}  ETA {format_seconds(eta_s)}{skipped}"
+            f"{speed.model_tflops:.3f} TFLOP/s per device{share}{eta}{skipped}"
         )
 
 
@@ -157,13 +150,10 @@ def open_lines(path: Path) -> FileIO:
 
 
 def metrics_of(state: TrainState, incarnation: int) -> Metrics:
-    """For a run's directory, from where the state is; its phases are timed from here on."""
-    config, clock = state.config, PhaseClock(state.mesh.ledger)
+    """From where the state is; its phases are timed from here on."""
+    clock = PhaseClock(state.mesh.ledger)
     clock.attach(state)
-    flops = model_flops_per_token(config.model)
-    return Metrics(
-        Path(config.train.run_dir), config, state.mesh.world.size, flops, peak_tflops(config), clock, incarnation, state.current_step
-    )
+    return Metrics(state.config, state.mesh.world.size, clock, incarnation, state.current_step)
 
 
 def peak_tflops(config: RunConfig) -> float | None:

@@ -17,7 +17,7 @@ from frontier_llm.costs.flops import matrix_parameters
 from frontier_llm.errors import DataError
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
-from frontier_llm.topology import ParallelPlan, make_plan
+from frontier_llm.topology import ParallelPlan, StageSpec, make_plan
 from frontier_llm.train.latency import communication_section
 from frontier_llm.units import format_count
 
@@ -171,6 +171,11 @@ def label(plan: ParallelPlan) -> str:
     return f"TP{plan.grid.tp} x PP{plan.grid.pp} x DP{plan.grid.dp}"
 
 
+def _layers(piece: StageSpec) -> str:
+    first, last = piece.first_layer, piece.first_layer + piece.num_layers - 1
+    return f"layers {first}-{last}" if last > first else f"layer {first}"
+
+
 def _layout(record: RunRecord) -> str:
     """Which rank holds what, and the schedule that was played, drawn with forward 1 and backward 2 units long."""
     plan, grid = record.plan, record.plan.grid
@@ -181,7 +186,7 @@ def _layout(record: RunRecord) -> str:
             " + ".join(
                 [
                     *(["embedding"] if piece.embedding else []),
-                    f"layers {piece.first_layer}-{piece.first_layer + piece.num_layers - 1}",
+                    _layers(piece),
                     *(["head"] if piece.head else []),
                 ]
             )

@@ -34,13 +34,14 @@ def train_step(state: TrainState) -> StepResult:
     """
     optimizer, scaler, config = state.optimizer, state.scaler, state.config.optimizer
 
-    state.global_tokens = state.feed.count_targets(state.current_step)
+    batch = state.feed.step(state.current_step)
     state.sync.begin()
-    losses = state.engine.run(loss_scale=scaler.scale)
+    local_loss = state.pipeline.run(batch, scaler.scale)
     state.sync.finish()
 
-    loss = global_loss(state, losses)
-    norm = float(optimizer.gradient_norm()) / scaler.scale
+    # the only time in a step that the host waits for the device
+    loss, scaled_norm = torch.stack((global_loss(state, local_loss), optimizer.gradient_norm())).tolist()
+    norm = scaled_norm / scaler.scale
     lr = learning_rate(config, state.current_step, state.config.train.steps)
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     spike = not overflowed and state.spikes.is_spike(loss, norm)
@@ -56,27 +57,20 @@ def train_step(state: TrainState) -> StepResult:
     return result
 
 
-def local_gradients(state: TrainState, feed: Feed) -> list[torch.Tensor]:
-    """Forward and backward of the current step over `feed`: this rank's unsummed gradients. Changes nothing else; native engine only."""
-    own, sync = state.feed, state.sync
+def local_gradients(state: TrainState, feed: Feed) -> dict[str, torch.Tensor]:
+    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter. Changes nothing else; native engine only."""
+    sync = state.sync
     assert isinstance(sync, GradientSync)
-    try:
-        state.feed = feed
-        state.global_tokens = feed.count_targets(state.current_step)
-        sync.begin(reduce=False)
-        state.engine.run(loss_scale=state.scaler.scale)
-    finally:
-        state.feed = own
-    hit("train.recomputed", sync.gradients[0])
-    return sync.gradients
+    sync.begin(reduce=False)
+    state.pipeline.run(feed.step(state.current_step), state.scaler.scale)
+    gradients = sync.gradients
+    hit("train.recomputed", next(iter(gradients.values())).view(-1))
+    return gradients
 
 
-def global_loss(state: TrainState, losses: list[torch.Tensor]) -> float:
-    """Sum of all microbatches' shares over the world: only the last stage has any, and its tp ranks have the same ones.
+def global_loss(state: TrainState, local_loss: torch.Tensor) -> torch.Tensor:
+    """Sum over the world: only last stages have a loss, and the tp ranks of one have the same.
 
     So only tp rank 0 counts; the others add zero times theirs, which is heard where it is not finite.
     """
-    total = torch.zeros((), dtype=torch.float64, device=state.device)
-    for loss in losses:
-        total += loss * (state.mesh.tp.rank == 0)
-    return float(all_reduce_(total, state.mesh.world))
+    return all_reduce_(local_loss * (state.mesh.tp.rank == 0), state.mesh.world)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from frontier_llm.cluster import run_dir
 from tests.faults.runs import Run
 from tests.faults.test_policies import decisions
 
@@ -35,6 +37,10 @@ def test_a_perturbed_result_is_classified_with_its_rank(tmp_path: Path) -> None:
     code, output, _ = run.finish("train.recomputed@1#2=perturb")
     assert code == 0 and "step 4: transient error on rank 1 on" in output
     assert [(entry["step"], entry["rank"], entry["kind"]) for entry in decisions(run)] == [(4, 1, "transient")]
-    code, output, _ = Run(tmp_path / "lasting", overrides=run.overrides).finish("train.recomputed@2#1%=perturb")
-    assert code == 1 and "persistent error on rank 2 on" in output and "exclude these hosts" in output
+    lasting = Run(tmp_path / "lasting", overrides=run.overrides)
+    code, output, _ = lasting.finish("train.recomputed@2#1%=perturb")
+    assert code == 1 and "persistent error on rank 2 on" in output and "start again without these hosts" in output
+    failure, host = lasting.failure(), os.uname().nodename
+    assert (failure["rank"], failure["host"], failure["step"]) == (2, host, 4) and "weight" in str(failure["tensor"])
+    assert run_dir.bad_hosts(lasting.run_dir) == [host]
     assert "rank 1 on" not in output.split("persistent error")[1].splitlines()[0]

@@ -12,7 +12,7 @@ contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G
 and `.bias` beside each of them where the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
 
 Sources: Vaswani et al. 2017 and Radford et al. 2019 (GPT-2), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (RoPE, in the
-rotate-half pairing of GPT-NeoX), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU), Ainslie et al. 2023 (grouped queries),
+rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU), Ainslie et al. 2023 (grouped queries),
 Loshchilov & Hutter 2019 (AdamW).
 """
 
@@ -59,12 +59,28 @@ def alibi_slopes(heads: int, max_bias: float) -> list[float]:
     return (slopes + between)[:heads]
 
 
-def _rotate(x_SD: Tensor, positions: list[int], rotating: int, theta: float) -> Tensor:
-    """RoPE on the first `rotating` dims, dim j paired with dim j + rotating / 2, angle position * theta^(-2 j / rotating)."""
+def _slowed(frequency: float, scaling: Mapping[str, float]) -> float:
+    """Llama 3.1: a wave longer than the original context over `low` turns by `factor` less, one shorter than it over `high` as before."""
+    low, high, context = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_sequence_length"]
+    wave = 2 * math.pi / frequency
+    if wave > context / low:
+        return frequency / scaling["factor"]
+    if wave < context / high:
+        return frequency
+    smooth = (context / wave - low) / (high - low)
+    return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+
+
+def _rotate(x_SD: Tensor, positions: list[int], config: Config) -> Tensor:
+    """RoPE on the first R = `rope_fraction` D dims, dim j paired with dim j + R / 2, angle position * theta^(-2 j / R)."""
+    rotating = int(x_SD.shape[-1] * config["rope_fraction"])
     half = rotating // 2
     columns = list(x_SD.unbind(-1))
     for j in range(half):
-        angle = torch.tensor([position * theta ** (-2 * j / rotating) for position in positions], dtype=x_SD.dtype)
+        frequency = config["rope_theta"] ** (-2 * j / rotating)
+        if config.get("rope_scaling"):
+            frequency = _slowed(frequency, config["rope_scaling"])
+        angle = torch.tensor([position * frequency for position in positions], dtype=x_SD.dtype)
         first, second = x_SD[:, j], x_SD[:, j + half]
         columns[j] = first * angle.cos() - second * angle.sin()
         columns[j + half] = second * angle.cos() + first * angle.sin()
@@ -84,8 +100,7 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
         return _linear(x_SH, weight[group, slot], None if bias is None else bias[group, slot])
 
     def turn(x_SD: Tensor) -> Tensor:
-        rotates = config["position"] == "rope"
-        return _rotate(x_SD, positions, int(D * config["rope_fraction"]), config["rope_theta"]) if rotates else x_SD
+        return _rotate(x_SD, positions, config) if config["position"] == "rope" else x_SD
 
     heads = []
     for head in range(A):

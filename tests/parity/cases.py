@@ -28,9 +28,11 @@ STEPS = 3
 SHAPE: dict[str, Any] = {
     "layers": 8, "hidden": 32, "heads": 8, "ffn_hidden": 48, "vocab_size": 50, "vocab_multiple": 64, "sequence_length": 12, "init_std": 0.2,
 }  # fmt: skip
+# of the two rotations of a head one is between fast and slow, one slow
+SLOWER = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.5, "original_sequence_length": 12}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "norm_bias": True, "tied_embeddings": True},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4},
+    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "qkv_bias": True, "rope_scaling": SLOWER},
     "mpt": {"position": "alibi", "norm": "layernorm", "activation": "gelu", "tied_embeddings": True},
     "neox": {
         "position": "rope", "rope_fraction": 0.5, "norm": "layernorm", "activation": "gelu", "bias": True, "norm_bias": True,

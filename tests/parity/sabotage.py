@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from frontier_llm.comm import DONE, Axis, single
 from frontier_llm.optim import GradientSync
 from frontier_llm.pipeline import Engine
-from frontier_llm.schedule import Action
+from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology import ShardSpec
 
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
@@ -67,11 +66,11 @@ def swapped_microbatch() -> Iterator[None]:
     honest = Engine._forward
 
     def forward(self: Engine, action: Action) -> None:
-        stages = self._stages
+        batch = self._flight.batch
         if self._is_last(action.chunk):
-            self._stages = [lambda x, microbatch, stage=stage: stage(x, {0: 1, 1: 0}.get(microbatch, microbatch)) for stage in stages]
+            self._flight.batch = lambda microbatch: batch({0: 1, 1: 0}.get(microbatch, microbatch))
         honest(self, action)
-        self._stages = stages
+        self._flight.batch = batch
 
     with patch.object(Engine, "_forward", forward):
         yield
@@ -80,12 +79,16 @@ def swapped_microbatch() -> Iterator[None]:
 @sabotage
 def stale_activation() -> Iterator[None]:
     """Each message carries the activation of the microbatch before."""
-    honest = Engine._send_forward
+    honest, last = Engine._send, {}
 
     def send(self: Engine, action: Action) -> None:
-        honest(self, replace(action, microbatch=max(0, action.microbatch - 1)))
+        key = (action.kind, action.chunk, action.microbatch)
+        if action.kind is Kind.SEND_FORWARD:
+            fresh = self._flight.outgoing[key]
+            self._flight.outgoing[key], last[action.chunk] = last.get(action.chunk, fresh), fresh
+        honest(self, action)
 
-    with patch.object(Engine, "_send_forward", send):
+    with patch.object(Engine, "_send", send):
         yield
 
 

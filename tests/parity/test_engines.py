@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def three_steps(rank: int, case: Case, engine: str, dtype: str, sabotage: str | 
         state = build(rank, case, engine, dtype)
         steps = [train_step(state)]
         with torch.no_grad():
-            state.evaluator.run()
+            state.evaluator.run(state.feed.step(0))
         steps += [train_step(state) for _ in range(2)]
         ReplicaCheck(state.optimizer, state.mesh).check(3, state.mesh.world)
         return Outcome(steps, state_of(state))
@@ -266,14 +266,14 @@ def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, 
     state = build(rank, case, engine, "fp32")
     steps = [train_step(state)]
     before = state_of(state)
-    run = state.engine.run
+    run = state.pipeline.run
 
-    def spoil(loss_scale: float) -> list[torch.Tensor]:
-        return run(loss_scale=float("nan") if rank == 1 else loss_scale)
+    def spoil(batch: Callable[[int], Any], loss_scale: float) -> torch.Tensor:
+        return run(batch, float("nan") if rank == 1 else loss_scale)
 
-    state.engine.run = spoil  # type: ignore[method-assign]
+    state.pipeline.run = spoil  # type: ignore[method-assign]
     steps.append(train_step(state))
-    state.engine.run = run  # type: ignore[method-assign]
+    state.pipeline.run = run  # type: ignore[method-assign]
     after = state_of(state)
     unchanged = all(np.array_equal(a.values, b.values) for kind in KINDS for a, b in zip(before[kind], after[kind], strict=True))
     steps.append(train_step(state))

@@ -28,12 +28,26 @@ def train(words: list[str]) -> int:
     incarnation = int(environ("FRONTIER_LLM_INCARNATION") or 0)
     (directory / "alive").mkdir(parents=True, exist_ok=True)
     with SignalWatcher() as watcher:
-        step = run_dir.latest_step(directory)
+        step, wrong = run_dir.latest_step(directory), environ("STAND_IN_WRONG")
+        if wrong in run_dir.untrusted_hosts(directory):
+            wrong = None
         while step < config.train.steps and watcher.requested is None and not (directory / run_dir.STOP_FILE).exists():
             if planted := environ("STAND_IN_CRASH"):
                 when, who = map(int, planted.split(":"))
                 if (step, place.rank) == (when, who):
                     raise RuntimeError("planted crash")
+            if wrong and step == 3:  # as all ranks end when replicas differ (train/guard/cause.py)
+                if place.rank == 0:
+                    run_dir.distrust(directory, [wrong])
+                    record = {
+                        "rank": 2,
+                        "host": wrong,
+                        "what": "ranks differ",
+                        "tensor": "w",
+                        "suspects": [{"rank": 2, "host": wrong, "tensor": "w"}],
+                    }
+                    run_dir.write_atomically(directory / "failure.json", json.dumps(record))
+                return 1
             time.sleep(float(environ("STAND_IN_STEP_S") or 0.05))
             step += 1
             run_dir.write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")

@@ -201,6 +201,27 @@ def test_dead_batch_host_requeues_the_job_elsewhere(cluster: LocalSlurm, tmp_pat
     assert last.cause == "finished" and "n0" not in last.nodes
 
 
+@scenario(nodes=3)
+def test_a_host_that_computes_wrongly_is_used_no_more(cluster: LocalSlurm, tmp_path: Path) -> None:
+    env = {"FRONTIER_LLM_SPARE_NODES": "1", "STAND_IN_WRONG": "n1"}
+    run = Run(cluster, tmp_path, 3, 2, ("train.steps=6",), env)
+    assert run.wait()["JobState"] == "COMPLETED", run.text()
+    assert [(attempt.cause, attempt.nodes) for attempt in run_dir.attempts(run.directory)] == [
+        ("wrong results", ("n0", "n1")),
+        ("finished", ("n0", "n2")),
+    ]
+    assert run_dir.attempts(run.directory)[0].failed_host == "n1" and run_dir.bad_hosts(run.directory) == ["n1"]
+
+
+@scenario(nodes=2)
+def test_a_host_that_computes_wrongly_is_not_requeued(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 2, 1, ("train.steps=6",), {"STAND_IN_WRONG": "n1"})
+    assert run.wait()["ExitCode"] == "2:0", run.text()
+    assert run.causes() == ["wrong results"] and "--exclude=n1" in run.text()
+    assert json.loads((run.directory / "failure.json").read_text())["tensor"] == "w"  # what the ranks have written stays
+    assert cluster.queued() == []
+
+
 def test_preflight_leaves_a_bad_node_out(cluster: LocalSlurm, tmp_path: Path) -> None:
     # n1 finds its disk full; the spare takes its place before the first attempt
     planted = """

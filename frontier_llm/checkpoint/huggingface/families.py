@@ -1,6 +1,6 @@
-"""The four families of Hugging Face models that are the same function as one of ours, name by name and key by key.
+"""The families of Hugging Face models that are the same function as one of ours, key by key; the names of their tensors are in names.py.
 
-Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, gpt2, gpt_neox and mpt. Whatever a configuration
+Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, gpt2, gpt_neox and mpt. Whatever a configuration
 asks for that our model does not compute is refused by name; nothing is dropped silently.
 """
 
@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from frontier_llm.checkpoint.fields import Fields
-from frontier_llm.checkpoint.rules import TensorRule, gate_and_up, qkv, same, turned, vocabulary
+from frontier_llm.checkpoint.huggingface.names import GPT2, MPT, NEOX, llama_rules
+from frontier_llm.checkpoint.rules import TensorRule
 from frontier_llm.config import ModelConfig
 
 ROPE_DEFAULT_THETA = 10000.0
+# transformers' Mistral without the key looks no further back than this
+MISTRAL_DEFAULT_WINDOW = 4096
+# Llama 3.1's scaling: their name → ours
+_SCALING = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_sequence_length",
+}  # fmt: skip
 # transformers' MPT takes no maximum: its slopes always end at 2^-8
 MPT_ALIBI_MAX_BIAS = 8.0
 # nor does it look at expansion_ratio: its MLP is always four times as wide
@@ -25,15 +33,21 @@ _OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu
 class ConfigJson(Fields):
     """A config.json."""
 
-    def rope(self, theta_key: str, fraction_key: str, default_fraction: float) -> dict[str, float]:
-        """rope_theta and rope_fraction, from `rope_parameters` (transformers 5) or from the older keys."""
+    def rope(self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)) -> dict[str, Any]:
+        """Our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys; `kinds` of rotation are computed."""
         new, scaling = self.get("rope_parameters", {}), self.get("rope_scaling", {})
         kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-        if kind != "default":
-            self.refuse("rope_parameters.rope_type", kind, "'default'")
+        if kind not in kinds:
+            self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
+        stretched = ConfigJson({**scaling, **new}, f"{self.where}: rope_parameters") if kind in kinds and kind != "default" else None
         theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
         fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
-        return {"rope_theta": float(theta), "rope_fraction": float(fraction)}
+        values = {"rope_theta": float(theta), "rope_fraction": float(fraction)}
+        if stretched is None:
+            return values
+        result = {**values, "rope_scaling": {ours: stretched.need(theirs) for theirs, ours in _SCALING.items()}}
+        self.problems += stretched.problems
+        return result
 
     def gelu(self, key: str, default: str) -> str:
         """Our name of a GELU."""
@@ -52,6 +66,7 @@ class Family:
     rules: Callable[[ModelConfig], list[TensorRule]]
     ignored: tuple[str, ...]  # endings of buffers in older files that are no weights
     prefix: str = ""  # that files saved from the bare model lack
+    grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
 
     def refusals(self, model: ModelConfig) -> list[str]:
         """Why this architecture cannot be `model`; empty when it can."""
@@ -60,87 +75,63 @@ class Family:
             for field, allowed in self.needs.items()
             if getattr(model, field) not in allowed
         ]
-        multi_head = model.num_kv_heads == model.heads
-        if self.model_type != "llama" and not multi_head:
+        if not self.grouped and model.num_kv_heads != model.heads:
             reasons.append(f"kv_heads is {model.kv_heads}, needs {model.heads}")
-        if self.model_type != "llama" and model.heads * model.dim_per_head != model.hidden:
+        if not self.grouped and model.heads * model.dim_per_head != model.hidden:
             reasons.append(f"head_dim is {model.head_dim}, needs {model.hidden / model.heads:g}")
+        if "qkv_bias" not in self.needs and model.has_qkv_bias != model.bias:
+            reasons.append(f"qkv_bias is {model.qkv_bias}, needs {model.bias}")
         if self.model_type == "mpt" and model.ffn_hidden != MPT_EXPANSION * model.hidden:
             reasons.append(f"ffn_hidden is {model.ffn_hidden}, needs {MPT_EXPANSION} x {model.hidden}")
         return reasons
 
 
-def _norms(model: ModelConfig, ours: str, theirs: str) -> list[TensorRule]:
-    leaves = ("weight", "bias") if model.norm_bias else ("weight",)
-    return [same(f"{ours}.{leaf}", (model.hidden,), f"{theirs}.{leaf}") for leaf in leaves]
-
-
-def _linear(model: ModelConfig, ours: str, shape: tuple[int, int], theirs: str, turn: bool = False) -> list[TensorRule]:
-    weight = (turned if turn else same)(f"{ours}.weight", shape, f"{theirs}.weight")
-    return [weight, same(f"{ours}.bias", shape[:1], f"{theirs}.bias")] if model.bias else [weight]
-
-
-def _ends(model: ModelConfig, embedding: str, final_norm: str, head: str) -> tuple[list[TensorRule], list[TensorRule]]:
-    """Embedding in front; final norm and head behind."""
-    last = _norms(model, "final_norm", final_norm)
-    if not model.tied_embeddings:
-        last.append(vocabulary("head.weight", model, head))
-    return [vocabulary("embedding.token.weight", model, embedding)], last
-
-
-def _attention_and_mlp(
-    model: ModelConfig, layer: str, theirs: tuple[str, str, str, str], packing: str, turn: bool = False
-) -> list[TensorRule]:
-    """qkv, output, up and down of a layer whose MLP has no gate; `theirs` are their four names."""
-    H, F = model.hidden, model.ffn_hidden
-    fused, output, up, down = theirs
-    leaves = ("weight", "bias") if model.bias else ("weight",)
-    rules = [
-        qkv(f"{layer}.attention.qkv.{leaf}", model, (f"{fused}.{leaf}",), packing, leaf == "bias", turn and leaf == "weight")  # type: ignore[arg-type]
-        for leaf in leaves
-    ]
-    rules += _linear(model, f"{layer}.attention.output", (H, H), output, turn)
-    return rules + _linear(model, f"{layer}.mlp.up", (F, H), up, turn) + _linear(model, f"{layer}.mlp.down", (H, F), down, turn)
-
-
 def _read_llama(f: ConfigJson) -> ModelConfig:
-    f.only("hidden_act", "silu", default="silu")
     bias = f.get("attention_bias", False)
     f.only("mlp_bias", bias, default=False)
-    rope = f.rope("rope_theta", "partial_rotary_factor", 1.0)
+    return _read_llama_like(f, bias)
+
+
+def _read_mistral(f: ConfigJson) -> ModelConfig:
+    window = f.content.get("sliding_window", MISTRAL_DEFAULT_WINDOW)
+    if window is not None and window < f.get("max_position_embeddings", 131072):
+        f.refuse("sliding_window", window, "null, or no less than max_position_embeddings")
+    return _read_llama_like(f, bias=False)
+
+
+def _read_qwen2(f: ConfigJson) -> ModelConfig:
+    f.only("use_sliding_window", False, default=False)
+    return _read_llama_like(f, bias=False, qkv_bias=True)
+
+
+def _read_llama_like(f: ConfigJson, bias: bool, qkv_bias: bool | None = None) -> ModelConfig:
+    f.only("hidden_act", "silu", default="silu")
+    hidden, heads, head_dim = f.need("hidden_size"), f.need("num_attention_heads"), f.get("head_dim", None)
     return f.model(
-        layers=f.need("num_hidden_layers"), hidden=f.need("hidden_size"), heads=f.need("num_attention_heads"),
-        kv_heads=f.get("num_key_value_heads", None), head_dim=f.get("head_dim", None), ffn_hidden=f.need("intermediate_size"),
+        layers=f.need("num_hidden_layers"), hidden=hidden, heads=heads, kv_heads=f.get("num_key_value_heads", None),
+        head_dim=None if head_dim == hidden / heads else head_dim, ffn_hidden=f.need("intermediate_size"),
         vocab_size=f.need("vocab_size"), sequence_length=f.get("max_position_embeddings", 2048), position="rope", norm="rmsnorm",
-        norm_eps=f.get("rms_norm_eps", 1e-6), activation="swiglu", bias=bias, tied_embeddings=f.get("tie_word_embeddings", False),
-        init_std=f.get("initializer_range", 0.02), rope_theta=rope["rope_theta"], rope_fraction=rope["rope_fraction"],
+        norm_eps=f.get("rms_norm_eps", 1e-6), activation="swiglu", bias=bias, qkv_bias=qkv_bias,
+        tied_embeddings=f.get("tie_word_embeddings", False), init_std=f.get("initializer_range", 0.02),
+        **f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3")),
     )  # fmt: skip
 
 
 def _write_llama(m: ModelConfig) -> dict[str, Any]:
+    return {**_write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}
+
+
+def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if m.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **{theirs: getattr(m.rope_scaling, ours) for theirs, ours in _SCALING.items()}}
     return {
         "hidden_size": m.hidden, "intermediate_size": m.ffn_hidden, "num_hidden_layers": m.layers, "num_attention_heads": m.heads,
         "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rms_norm_eps": m.norm_eps,
-        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std, "attention_bias": m.bias, "mlp_bias": m.bias,
-        "rope_theta": m.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
+        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std,
+        "rope_theta": m.rope_theta, "rope_parameters": {**scaling, "rope_theta": m.rope_theta},
+        "rope_scaling": scaling if m.rope_scaling else None,
     }  # fmt: skip
-
-
-def _llama_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "model.embed_tokens.weight", "model.norm", "lm_head.weight")
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        for leaf in ("weight", "bias") if m.bias else ("weight",):
-            bias = leaf == "bias"
-            parts = tuple(f"{theirs}.self_attn.{part}_proj.{leaf}" for part in "qkv")
-            rules.append(qkv(f"{ours}.attention.qkv.{leaf}", m, parts, "separate", bias))
-            pair = (f"{theirs}.mlp.gate_proj.{leaf}", f"{theirs}.mlp.up_proj.{leaf}")
-            rules.append(gate_and_up(f"{ours}.mlp.up.{leaf}", m, pair, bias))
-        rules += _linear(m, f"{ours}.attention.output", (m.hidden, m.heads * m.dim_per_head), f"{theirs}.self_attn.o_proj")
-        rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        rules += _linear(m, f"{ours}.mlp.down", (m.hidden, m.ffn_hidden), f"{theirs}.mlp.down_proj")
-    return rules + last
 
 
 def _read_gpt2(f: ConfigJson) -> ModelConfig:
@@ -162,17 +153,6 @@ def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
         "activation_function": "gelu_new" if m.activation == "gelu_tanh" else "gelu", "layer_norm_epsilon": m.norm_eps,
         "initializer_range": m.init_std, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }  # fmt: skip
-
-
-def _gpt2_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "transformer.wte.weight", "transformer.ln_f", "lm_head.weight")
-    rules.append(same("embedding.position.weight", (m.sequence_length, m.hidden), "transformer.wpe.weight"))
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.ln_1") + _norms(m, f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        names = (f"{theirs}.attn.c_attn", f"{theirs}.attn.c_proj", f"{theirs}.mlp.c_fc", f"{theirs}.mlp.c_proj")
-        rules += _attention_and_mlp(m, ours, names, "blocks", turn=True)
-    return rules + last
 
 
 def _read_neox(f: ConfigJson) -> ModelConfig:
@@ -198,17 +178,6 @@ def _write_neox(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _neox_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight")
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"gpt_neox.layers.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        mlp = (f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h")
-        rules += _attention_and_mlp(m, ours, (f"{theirs}.attention.query_key_value", f"{theirs}.attention.dense", *mlp), "per_head")
-    return rules + last
-
-
 def _read_mpt(f: ConfigJson) -> ModelConfig:
     attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
     attention.only("alibi", True, default=True)
@@ -230,6 +199,24 @@ def _read_mpt(f: ConfigJson) -> ModelConfig:
     )  # fmt: skip
 
 
+def _read_foundry_mpt(f: ConfigJson) -> ModelConfig:
+    """LLM Foundry's own class, which computes more than transformers' and has other defaults."""
+    attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
+    attention.only("alibi", True, default=False)
+    attention.only("rope", False, default=False)
+    attention.only("qk_gn", False, default=False)
+    attention.only("sliding_window_size", -1, default=-1)
+    mlp = ConfigJson(f.get("ffn_config", {}), f"{f.where}: ffn_config")
+    mlp.only("ffn_type", "mptmlp", default="mptmlp")
+    mlp.only("ffn_act_fn", None, {"name": "gelu", "approximate": "none"})
+    f.problems += attention.problems + mlp.problems
+    f.only("no_bias", True, default=False)
+    f.only("norm_type", "layernorm", "low_precision_layernorm", default="low_precision_layernorm")
+    f.only("residual_modification", None)
+    f.only("norm_eps", 1e-5, default=1e-5)
+    return _read_mpt(f)
+
+
 def _write_mpt(m: ModelConfig) -> dict[str, Any]:
     attention = {
         "model_type": "",
@@ -247,16 +234,6 @@ def _write_mpt(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mpt_rules(m: ModelConfig) -> list[TensorRule]:
-    rules, last = _ends(m, "transformer.wte.weight", "transformer.norm_f", "lm_head.weight")
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"transformer.blocks.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.norm_1") + _norms(m, f"{ours}.mlp_norm", f"{theirs}.norm_2")
-        names = (f"{theirs}.attn.Wqkv", f"{theirs}.attn.out_proj", f"{theirs}.ffn.up_proj", f"{theirs}.ffn.down_proj")
-        rules += _attention_and_mlp(m, ours, names, "blocks")
-    return rules + last
-
-
 _GELUS = ("gelu", "gelu_tanh")
 _LAYERNORM_WITH_BIAS = {"norm": ("layernorm",), "activation": _GELUS, "bias": (True,), "norm_bias": (True,)}
 _LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",), "rope_fraction": (1.0,), "parallel_residual": (False,)}
@@ -266,15 +243,26 @@ _MPT = {
 }  # fmt: skip
 
 FAMILIES = (
-    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, _llama_rules, ("rotary_emb.inv_freq",), "model."),
+    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True),
+    Family(
+        "Qwen2ForCausalLM", "qwen2", _read_qwen2, lambda m: {**_write_llama_like(m), "use_sliding_window": False},
+        {**_LLAMA, "bias": (False,), "qkv_bias": (True,)}, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
+    # after Llama, which computes the same: a Mistral comes in, and goes out as a Llama
+    Family(
+        "MistralForCausalLM", "mistral", _read_mistral, lambda m: {**_write_llama_like(m), "sliding_window": None},
+        {**_LLAMA, "bias": (False,)}, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
     Family(
         "GPT2LMHeadModel", "gpt2", _read_gpt2, _write_gpt2,
         {"position": ("learned",), "parallel_residual": (False,), **_LAYERNORM_WITH_BIAS},
-        _gpt2_rules, (".attn.bias", ".attn.masked_bias"), "transformer.",
+        GPT2.rules, (".attn.bias", ".attn.masked_bias"), "transformer.",
     ),
     Family(
-        "GPTNeoXForCausalLM", "gpt_neox", _read_neox, _write_neox, {"position": ("rope",), **_LAYERNORM_WITH_BIAS},
-        _neox_rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
+        "GPTNeoXForCausalLM", "gpt_neox", _read_neox, _write_neox, {"position": ("rope",), "rope_scaling": (None,), **_LAYERNORM_WITH_BIAS},
+        NEOX.rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
     ),
-    Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, _mpt_rules, (), "transformer."),
+    Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, MPT.rules, (), "transformer."),
+    # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own
+    Family("MPTForCausalLM", "mpt", _read_foundry_mpt, _write_mpt, _MPT, MPT.rules, (), "transformer."),
 )  # fmt: skip

@@ -14,11 +14,14 @@ from frontier_llm.config import ModelConfig
 # BigScience's enum and Megatron-LM's names for the same
 _POSITIONS = {1: "rope", 2: "learned", 3: "alibi", "rope": "rope", "learned_absolute": "learned", "alibi": "alibi"}
 _NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
+# what Megatron's --use-rope-scaling fixes in its code; the factor is an argument
+_ROPE_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_sequence_length": 8192}
+_ROPE_SCALING_FACTOR = 8.0
 # arguments that change the function in ways that are not computed here, with the values that switch them off
 _OFF: dict[str, tuple[Any, ...]] = {
     "apply_layernorm_1p": (False,), "apply_residual_connection_post_layernorm": (False,), "qk_layernorm": (False,),
     "rotary_interleaved": (False,), "squared_relu": (False,), "glu_activation": (None,), "embed_layernorm": (False,),
-    "use_rope_scaling": (False,), "rotary_seq_len_interpolation_factor": (None, 1), "multi_latent_attention": (False,),
+    "rotary_seq_len_interpolation_factor": (None, 1), "multi_latent_attention": (False,),
     "num_experts": (None, 0, 1, [1]), "mtp_num_layers": (None, 0), "window_size": (None,), "softcap": (None,),
 }  # fmt: skip
 
@@ -36,8 +39,7 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
         position = "rope"
     norm = _NORMS.get(f.only("normalization", *_NORMS, default="LayerNorm"), "layernorm")
     bias = f.get("add_bias_linear", True)
-    if not bias:
-        f.only("add_qkv_bias", False, default=False)
+    scaling = {**_ROPE_SCALING, "factor": float(f.get("rope_scaling_factor", _ROPE_SCALING_FACTOR))}
     padded = f.need("padded_vocab_size")
     if vocab_size is not None and vocab_size > padded:
         f.refuse("padded_vocab_size", padded, f"at least the tokenizer's {vocab_size}")
@@ -48,6 +50,7 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
         ffn_hidden=f.need("ffn_hidden_size"), vocab_size=vocab_size or padded, position=position, norm=norm,
         sequence_length=f.need("max_position_embeddings" if position == "learned" else "seq_length"),
         norm_eps=f.get("norm_epsilon", f.get("layernorm_epsilon", 1e-5)), activation=_activation(f, bias), bias=bias,
+        qkv_bias=(True if not bias and f.get("add_qkv_bias", False) else None), rope_scaling=scaling if f.get("use_rope_scaling", False) else None,
         norm_bias=norm == "layernorm", tied_embeddings=not f.get("untie_embeddings_and_output_weights", False),
         rope_theta=float(f.get("rotary_base", f.get("rope_theta", 10000.0))), rope_fraction=float(f.get("rotary_percent", 1.0)),
         init_std=f.get("init_method_std", 0.02),

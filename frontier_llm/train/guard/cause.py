@@ -13,8 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from frontier_llm import log
+from frontier_llm.cluster import run_dir
 from frontier_llm.comm.board import Board
 from frontier_llm.errors import RankFailure
+from frontier_llm.train.guard.suspects import WrongResults
 
 PERIOD_S = 1.0  # between two notices of a rank, if the store can take so many
 POSTS_PER_S = 20_000  # by all ranks together: a third of what the store on rank 0 takes (scripts/bench_rendezvous.py)
@@ -36,6 +39,7 @@ class Cause:
     step: int
     section: str
     what: str
+    tensor: str = ""  # for wrong results: where they show
 
     def describe(self) -> str:
         """'rank 2 on n0 failed first, at step 17 (train): …'."""
@@ -90,14 +94,26 @@ class Inquiry:
             here = self._own("its process, which holds the rendezvous, is gone or stopped")
             return self._recorded() or Cause(0, "the host of rank 0", here.step, here.section, here.what)
 
-    def record(self, cause: Cause) -> None:
-        """failure.json of the run directory; the first writer wins, as it has the first cause."""
-        content = json.dumps({**vars(cause), "time": time.strftime("%Y-%m-%d %H:%M:%S"), "written_by_rank": self._rank}, indent=1)
+    def record(self, cause: Cause, **more: Any) -> None:
+        """failure.json of the run directory; the first writer wins, as it has the first cause. A disk that fails must not hide the cause."""
+        content = {**vars(cause), "time": time.strftime("%Y-%m-%d %H:%M:%S"), "written_by_rank": self._rank, **more}
         try:
             with (self._run_dir / "failure.json").open("x", encoding="utf-8") as file:
-                file.write(content + "\n")
+                file.write(json.dumps(content, indent=1) + "\n")
         except FileExistsError:
             return
+        except OSError as error:
+            log.warn(f"cannot write failure.json: {error.strerror}")
+
+    def accuse(self, error: WrongResults) -> None:
+        """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more."""
+        if self._rank == 0:
+            first, hosts = error.suspects[0], error.hosts_to_exclude
+            here = self._own(error.problems[0].what)
+            cause = Cause(first.rank, first.host, here.step, here.section, here.what, first.tensor)
+            self.record(cause, suspects=[vars(suspect) for suspect in error.suspects], excluded_hosts=hosts)
+            run_dir.distrust(self._run_dir, hosts)
+            log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
 
     def forget(self) -> None:
         """Remove what an earlier start has recorded."""

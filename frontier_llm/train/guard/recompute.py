@@ -9,25 +9,24 @@ With tensor or pipeline parallelism a wrong value spreads within its replica, so
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from frontier_llm.checkpoint.exchange import all_gather_json
+from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, all_gather
-from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.errors import Problem
 from frontier_llm.train.guard.replicas import checksum
+from frontier_llm.train.guard.suspects import Suspect, WrongResults
 
 TRANSIENT, PERSISTENT = "transient", "persistent"
 
 
-class WrongArithmetic(FrontierError):
-    """A rank computes wrongly every time. Every rank raises it."""
-
-    exit_code = 1
+class WrongArithmetic(WrongResults):
+    """A rank computes wrongly every time."""
 
 
 @dataclass(frozen=True)
@@ -37,42 +36,60 @@ class Finding:
     rank: int
     host: str
     kind: str
+    tensor: str  # the first whose gradient shows it
 
     def __str__(self) -> str:
-        how = "two runs of one step differ" if self.kind == TRANSIENT else "its gradients differ from the other replicas', twice alike"
-        return f"{self.kind} error on rank {self.rank} on {self.host}: {how}"
+        how = "two runs of one step differ" if self.kind == TRANSIENT else "twice alike, but not as on the other replicas"
+        return f"{self.kind} error on rank {self.rank} on {self.host}: {how}, first in the gradient of {self.tensor}"
 
 
 class Recompute:
     """Collective over the world; nothing of the run is changed but the contents of the gradient buffers."""
 
-    def __init__(self, compute: Callable[[], Sequence[torch.Tensor]], mesh: Mesh) -> None:
+    def __init__(self, compute: Callable[[], Mapping[str, torch.Tensor]], mesh: Mesh) -> None:
         """`compute()` gives this rank's unsummed gradients of one step, the same step on every data-parallel rank."""
         self._compute, self._mesh = compute, mesh
+        self._hosts: list[str] = []  # of all ranks
 
     def findings(self) -> list[Finding]:
         """The same on every rank; empty when all is well."""
-        mine = torch.cat([self._sums(), self._sums()])
+        first, again = self._sums(), self._sums()
+        mine = torch.stack([*first.values(), *again.values()])
         table = all_gather(mine, self._mesh.dp).view(self._mesh.dp.size, 2, -1).cpu().tolist()
-        first, second = table[self._mesh.dp.rank]
-        kind = TRANSIENT if first != second else PERSISTENT if _is_odd(first, [row for row, again in table if row == again]) else None
-        answers = all_gather_json([socket.gethostname(), kind], self._mesh.world, mine.device)
-        return [Finding(rank, host, kind) for rank, (host, kind) in enumerate(answers) if kind]
+        kind, place = _judge(table[self._mesh.dp.rank], table)
+        answers = all_gather_json([node_name(), kind, list(first)[place]], self._mesh.world, mine.device)
+        self._hosts = [host for host, _, _ in answers]
+        return [Finding(rank, host, kind, tensor) for rank, (host, kind, tensor) in enumerate(answers) if kind]
 
     def check(self, step: int) -> list[Finding]:
         """Findings that the run may go on with. Raises WrongArithmetic for persistent ones."""
         findings = self.findings()
         lasting = [finding for finding in findings if finding.kind == PERSISTENT]
         if lasting:
-            fix = "exclude these hosts and start again from a checkpoint that was written before the error, if its step is known"
-            raise WrongArithmetic(Problem(f"step {step}", str(finding), fix) for finding in lasting)
+            fix = "start again without these hosts, from a checkpoint that was written before the error if its step is known"
+            suspects = [Suspect(finding.rank, finding.host, finding.tensor) for finding in lasting]
+            raise WrongArithmetic((Problem(f"step {step}", str(finding), fix) for finding in lasting), suspects, self._hosts)
         return findings
 
-    def _sums(self) -> torch.Tensor:
-        return torch.stack([checksum(gradients) for gradients in self._compute()])
+    def _sums(self) -> dict[str, torch.Tensor]:
+        return {name: checksum(gradient) for name, gradient in self._compute().items()}
 
 
-def _is_odd(own: list[int], stable: list[list[int]]) -> bool:
-    """Whether `own` is not what most of the replicas with a stable result have; without a majority none can be trusted."""
-    (common, count), *_ = Counter(map(tuple, stable)).most_common(1)
-    return len(set(map(tuple, stable))) > 1 and (count <= len(stable) / 2 or tuple(own) != common)
+def _judge(own: list[list[int]], table: list[list[list[int]]]) -> tuple[str, int]:
+    """(kind of error or '', index of the first sum that shows it) of the replica with the two rows `own`.
+
+    Persistent: not what most replicas with a stable result have; without a majority none can be trusted.
+    """
+    first, again = own
+    if first != again:
+        return TRANSIENT, _first_difference(first, again)
+    ranking = Counter(tuple(row) for row, second in table if row == second).most_common()
+    others = [list(row) for row, _ in ranking if list(row) != first]
+    common, count = ranking[0]
+    if not others or (list(common) == first and count > sum(times for _, times in ranking) / 2):
+        return "", 0
+    return PERSISTENT, _first_difference(first, others[0])
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    return next(index for index, (left, right) in enumerate(zip(a, b, strict=True)) if left != right)

@@ -17,18 +17,32 @@ import torch
 from torch import Tensor
 
 from frontier_llm.checkpoint.exchange import all_gather_json, maximum
+from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Axis, Mesh, all_gather
-from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.errors import Problem
 from frontier_llm.optim import Optimizer
 from frontier_llm.topology import ShardSpec
+from frontier_llm.train.guard.suspects import Suspect, WrongResults
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ReplicaDrift(FrontierError):
-    """Copies of one tensor differ; the message names tensors and ranks. Every rank raises it."""
+class ReplicaDrift(WrongResults):
+    """Copies of one tensor differ; the message names tensors and ranks."""
 
-    exit_code = 1
+
+@dataclass(frozen=True)
+class Drift:
+    """A tensor whose copies differ."""
+
+    tensor: str
+    axis: str
+    ranks: tuple[int, ...]  # those with another value than most; with two copies, or without a majority, all of them
+
+    def problem(self) -> Problem:
+        """For people."""
+        one = f"rank {self.ranks[0]} differs from the other {self.axis} ranks"
+        return Problem(self.tensor, one if len(self.ranks) == 1 else f"{self.axis} ranks {list(self.ranks)} differ")
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,8 @@ class ReplicaCheck:
         ]
         self._optimizer, self._device = optimizer, optimizer.device
 
-    def problems(self) -> list[Problem]:
-        """Each tensor whose copies differ, with the ranks that are alone with their value; as this rank's groups see it."""
+    def drifts(self) -> list[Drift]:
+        """Each tensor whose copies differ, as this rank's groups see it."""
         found = []
         self._optimizer.settle()
         for axis, copies in self._copies:
@@ -69,21 +83,23 @@ class ReplicaCheck:
                 mine = torch.stack([checksum(copy.values) for copy in copies])
                 table = all_gather(mine, axis).view(axis.size, -1).cpu()
                 for column in (table != table[0]).any(0).nonzero().flatten().tolist():
-                    found.append(_describe(copies[column].name, table[:, column].tolist(), axis))
+                    found.append(Drift(copies[column].name, axis.name, _odd(table[:, column].tolist(), axis)))
         return found
 
     def check(self, step: int, world: Axis) -> None:
         """Raises ReplicaDrift on every rank when copies differ anywhere. Collective over the world."""
-        problems = self.problems()
-        if maximum([len(problems)], world, self._device)[0]:
-            rows = all_gather_json([vars(problem) for problem in problems[:5]], world, self._device)
-            unique = dict.fromkeys(Problem(**row) for ranks in rows for row in ranks)
+        drifts = self.drifts()
+        if maximum([len(drifts)], world, self._device)[0]:
+            answers = all_gather_json([node_name(), [list(vars(drift).values()) for drift in drifts[:5]]], world, self._device)
+            hosts = [host for host, _ in answers]
+            unique = list(dict.fromkeys(Drift(tensor, axis, tuple(ranks)) for _, rows in answers for tensor, axis, ranks in rows))
             head = Problem(
                 f"step {step}",
                 "replicas have drifted apart",
-                "suspect these ranks' memory; exclude their nodes and start again from the newest checkpoint, which was compared before it was saved",
+                "suspect these ranks' memory; start again without their nodes, from the newest checkpoint, which was compared before it was saved",
             )
-            raise ReplicaDrift([*unique, head])
+            suspects = [Suspect(rank, hosts[rank], drift.tensor) for drift in unique for rank in drift.ranks]
+            raise ReplicaDrift([*(drift.problem() for drift in unique), head], suspects, hosts)
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -106,9 +122,6 @@ def _state(optimizer: Optimizer, replicated: Callable[[ShardSpec], bool]) -> Ite
             yield from (_Copy(f"{kind} of {part.name}", values) for kind, values in part.tensors.items())
 
 
-def _describe(name: str, sums: list[int], axis: Axis) -> Problem:
-    """Names the minority; with two copies, or without a majority, all of them."""
+def _odd(sums: list[int], axis: Axis) -> tuple[int, ...]:
     (common, count), *_ = Counter(sums).most_common(1)
-    odd = [axis.ranks[index] for index, value in enumerate(sums) if value != common] if count > len(sums) / 2 else list(axis.ranks)
-    who = f"rank {odd[0]} differs from the other {axis.name} ranks" if len(odd) == 1 else f"{axis.name} ranks {odd} differ"
-    return Problem(name, who)
+    return tuple(rank for rank, value in zip(axis.ranks, sums, strict=True) if value != common or count <= len(sums) / 2)

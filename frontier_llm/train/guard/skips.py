@@ -12,6 +12,7 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.checkpoint import Progress
+from frontier_llm.cluster import run_dir
 from frontier_llm.config import GuardConfig
 from frontier_llm.errors import FrontierError
 from frontier_llm.train.guard.saves import Saves
@@ -95,14 +96,11 @@ class Decisions:
         self._write(sorted([*kept, *rewinds], key=lambda entry: int(entry["step"])))
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        if self._path is not None:
+        if self._path is not None and (entries or self._path.exists()):
             building = self._path.with_suffix(".tmp")
             building.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
             os.replace(building, self._path)
 
     def entries(self) -> list[dict[str, Any]]:
         """All complete lines."""
-        if self._path is None or not self._path.exists():
-            return []
-        lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline was torn by a crash
-        return [json.loads(line) for line in lines]
+        return list(run_dir.read_jsonl(self._path)) if self._path is not None else []

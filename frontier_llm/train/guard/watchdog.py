@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import sys
 import threading
 import time
@@ -19,11 +18,13 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.board import Board
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.train.guard.cause import PERIOD_S, Cause, Inquiry, period_s
+from frontier_llm.train.guard.suspects import WrongResults
 
 EXIT_STUCK = 70  # the watchdog ended this process; sysexits' EX_SOFTWARE
 FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
@@ -80,6 +81,8 @@ class Watchdog:
         try:
             yield
         except Exception as error:
+            if isinstance(error, WrongResults):
+                self._inquiry.accuse(error)
             if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
                 raise  # all ranks know it alike
             if self._inquiry.alone:
@@ -111,7 +114,7 @@ class Watchdog:
         return sum(list(self._ledger.calls.values()))
 
     def _here(self, what: str) -> Cause:
-        return Cause(self._rank, socket.gethostname(), self._step, self._section, what)
+        return Cause(self._rank, node_name(), self._step, self._section, what)
 
     def _notice(self) -> dict[str, Any]:
         self._posts += 1
@@ -119,7 +122,7 @@ class Watchdog:
         # stages of a pipeline make different numbers of calls, so progress is counted in shares of the own step
         progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
         return {
-            "host": socket.gethostname(), "pid": os.getpid(), "step": self._step, "section": self._section,
+            "host": node_name(), "pid": os.getpid(), "step": self._step, "section": self._section,
             "collectives": collectives, "progress": round(progress, 3), "posts": self._posts, "call": self._ledger.last(),
         }  # fmt: skip
 

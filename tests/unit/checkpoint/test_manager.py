@@ -10,7 +10,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.cli.main import main
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError
-from tests.unit.checkpoint.serial import CONFIG, Run
+from tests.unit.checkpoint.serial import CONFIG, Run, in_child
 from tests.unit.checkpoint.test_damage import flip
 
 
@@ -61,9 +61,67 @@ def test_failed_delete_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture
     failpoints.arm("checkpoint.delete_renamed=errno:EACCES")
     run.save(3)
     failpoints.arm("")
-    assert "cannot delete step_00000001: Permission denied" in capfd.readouterr().err
+    assert "cannot delete step_00000001.deleted.1: Permission denied" in capfd.readouterr().err
     run.save(4)
     assert run.manager.load_latest(strict=True).step == 4
+
+
+def test_leftovers_that_cannot_be_deleted_do_not_keep_a_run_from_starting(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    run.manager.close()
+    leftover = folder.temporary(run.manager.directory, 2, 1)
+    leftover.mkdir()
+    failpoints.arm("checkpoint.delete_renamed=errno:EACCES")
+    again = Run(tmp_path)
+    failpoints.arm("")
+    assert again.manager.load_latest().step == 1 and leftover.exists()
+    assert f"cannot delete {leftover.name}: Permission denied" in capfd.readouterr().err
+
+
+def test_write_protected_checkpoints_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000001")  # root may write anywhere
+    run = Run(tmp_path)
+    run.save(1, 2, 3, 4)
+    assert folder.complete_steps(run.manager.directory) == [4, 3, 1]
+    assert "cannot delete step_00000001: it is write-protected; it stays" in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.save(1, 2)
+    (run.manager.directory / "step_00000002").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="step_00000002: is not there, though LATEST names it"):
+        run.manager.load_latest(strict=True)
+    assert run.manager.load_latest().step == 1
+    assert "step_00000002: is not there, though LATEST names it" in capfd.readouterr().err
+    folder.point_latest(run.manager.directory, "step_00000002", 1)
+    (run.manager.directory / "step_00000001").rename(tmp_path / "away too")
+    with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # and not: starting from step 0
+        run.manager.load_latest()
+
+
+def test_a_copy_without_latest_and_through_a_link(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.save(1, 2)
+    run.manager.close()
+    (run.manager.directory / folder.LATEST).unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    held = Run(tmp_path / "run")
+    assert in_child(lambda: Run(tmp_path / "link")) == 1  # is in use
+    held.manager.close()
+    linked = Run(tmp_path / "link")
+    assert linked.manager.load_latest().step == 2
+    assert folder.read_latest(run.manager.directory) == "step_00000002"
+
+
+@pytest.mark.parametrize("name", ["step_٠٠٠٠٠٠٠٩", "step_00000009 ", "step_9", "step_00000009.tmp"])
+def test_other_names_are_not_checkpoints(name: str, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    (run.manager.directory / name).mkdir()
+    assert folder.complete_steps(run.manager.directory) == [1]
+    assert run.manager.load_latest().step == 1
 
 
 def test_changed_mathematics_must_be_allowed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
+import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +100,38 @@ def test_failing_device(point: str, cause: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob("step_*.tmp.*"))
     run.save(6)
     assert run.manager.load_latest(strict=True).step == 6
+
+
+@pytest.mark.parametrize("point", ["replaced", "before_latest", "latest_written"])
+@pytest.mark.parametrize("cause", ["ENOSPC", "EIO"])
+def test_failing_device_while_a_step_is_saved_again(point: str, cause: str, tmp_path: Path) -> None:
+    """From the rename on: whichever of the two is in place is complete, and the next save goes through."""
+    run = Run(tmp_path)
+    run.save(2, 4)
+    for _ in range(2):
+        failpoints.arm(f"checkpoint.{point}=errno:{cause}")
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+            run.save(4)
+        failpoints.arm("")
+        assert folder.complete_steps(tmp_path / "checkpoints") == [4, 2]
+        assert run.manager.load_latest(strict=True).step == 4
+        run.check(4)
+    run.save(4, 6)
+    assert folder.complete_steps(tmp_path / "checkpoints") == [6, 4] and folder.leftovers(tmp_path / "checkpoints") == []
+    assert run.manager.load_latest(strict=True).step == 6
+
+
+def test_newest_checkpoint_deleted_while_it_is_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(2, 4)
+    failpoints.arm("checkpoint.loading=sleep:1")
+    timer = threading.Timer(0.5, shutil.rmtree, [tmp_path / "checkpoints" / "step_00000004"])
+    timer.start()
+    loaded = run.manager.load_latest()
+    timer.join()
+    assert loaded is not None and loaded.step == 2
+    run.check(2)
+    assert folder.read_latest(tmp_path / "checkpoints") == "step_00000002"
 
 
 def test_real_full_disk(tmp_path: Path) -> None:

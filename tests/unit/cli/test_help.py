@@ -89,6 +89,7 @@ def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
     [
         (["trian"], "did you mean 'train'"),
         (["submit", "x", "--site", "local", "--nodes", "1", "--dryrun"], "--dry-run instead of --dryrun"),
+        (["checkpoint", "verfy"], "verify instead of verfy"),
         (["plan", "gpt-1t", "--nodes", "0"], "'0' is not a whole number above 0"),
         (["plan", "gpt-1t", "--nodes", "many"], "'many' is not a whole number above 0"),
         (["data", "tokenize"], "the following arguments are required"),

@@ -60,12 +60,13 @@ def test_dry_run_writes_and_queues_nothing(fake_slurm: Path, tmp_path: Path, cap
 def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "a run"
     run_dir.add_bad_hosts(directory, ["n3"])
+    run_dir.distrust(directory, ["n6"])
     assert (
         main([*SMALL, "--nodes", "1", "--spares", "1", "--exclude", "n[4-5]", "--json", f"train.run_dir={directory}", "train.steps=7"]) == 0
     )
     made = json.loads(capsys.readouterr().out)
     assert made["job_id"] == "4711"
-    assert "--account=ABC123" in made["command"] and "--exclude=n[3-5]" in made["command"]
+    assert "--account=ABC123" in made["command"] and "--exclude=n[3-6]" in made["command"]
     assert "sbatch --parsable" in fake_slurm.read_text()
     assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable  # not the python3 of the site's modules
     code = Path(made["variables"]["FRONTIER_LLM_ROOT"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,11 +23,13 @@ from frontier_llm.comm import (
     hierarchical,
     load_algorithms,
     reduce_scatter,
+    single,
     start_all_gather_into,
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
 from frontier_llm.comm.algorithms import HIERARCHICAL
+from frontier_llm.comm.groups import Transport
 from frontier_llm.comm.hierarchical import halving_skips
 from frontier_llm.config.load import available
 from frontier_llm.costs.hierarchical import crossover_bytes, hierarchical_s, rail_bytes, rail_rounds
@@ -37,17 +42,18 @@ from tests.harness.pool import RankPool
 LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per node); odd node counts are the point
 
 
-def _axis(rank: int, nodes: int, per_node: int) -> Axis:
-    return build_mesh(Grid(1, 1, nodes * per_node), rank, timeout_s=30.0, ranks_per_node=per_node, algorithms=HIERARCHICAL).dp
+def _axis(rank: int, nodes: int, per_node: int, transport: Transport = "auto") -> Axis:
+    grid = Grid(1, 1, nodes * per_node)
+    return build_mesh(grid, rank, timeout_s=30.0, transport=transport, ranks_per_node=per_node, algorithms=HIERARCHICAL).dp
 
 
 def _contribution(rank: int, elements: int) -> torch.Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(rank * 31 + elements), dtype=torch.float64)
 
 
-def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int) -> dict[str, object]:
+def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Transport = "auto") -> dict[str, object]:
     """Every collective once; the results' errors against sums made here, and the ledger."""
-    axis = _axis(rank, nodes, per_node)
+    axis = _axis(rank, nodes, per_node, transport)
     assert axis.group is not None and type(axis.group).__name__ == "ChosenGroup"
     axis.group.hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
     size, part = axis.size, 1001
@@ -78,11 +84,11 @@ def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int) -> dict[str, o
     return {"errors": errors, "ledger": ledger, "sum": buffer}
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), LAYOUTS)
-def test_values_bytes_and_messages(ranks: RankPool, nodes: int, per_node: int) -> None:
+@pytest.mark.parametrize(("nodes", "per_node", "transport"), [*((*layout, "auto") for layout in LAYOUTS), (3, 2, "torch")])
+def test_values_bytes_and_messages(ranks: RankPool, nodes: int, per_node: int, transport: Transport) -> None:
     size, tensor_bytes = nodes * per_node, 1001 * nodes * per_node * 8
     chunk_bytes = 8 * 400 * nodes  # three chunks of 400, 400 and 201 elements
-    replies = ranks.run(size, _play, nodes, per_node, chunk_bytes)
+    replies = ranks.run(size, _play, nodes, per_node, chunk_bytes, transport)
     for reply in replies:
         assert max(reply["errors"].values()) < 1e-12, reply["errors"]
         assert torch.equal(reply["sum"], replies[0]["sum"]), "ranks have different bits"
@@ -183,3 +189,73 @@ def test_a_damaged_table_is_refused_with_every_violation(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="frontier"):
         load_algorithms("fronteer")
     assert load_algorithms("flat") == AlgorithmTable(())
+
+
+class _Device:
+    """Records what is asked of streams and events, as `torch.cuda` is; 'main' is the stream that calls come from."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current, self.made, self.events = self.stream_named("main"), 0, 0
+
+    def stream_named(self, name: str) -> SimpleNamespace:
+        stream = SimpleNamespace(name=name, device="cuda:0")
+        stream.wait_stream = lambda other: self.log.append(f"{name} waits for all of {other.name}")
+        stream.record_event = lambda: self.event(name)
+        return stream
+
+    def event(self, name: str) -> SimpleNamespace:
+        self.events += 1
+        number = self.events
+        return SimpleNamespace(wait=lambda: self.log.append(f"{self.current.name} waits for event {number} of {name}"))
+
+    def Stream(self, device: object, priority: int) -> SimpleNamespace:
+        self.made += 1
+        return self.stream_named(f"side {self.made} ({priority})")
+
+    def current_stream(self, device: object) -> SimpleNamespace:
+        return self.current
+
+    @contextmanager
+    def stream(self, chosen: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, chosen
+        yield
+        self.current = before
+
+
+def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_call() -> None:
+    device = _Device()
+    group = hierarchical.HierarchicalGroup(single("dp.node"), single("dp.rail"))
+    x = SimpleNamespace(is_cuda=True, device="cuda:0")
+
+    def start(name: str) -> hierarchical._Staged:
+        stage = lambda number: lambda chunk, *_: device.log.append(f"{device.current.name}: {name}, stage {number} of chunk {chunk}")  # noqa: E731
+        return hierarchical._Staged(stage(1), stage(2), 2, group._stream(x))  # type: ignore[arg-type]
+
+    with patch.object(torch, "cuda", device):
+        one, two = start("a"), start("b")
+        one.wait()
+        two.wait()
+    side = "side 1 (-1)"
+    assert device.made == 1
+    for name, place in (("a", 0), ("b", 5)):
+        assert device.log[place : place + 5] == [
+            f"{side} waits for all of main",
+            f"{side}: {name}, stage 1 of chunk 0",
+            f"{side}: {name}, stage 1 of chunk 1",  # under way while chunk 0 is in its second stage
+            f"{side}: {name}, stage 2 of chunk 0",
+            f"{side}: {name}, stage 2 of chunk 1",
+        ]
+    assert device.log[10:] == [f"main waits for event 1 of {side}", f"main waits for event 2 of {side}"]
+
+
+def _nodes_that_split_pairs(rank: int) -> list[float]:
+    """Three ranks per node and tp of two: the middle pair spans both nodes, the others do not, and dp's groups come after them."""
+    mesh = build_mesh(Grid(2, 1, 3), rank, timeout_s=10.0, transport="torch", ranks_per_node=3, algorithms=HIERARCHICAL)
+    return [float(all_reduce_(torch.tensor([10.0**rank]), axis)) for axis in (mesh.tp, mesh.dp, mesh.world)]
+
+
+def test_groups_of_an_axis_may_span_nodes_or_not(ranks: RankPool) -> None:
+    found = ranks.run(6, _nodes_that_split_pairs)
+    assert [pair for pair, _, _ in found] == [11, 11, 1100, 1100, 110000, 110000]
+    assert {(tail, whole) for _, tail, whole in found} == {(10101, 111111), (101010, 111111)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -48,6 +48,43 @@ def test_it_answers_as_the_store_does(upstream: dist.TCPStore, name: str) -> Non
     prefixed = dist.PrefixStore("a", store)
     prefixed.set("key", "1")
     assert upstream.get("a/key") == b"1" and prefixed.get("key") == b"1"
+
+
+def _timed_out(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except dist.DistStoreError as error:
+        return "wait timeout after" in str(error)
+    return False
+
+
+# What torch 2.4 to 2.13 asks of a store, as C++ does it: through a prefix. Each gives an answer to compare.
+CALLS: dict[str, Callable[[dist.Store], object]] = {
+    "a communicator's id": lambda store: (store.set("0", bytes(range(256))[-128:]), store.get("0")),
+    "the ids of many roots": lambda store: (store.multi_set(["r0", "r1"], [b"\xfe", b"\xff"]), store.multi_get(["r0", "r1"])),
+    "a barrier of the store": lambda store: (store.add("came", 1), store.add("came", 0), store.add("came", -1)),
+    "a watchdog's look": lambda store: (store.check(["exception_dump"]), store.check([])),
+    "a claim": lambda store: [store.compare_set("c", *pair) for pair in (("", b"\xff"), ("", "x"), (b"\xff", "y"), ("no", "z"))],
+    "a claim on nothing": lambda store: (store.compare_set("n", "expected", "z"), store.check(["n"])),
+    "appended bytes": lambda store: (store.append("log", b"\xff"), store.append("log", b"\0"), store.get("log")),
+    "a deleted key": lambda store: (store.set("old", "1"), store.delete_key("old"), store.delete_key("old"), store.check(["old"])),
+    "how many keys": lambda store: (before := store.num_keys(), store.set("one more", "1"), store.num_keys() - before)[1:],
+    "a clone": lambda store: (store.clone().set("by the clone", "1"), store.get("by the clone")),
+    "a wait that ends": lambda store: (store.set("there", "1"), store.wait(["there"]), store.wait(["there"], timedelta(seconds=1))),
+    "a wait that does not": lambda store: _timed_out(lambda: store.wait(["never"], timedelta(milliseconds=50))),
+    "a get that does not": lambda store: _timed_out(lambda: store.get("never")),
+    "a get of many that does not": lambda store: _timed_out(lambda: store.multi_get(["0", "never"])),
+    "a time-out set from a group": lambda store: (store.set_timeout(timedelta(seconds=0.1)), store.timeout, _timed_out(lambda: store.get("x"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_torch_s_groups_ask_is_answered_as_by_the_store_itself(
+    upstream: dist.TCPStore, name: str, call: Callable[[dist.Store], object]
+) -> None:
+    upstream.set_timeout(timedelta(seconds=0.2))
+    relayed = NodeStore(name, 0.2)
+    assert call(dist.PrefixStore("a", relayed)) == call(dist.PrefixStore("b", upstream))
 
 
 def test_waiting_for_a_key_holds_up_nobody(upstream: dist.TCPStore, name: str) -> None:

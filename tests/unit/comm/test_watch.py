@@ -55,6 +55,28 @@ def test_the_rank_whose_counter_is_behind_is_named(ranks: RankPool) -> None:
         assert "behind: rank 1 of axis tp (global rank 1), calls by rank [(0, 2), (1, 1)]" in message
 
 
+def _message_never_sent(rank: int) -> str:
+    """Stage 0 sends one of two messages; stage 2 has made fewer calls than either and has nothing to do with it."""
+    channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=1.0, transport="torch").channels["forward"]
+    assert channel.group is not None
+    byte = torch.zeros(1)
+    if rank == 0:
+        channel.group.send(byte, 1).wait()
+        time.sleep(1.2)
+        return str(channel.group.explain("send", RuntimeError("made up"), 1))  # type: ignore[attr-defined]
+    if rank == 2:
+        return ""
+    channel.group.receive(byte, 0).wait()
+    with pytest.raises(RankFailure) as caught:
+        channel.group.receive(byte, 0).wait()
+    return str(caught.value)
+
+
+def test_a_message_is_the_fault_of_its_own_two_ranks(ranks: RankPool) -> None:
+    for message in ranks.run(3, _message_never_sent)[:2]:
+        assert "behind: rank 0 of axis pp.forward (global rank 0), calls by rank [(0, 2), (1, 3)]" in message  # one opened the channel
+
+
 def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
     """Ranks 1 and 2 never come to the collective on dp, whose time-out is short; tp's would be long."""
     mesh = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, transport=transport, timeouts_s={"dp": 0.5, "tp": 20.0, "pp": None})  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def kept_bytes(config: RunConfig) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        state.stages[0](None, state.feed.microbatch(0, 0), 256)
+        state.stages[0](None, state.feed.step(0)(0))
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,19 @@ def test_lm_evals_own_command_line_finds_the_model(exported: Path, tmp_path: Pat
     task = read_task("piqa", tmp_path / "piqa.jsonl")
     expected = evaluate_task(model_of(exported), load_tokenizer(exported), task)
     assert json.loads(written.read_text())["results"]["local_piqa"]["acc,none"] == pytest.approx(expected.acc)
+
+
+def test_newer_releases_of_lm_eval_find_the_model_by_its_entry_point() -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.model import LM
+
+    from frontier_llm.inference.lm_eval_model import FrontierLM
+
+    setup = (Path(__file__).resolve().parents[3] / "setup.py").read_text()
+    declared = re.search(r'"lm_eval.models": \["(\S+) = (\S+)"\]', setup)
+    assert declared and declared[1] == "frontier-llm"
+    found = EntryPoint(declared[1], declared[2], "lm_eval.models").load()
+    assert found is FrontierLM and issubclass(found, LM)
 
 
 def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(exported: Path) -> None:

@@ -56,6 +56,9 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
     values = {variable.name: variable.value for variable in many}
     assert values["NCCL_NET"] == "AWS Libfabric"
     assert values["NCCL_SOCKET_IFNAME"] == "hsn0"
+    assert "TORCH_NCCL_COORD_CHECK_MILSEC" not in values
+    largest = {variable.name: variable.value for variable in environment("frontier", 9408)}
+    assert largest["TORCH_NCCL_COORD_CHECK_MILSEC"] == "3763"  # 75,264 ranks, 20,000 checks a second
     for variables in (one, many):
         assert len({variable.name for variable in variables}) == len(variables)
         assert all(variable.reason and variable.source for variable in variables)

@@ -34,7 +34,7 @@ def feed(source: Source, is_end: bool) -> Feed:
 
 
 def test_an_end_gets_tokens_and_the_next_ones_sequence_first() -> None:
-    batch = feed(Source(False), is_end=True).microbatch(2, 1)
+    batch = feed(Source(False), is_end=True).step(2)(1)
     assert batch.tokens_SB is not None and batch.tokens_SB.tolist() == [[210], [211], [212], [213]]
     assert batch.targets_SB is not None and batch.targets_SB.tolist() == [[211], [212], [213], [214]]
 
@@ -42,7 +42,7 @@ def test_an_end_gets_tokens_and_the_next_ones_sequence_first() -> None:
 @pytest.mark.parametrize("reset_at_documents, reads", [(False, 0), (True, 1)])
 def test_a_middle_stage_reads_only_where_documents_cut_attention(reset_at_documents: bool, reads: int) -> None:
     source = Source(reset_at_documents)
-    batch = feed(source, is_end=False).microbatch(0, 0)
+    batch = feed(source, is_end=False).microbatch(0, 0, 8)
     assert source.reads == reads
     assert (batch.documents_BS is not None) == reset_at_documents
 

@@ -19,7 +19,11 @@ PLACE = RankEnv(8, 16, 0, 8, 1, "n1", "n0", 23456, "slurm")
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in [variable.name for variable in environment("frontier", 2)] + list(join.LOG_VARIABLES) + ["NCCL_DEBUG_FILE"]:
+    for name in (
+        [variable.name for variable in environment("frontier", 2)]
+        + list(join.LOG_VARIABLES)
+        + ["NCCL_DEBUG_FILE", "TORCH_FR_DUMP_TEMP_FILE"]
+    ):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -32,6 +36,7 @@ def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyP
     assert environ("FI_CXI_RDZV_PROTO") == "alt_read" and environ("NCCL_NET") == "AWS Libfabric"
     assert environ("NCCL_CROSS_NIC") == "0" and "kept NCCL_CROSS_NIC=0, which you exported, over 1" in said
     assert "FI_MR_CACHE_MONITOR (memory-registration cache" in said
+    assert (environ("TORCH_FR_DUMP_TEMP_FILE") or "").endswith("/logs/flight_torch_rank_")
 
 
 def test_one_node_and_unknown_machines_forbid_nothing(clean: pytest.MonkeyPatch) -> None:

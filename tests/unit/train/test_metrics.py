@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from frontier_llm.cluster import run_dir
@@ -16,8 +17,8 @@ from frontier_llm.train.step import StepResult
 
 
 def metrics(directory: Path, incarnation: int, done_steps: int) -> Metrics:
-    config = load_run("quickstart", ["train.steps=100", "train.log_interval=1"])
-    return Metrics(directory, config, 1, 1e6, None, PhaseClock(Ledger()), incarnation, done_steps)
+    config = load_run("quickstart", ["train.steps=100", "train.log_interval=1", f"train.run_dir={directory}"])
+    return Metrics(config, 1, PhaseClock(Ledger()), incarnation, done_steps)
 
 
 def steps(writer: Metrics, start: int, stop: int, loss: float) -> None:
@@ -67,3 +68,15 @@ def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> No
     path.write_text("torn from the start")
     open_lines(path).close()
     assert path.read_bytes() == b""
+
+
+def test_a_skipped_step_says_why_and_the_last_one_has_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = metrics(tmp_path, 1, 97)
+    writer.step(97, StepResult(3.0, 9.0, 1e-3, 1.0, skipped=True, spike=True), 1)
+    writer.step(98, StepResult(float("nan"), 9.0, 1e-3, 1.0, skipped=True), 2)
+    writer.step(99, StepResult(3.0, 1.0, 1e-3, 1.0, skipped=False), 2)
+    writer.close()
+    spike, overflow, last = (line for line in capsys.readouterr().err.splitlines() if "step " in line)
+    assert spike.endswith("SKIPPED: a spike") and "ETA" in spike
+    assert overflow.endswith("SKIPPED: loss or gradient not finite")
+    assert "ETA" not in last and "SKIPPED" not in last

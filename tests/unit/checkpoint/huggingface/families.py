@@ -11,13 +11,20 @@ import transformers
 V, S, H, L, A = 61, 24, 48, 2, 6
 
 
-def llama(**over: object) -> transformers.PreTrainedModel:
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+    "original_max_position_embeddings": S // 2,
+}  # fmt: skip
+
+
+def llama(kind: str = "Llama", **over: object) -> transformers.PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 500.0}
     values = {
         "vocab_size": V, "max_position_embeddings": S, "hidden_size": H, "num_hidden_layers": L, "num_attention_heads": A,
         "num_key_value_heads": 2, "intermediate_size": 80, "rms_norm_eps": 1e-5, "rope_parameters": rope, "tie_word_embeddings": False,
     } | over  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    config = getattr(transformers, f"{kind}Config")(**values)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def gpt2(**over: object) -> transformers.PreTrainedModel:
@@ -46,6 +53,9 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-gqa": llama,
     "llama-mha-tied": lambda: llama(num_key_value_heads=A, tie_word_embeddings=True),
     "llama-bias-wide-heads": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=16),
+    "llama-3.1": lambda: llama(rope_parameters=LLAMA_3),
+    "mistral": lambda: llama("Mistral", sliding_window=None, head_dim=12),
+    "qwen2": lambda: llama("Qwen2", tie_word_embeddings=True),
     "gpt2": gpt2,
     "gpt2-untied-gelu": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
     "neox": neox,

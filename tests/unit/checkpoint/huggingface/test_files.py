@@ -30,7 +30,7 @@ from frontier_llm.model import Stage
 from frontier_llm.ops import select_ops
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import split_layers
-from tests.unit.checkpoint.huggingface.families import saved
+from tests.unit.checkpoint.huggingface.families import LLAMA_3, saved
 
 
 def edit(directory: Path, **values: Any) -> None:
@@ -48,9 +48,11 @@ def declared(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {parameter.spec.name: parameter.spec.global_shape for parameter in stage.parameters()}
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "mpt-tiny", "gpt-22b", "llama-3-8b", "mpt-1b", "bench-l8-h384"])
+@pytest.mark.parametrize(
+    "name", ["gpt-tiny", "llama-tiny", "llama-tiny qkv_bias", "mpt-tiny", "gpt-22b", "llama-3-8b", "mpt-1b", "bench-l8-h384"]
+)
 def test_rules_cover_exactly_what_the_model_declares(name: str) -> None:
-    model = load_model(name)
+    model = load_model(name.split()[0], dict.fromkeys(name.split()[1:], True))
     assert {rule.ours: rule.shape for rule in family_for(model).rules(model)} == declared(model)
 
 
@@ -60,8 +62,11 @@ def test_every_shipped_model_has_a_family() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_their_shapes_need_no_memory_and_join_undoes_cut(family: Any) -> None:
-    changes = {"gpt_neox": {"bias": True, "norm_bias": True, "norm": "layernorm", "activation": "gelu", "kv_heads": 4}}
-    base = {"llama": "llama-tiny", "gpt2": "gpt-tiny", "gpt_neox": "llama-tiny", "mpt": "mpt-tiny"}[family.model_type]
+    changes: dict[str, dict[str, object]] = {
+        "qwen2": {"qkv_bias": True},
+        "gpt_neox": {"bias": True, "norm_bias": True, "norm": "layernorm", "activation": "gelu", "kv_heads": 4},
+    }
+    base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(family.model_type, "llama-tiny")
     model = load_model(base, changes.get(family.model_type, {}))
     assert not family.refusals(model)
     for rule in family.rules(model):
@@ -81,6 +86,16 @@ def test_rope_theta_is_written_in_both_spellings_and_either_is_read(tmp_path: Pa
     for dropped in ("rope_theta", "rope_parameters"):
         (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != dropped}))
         assert read_model_config(tmp_path).rope_theta == 500000.0
+
+
+def test_llama_3s_scaling_is_written_in_both_spellings_and_either_is_read(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_sequence_length": 8192}
+    model = load_model("llama-tiny", {"rope_theta": 500000.0, "rope_scaling": scaling})
+    config = write_config(family_for(model), model, torch.bfloat16, eos_token_id=7)
+    assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "llama3"
+    for dropped in ("rope_scaling", "rope_parameters"):
+        (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != dropped}))
+        assert read_model_config(tmp_path).rope_scaling == model.rope_scaling
 
 
 def test_neox_keys_are_written_in_both_spellings_and_either_is_read(tmp_path: Path) -> None:
@@ -190,10 +205,18 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(tmp_path: Path
 
 def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> None:
     saved("llama-gqa", tmp_path)
-    scaled = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0}
+    scaled = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0}
     edit(tmp_path, rope_parameters=scaled, hidden_act="relu", mlp_bias=True, intermediate_size=None)
     message = refusal(tmp_path)
-    for word in ("rope_type", "llama3", "hidden_act", "'relu'", "mlp_bias", "intermediate_size: is missing"):
+    for word in (
+        "rope_type",
+        "'yarn'",
+        "supported: 'default' or 'llama3'",
+        "hidden_act",
+        "'relu'",
+        "mlp_bias",
+        "intermediate_size: is missing",
+    ):
         assert word in message
 
 
@@ -202,6 +225,11 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
     [
         ("llama-gqa", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "rope_fraction"),
         ("llama-gqa", {"num_key_value_heads": 4}, "kv_heads"),
+        ("llama-3.1", {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}}, "low_freq_factor: is missing"),
+        ("llama-3.1", {"rope_parameters": {**LLAMA_3, "high_freq_factor": 1.0}}, "not above low_freq_factor"),
+        ("mistral", {"sliding_window": 8}, "sliding_window"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("neox", {"rope_parameters": LLAMA_3}, "llama3"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
         ("neox", {"attention_bias": False}, "attention_bias"),
@@ -213,6 +241,43 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
 def test_what_our_model_does_not_compute_is_refused(variant: str, values: dict[str, Any], word: str, tmp_path: Path) -> None:
     saved(variant, tmp_path)
     edit(tmp_path, **values)
+    assert word in refusal(tmp_path)
+
+
+FOUNDRY = {
+    "architectures": ["MPTForCausalLM"], "no_bias": True, "norm_type": "low_precision_layernorm", "learned_pos_emb": True,
+    "attn_config": {
+        "alibi": True, "alibi_bias_max": 8, "attn_impl": "flash", "attn_type": "multihead_attention", "clip_qkv": None, "prefix_lm": False,
+        "qk_ln": False, "softmax_scale": None, "attn_uses_sequence_id": False, "rope": False, "sliding_window_size": -1,
+    },
+    "ffn_config": {"ffn_type": "mptmlp"}, "resid_pdrop": 0, "residual_modification": None, "fc_type": "torch",
+}  # fmt: skip
+
+
+def test_an_mpt_of_llm_foundry_is_the_one_of_transformers(tmp_path: Path) -> None:
+    saved("mpt", tmp_path)
+    plain = HuggingFaceModel(tmp_path)
+    edit(tmp_path, **FOUNDRY)
+    assert HuggingFaceModel(tmp_path).model == plain.model
+    family = export_huggingface(HuggingFaceModel(tmp_path), tmp_path / "out", torch.float32)
+    assert family.architecture == "MptForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("over", "word"),
+    [
+        ({"attn_config": {"alibi": False, "rope": True}}, "rope"),
+        ({"attn_config": {"alibi": True, "clip_qkv": 6}}, "clip_qkv"),
+        ({"attn_config": {"alibi": True, "attn_type": "grouped_query_attention", "kv_n_heads": 2}}, "attn_type"),
+        ({"ffn_config": {"ffn_type": "mptglu"}}, "ffn_type"),
+        ({"norm_type": "rmsnorm"}, "norm_type"),
+        ({"no_bias": None}, "no_bias"),
+        ({"expansion_ratio": 3}, "expansion_ratio"),
+    ],
+)
+def test_what_llm_foundry_computes_beyond_that_is_refused(over: dict[str, Any], word: str, tmp_path: Path) -> None:
+    saved("mpt", tmp_path)
+    edit(tmp_path, **{**FOUNDRY, **over})
     assert word in refusal(tmp_path)
 
 

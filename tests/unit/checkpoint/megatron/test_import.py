@@ -15,7 +15,7 @@ from frontier_llm.checkpoint.megatron.arguments import read_model
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.cli.main import main
 from frontier_llm.comm import build_mesh, serial_mesh
-from frontier_llm.config import OpsConfig, dump
+from frontier_llm.config import OpsConfig, RopeScaling, dump
 from frontier_llm.errors import CheckpointError
 from frontier_llm.inference.model import build_inference_model, inference_plan
 from tests.harness.pool import RankPool
@@ -54,6 +54,7 @@ def compare(found: torch.Tensor | None, weights: Natural) -> None:
         ("llama-gqa", 2, 1, 3.0, LEGACY, 1),
         ("llama-gqa", 2, 2, 3.0, TRANSFORMER_ENGINE, 1),
         ("llama-gqa", 1, 1, 3.0, CORE, 2),
+        ("qwen2", 2, 2, 3.0, CORE, 1),
     ],
 )
 def test_logits_equal_whatever_layout_wrote_it(
@@ -111,6 +112,13 @@ def test_bigsciences_enum_names_the_positions() -> None:
     for value, expected in {1: "rope", 2: "learned", 3: "alibi"}.items():
         kind = type("Opaque", (Opaque,), {"name": "megatron.enums.PositionEmbeddingType"})(value)
         assert read_model({**arguments, "position_embedding_type": kind}, "args", None).position == expected
+
+
+def test_llama_3s_rope_scaling_is_read() -> None:
+    arguments = vars(Natural("llama-gqa").arguments(1, 1, use_rope_scaling=True, rope_scaling_factor=32.0))
+    expected = RopeScaling(factor=32, low_freq_factor=1, high_freq_factor=4, original_sequence_length=8192)
+    assert read_model(arguments, "args", None).rope_scaling == expected
+    assert read_model({**arguments, "use_rope_scaling": False}, "args", None).rope_scaling is None
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Natural:
 
     def __init__(self, variant: str) -> None:
         self.witness = build(variant)
-        self.llama = variant.startswith("llama")
+        self.llama = not variant.startswith("gpt2")
         self.config = self.witness.config
         state = self.witness.state_dict()
         prefix = "model.layers" if self.llama else "transformer.h"
@@ -42,15 +42,19 @@ class Natural:
         embedding = state["model.embed_tokens.weight" if self.llama else "transformer.wte.weight"]
         self.ends = {"embedding": pad(embedding)}
         if self.llama:
-            self.ends |= {"final_norm.weight": state["model.norm.weight"], "head": pad(state["lm_head.weight"])}
+            self.ends["final_norm.weight"] = state["model.norm.weight"]
+            if not self.config.tie_word_embeddings:
+                self.ends["head"] = pad(state["lm_head.weight"])
         else:
             self.ends |= {f"final_norm.{leaf}": state[f"transformer.ln_f.{leaf}"] for leaf in ("weight", "bias")}
             self.ends["positions"] = state["transformer.wpe.weight"]
 
     def _llama(self, state: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
-        D = self.config.head_dim
+        D = self.config.hidden_size // self.config.num_attention_heads
         parts = {name: state[f"{layer}.self_attn.{name}_proj.weight"].reshape(-1, D, self.config.hidden_size) for name in "qkv"}
         parts |= {name: state[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")}
+        biases = {name: f"{layer}.self_attn.{name}_proj.bias" for name in "qkv"}
+        parts |= {f"{name}_bias": state[bias].reshape(-1, D) for name, bias in biases.items() if bias in state}
         norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
         parts |= {f"{ours}.weight": state[f"{layer}.{theirs}.weight"] for ours, theirs in norms.items()}
         return {**parts, "out": state[f"{layer}.self_attn.o_proj.weight"]}
@@ -77,7 +81,8 @@ class Natural:
             common |= {
                 "ffn_hidden_size": c.intermediate_size, "group_query_attention": True, "num_query_groups": c.num_key_value_heads,
                 "position_embedding_type": "rope", "rotary_base": 500, "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-                "untie_embeddings_and_output_weights": True, "norm_epsilon": c.rms_norm_eps,
+                "add_qkv_bias": "q_bias" in self.layers[0],
+                "untie_embeddings_and_output_weights": "head" in self.ends, "norm_epsilon": c.rms_norm_eps,
             }  # fmt: skip
         else:
             common |= {"ffn_hidden_size": c.n_inner, "bias_gelu_fusion": True, "layernorm_epsilon": c.layer_norm_epsilon}
@@ -93,6 +98,7 @@ class Natural:
         result[f"{names['out']}.weight"] = layer["out"].chunk(tp, dim=1)[rank]
         if "q_bias" in layer:
             result[f"{names['qkv']}.bias"] = interleaved(cut["q_bias"], cut["k_bias"], cut["v_bias"], version)
+        if "up_bias" in layer:
             result[f"{names['up']}.bias"] = layer["up_bias"].chunk(tp)[rank]
             result |= {f"{names[name]}.bias": layer[f"{name}_bias"] for name in ("out", "down")}
         for name, value in layer.items():

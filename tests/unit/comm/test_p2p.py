@@ -1,0 +1,115 @@
+"""Pipeline messages where the CPU's transports hide what RCCL does: streams that are opened by both hosts, and sends that end late."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from frontier_llm.comm import Axis, Sends
+from frontier_llm.comm.p2p import first_messages
+from frontier_llm.schedule import Schedule, build
+from frontier_llm.schedule.build import forward_only
+from frontier_llm.schedule.channels import channel_of, peer_of
+
+SCHEDULES = [(name, pp, m, 2 if name == "interleaved" else 1)
+             for name in ("gpipe", "1f1b", "zb-h1", "interleaved") for pp in (2, 3, 4, 8) for m in (1, 2, 2 * pp + 1)]  # fmt: skip
+
+Stream = tuple[str, int, int]  # channel and the two stages
+
+
+def _calls(schedule: Schedule, stage: int) -> list[Stream]:
+    """The streams that a stage's host uses, in its order."""
+    used = []
+    for action in schedule.actions[stage]:
+        if not action.kind.computes:
+            ends = sorted((stage, peer_of(action.kind, stage, schedule.stages)))
+            used.append((channel_of(action.kind, stage, schedule.stages).value, ends[0], ends[1]))
+    return used
+
+
+def _opening(channels: list[str], stages: int, stage: int) -> list[Stream]:
+    pairs = [(name, pair) for name in channels for pairs in first_messages(name, stages) for pair in pairs]
+    return [(name, min(pair), max(pair)) for name, pair in pairs if stage in pair]
+
+
+def _meet(hosts: list[list[Stream]]) -> set[int]:
+    """Stages whose hosts never get to the end, when the first use of a stream waits for the other end's first use."""
+    queues, opened = [list(reversed(calls)) for calls in hosts], set[Stream]()
+    while True:
+        for queue in queues:
+            while queue and queue[-1] in opened:
+                queue.pop()
+        heads = [queue[-1] for queue in queues if queue]
+        meeting = {stream for stream in heads if heads.count(stream) == 2}
+        if not meeting:
+            return {stage for stage, queue in enumerate(queues) if queue}
+        opened |= meeting
+
+
+@pytest.mark.parametrize("name, pp, m, v", SCHEDULES)
+def test_every_stream_is_opened_before_a_step_could_hang_on_it(name: str, pp: int, m: int, v: int) -> None:
+    channels = ["forward", "backward", *(["forward-wrap", "backward-wrap"] if v > 1 else [])]
+    opening = [_opening(channels, pp, stage) for stage in range(pp)]
+    assert not _meet(opening)
+    for schedule in (build(name, pp, m, v), forward_only(build(name, pp, m, v))):
+        for stage in range(pp):
+            assert set(_calls(schedule, stage)) <= set(opening[stage])
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved"])
+def test_one_microbatch_hangs_on_streams_that_are_opened_by_use(name: str) -> None:
+    schedule = build(name, 4, 1, 2 if name == "interleaved" else 1)
+    assert _meet([_calls(schedule, stage) for stage in range(4)])
+
+
+class _Late:
+    """A send that the receiver takes when it is told to; waiting for it would be noticed."""
+
+    def __init__(self) -> None:
+        self.taken = self.waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def is_done(self) -> bool:
+        return self.taken
+
+
+class _Channel:
+    def __init__(self) -> None:
+        self.works: list[_Late] = []
+
+    def send(self, x: Tensor, to: int) -> _Late:
+        self.works.append(_Late())
+        return self.works[-1]
+
+
+def test_a_send_that_is_done_lets_go_of_its_tensor_long_before_the_limit() -> None:
+    """A limit of 130 messages, as 64 stages have, would otherwise hold 130 activations."""
+    group, sends = _Channel(), Sends(limit=130)
+    axis = Axis("pp.forward", 0, 2, (0, 1), group)  # type: ignore[arg-type]
+    held = []
+    for _ in range(3):
+        x = torch.zeros(8)
+        held.append(weakref.ref(x))
+        sends.start(x, axis, 1)
+    del x
+    assert all(reference() is not None for reference in held)
+    group.works[0].taken = group.works[2].taken = True
+    sends.start(torch.zeros(8), axis, 1)
+    assert held[0]() is None
+    assert held[1]() is not None and held[2]() is not None, "a later one may be done before an earlier one; they are let go in order"
+    assert not group.works[1].waited
+
+
+def test_at_the_limit_the_oldest_is_waited_for() -> None:
+    group, sends = _Channel(), Sends(limit=2)
+    axis = Axis("pp.forward", 0, 2, (0, 1), group)  # type: ignore[arg-type]
+    for _ in range(3):
+        sends.start(torch.zeros(8), axis, 1)
+    assert [work.waited for work in group.works] == [True, False, False]
+    sends.wait_all()
+    assert all(work.waited for work in group.works)

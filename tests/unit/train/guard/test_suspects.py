@@ -1,0 +1,50 @@
+"""Wrong results: failure.json names rank, host and tensor, and the host is left out of what is submitted next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cluster import run_dir
+from frontier_llm.errors import Problem
+from frontier_llm.train.guard.cause import Cause, Inquiry
+from frontier_llm.train.guard.suspects import Suspect, WrongResults
+
+HOSTS = ["n0", "n0", "n1", "n1", "n2", "n2"]  # of ranks 0 to 5
+
+
+def wrong(*ranks: int) -> WrongResults:
+    suspects = [Suspect(rank, HOSTS[rank], "layers.2.mlp_norm.weight") for rank in ranks]
+    return WrongResults([Problem("layers.2.mlp_norm.weight", "ranks differ")], suspects, HOSTS)
+
+
+def test_failure_names_rank_host_and_tensor_and_the_host_is_excluded(tmp_path: Path) -> None:
+    inquiry = Inquiry(None, 0, 6, tmp_path, lambda what: Cause(0, "n0", 17, "train", what))
+    inquiry.accuse(wrong(3))
+    record = json.loads((tmp_path / "failure.json").read_text())
+    assert (record["rank"], record["host"], record["tensor"], record["step"]) == (3, "n1", "layers.2.mlp_norm.weight", 17)
+    assert record["suspects"] == [{"rank": 3, "host": "n1", "tensor": "layers.2.mlp_norm.weight"}]
+    assert run_dir.untrusted_hosts(tmp_path) == run_dir.bad_hosts(tmp_path) == record["excluded_hosts"] == ["n1"]
+    assert run_dir.wrong_results(tmp_path) == record
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    Inquiry(None, 1, 6, tmp_path, lambda what: Cause(1, "n0", 17, "train", what)).accuse(wrong(3))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("ranks", "excluded"), [((2, 3), ["n1"]), ((0, 2), []), ((0, 1, 2, 3, 4, 5), [])])
+def test_no_host_is_excluded_when_most_are_suspects(ranks: tuple[int, ...], excluded: list[str]) -> None:
+    assert wrong(*ranks).hosts_to_exclude == excluded
+
+
+def test_a_run_on_one_host_excludes_it() -> None:
+    assert WrongResults([Problem("", "")], [Suspect(0, "n7", "w"), Suspect(1, "n7", "w")], ["n7", "n7"]).hosts_to_exclude == ["n7"]
+
+
+def test_a_disk_that_fails_does_not_hide_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inquiry = Inquiry(None, 0, 1, tmp_path / "gone", lambda what: Cause(0, "n0", 1, "train", what))
+    assert inquiry.explain(ValueError("boom")).what == "ValueError: boom"
+    assert "cannot write failure.json" in capsys.readouterr().err
