@@ -25,7 +25,7 @@ REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to ch
 INTERRUPTED = 75  # EX_TEMPFAIL: a rank saved at a signal and is not done
 # what a rank says when another one is gone; its own traceback is not the cause
 _SECONDARY = re.compile(
-    r"RankFailure|secondary failure|Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog",
+    r"RankFailure|has died or left|secondary failure|Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog",
     re.IGNORECASE,
 )
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
