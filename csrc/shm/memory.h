@@ -36,6 +36,7 @@ struct alignas(128) Counter {  // on cache lines of its own: peers poll it
 struct RankState {
     Counter published, consumed;  // steps
     uint64_t signature[kRing];    // what the published step belongs to; ranks that disagree must not exchange bytes
+    std::atomic<uint32_t> came;   // it holds its lock, or has held it: who has not come yet is late, not dead
 };
 
 struct Letter {
@@ -88,7 +89,9 @@ class Memory {
         arenas_.assign(size_t(size_) * size_, nullptr);
         // A POSIX lock belongs to the process, is not inherited by fork, and goes when the process dies, even as a zombie.
         struct flock lock = lock_of(rank_);
-        return fcntl(fd_, F_SETLK, &lock) ? kBadArgument : kDone;
+        if (fcntl(fd_, F_SETLK, &lock)) return kBadArgument;
+        state(rank_).came.store(1, std::memory_order_release);
+        return kDone;
     }
 
     int rank() const { return rank_; }
@@ -168,7 +171,8 @@ class Memory {
     }
     bool lives(int peer) const {
         struct flock lock = lock_of(peer);
-        return peer == rank_ || fcntl(fd_, F_GETLK, &lock) || lock.l_type != F_UNLCK;
+        if (peer == rank_ || !state(peer).came.load(std::memory_order_acquire)) return true;
+        return fcntl(fd_, F_GETLK, &lock) || lock.l_type != F_UNLCK;
     }
 
     int fd_, rank_, size_;

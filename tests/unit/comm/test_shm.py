@@ -268,6 +268,21 @@ def test_a_killed_peer_is_named_at_once_and_leaves_no_file(ranks: RankPool) -> N
     assert {name for name in set(os.listdir(shm.MEMORY_DIR)) - before if name.startswith("frontier-llm")} == set()
 
 
+def _come_late(rank: int) -> float:
+    make = shm.ShmGroup
+    if rank == 1:
+        shm.ShmGroup = lambda *args: (time.sleep(0.5), make(*args))[1]  # type: ignore[assignment,misc]
+    try:
+        last_made = build_mesh(Grid(3, 1, 1), rank, timeout_s=30.0, transport="shm").world
+        return float(all_reduce_(torch.ones(1), last_made))
+    finally:
+        shm.ShmGroup = make  # type: ignore[misc]
+
+
+def test_a_peer_that_has_not_come_yet_is_not_taken_for_dead(ranks: RankPool) -> None:
+    assert ranks.run(3, _come_late) == [3.0, 3.0, 3.0]
+
+
 def _disagree(rank: int, kind: str) -> None:
     axis = _axis(rank, 2)
     with pytest.raises(RankFailure, match="another operation, or has another shape"):
