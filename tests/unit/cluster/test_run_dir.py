@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_hosts_are_slow_as_often_as_they_were_named(tmp_path: Path) -> None:
     rows = [named("n1", 10, 1), named("n2", 30, 1), named("n2", 30, 1, 2.5), {"kind": "start", "step": 20}, named("n1", 30, 2, 3.5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run_dir.slow_hosts(tmp_path) == [run_dir.Slow("n1", 2, 30, 3.5), run_dir.Slow("n2", 1, 30, 2.5)]  # two ranks of n2 at once
+
+
+def test_colleagues_can_read_what_a_run_says_of_itself(tmp_path: Path) -> None:
+    kept = os.umask(0o027)
+    try:
+        run_dir.write_atomically(tmp_path / "status.json", "{}")
+    finally:
+        os.umask(kept)
+    assert (tmp_path / "status.json").stat().st_mode & 0o777 == 0o640
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-mha-tied": lambda: llama(num_key_value_heads=A, tie_word_embeddings=True),
     "llama-bias-wide-heads": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=16),
     "llama-3.1": lambda: llama(rope_parameters=LLAMA_3),
+    "llama-3.2-tied": lambda: llama(rope_parameters=LLAMA_3, tie_word_embeddings=True, head_dim=12),
     "mistral": lambda: llama("Mistral", sliding_window=None, head_dim=12),
     "qwen2": lambda: llama("Qwen2", tie_word_embeddings=True),
     "gpt2": gpt2,
