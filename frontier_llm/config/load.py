@@ -6,6 +6,7 @@ same as `model: {base: gpt-22b}`. Values merge deeply, the nearer file wins, com
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -41,12 +42,12 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     """
     candidates = [Path(name)] if relative_to is None else [relative_to / name, Path(name)]
     for path in candidates:
-        if path.suffix in (".yaml", ".yml") and path.is_file():
+        if path.suffix in (".yaml", ".yml") and os.path.isfile(path):  # Path.is_file() raises for a name that is too long
             return path
-    shipped = configs_dir() / kind / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=suggest(name, available(kind)) + "; or the path of a .yaml file")
+    shipped = available(kind)
+    if name in shipped:
+        return configs_dir() / kind / f"{name}.yaml"
+    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=suggest(name, shipped) + "; or the path of a .yaml file")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class IndexedDataset:
 
 
 def _require_files(prefix: str) -> None:
-    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not os.path.isfile(path)]
     if not missing:
         return
     fix = "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"

@@ -116,6 +116,9 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
 def test_an_unknown_name_gets_the_closest_file() -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama-tiny'"):
         find_file("llama-tinny", "models")
+    for name in ("a" * 5000, "a" * 300 + ".yaml", "llama\0tiny.yaml", "../models/llama-tiny"):  # the file system refuses the first three
+        with pytest.raises(ConfigError, match="no model file"):
+            find_file(name, "models")
 
 
 @pytest.mark.parametrize("word", ["train.steps", "=3", "train..steps=3", ".steps=3"])

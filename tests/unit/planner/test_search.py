@@ -194,7 +194,7 @@ def test_ranking_memory_is_that_of_the_exact_stages() -> None:
 
 
 def test_the_roomier_of_two_near_equal_plans_is_chosen() -> None:
-    found = search(load_model("gpt-175b"), FRONTIER, 128, 8192, top=4)
+    found = search(load_model("gpt-175b"), FRONTIER, 64, 8192, top=6)
     assert not found.best.tight
     tight = [plan for plan in found.plans if plan.tight]
     assert any(plan.step_s < found.best.step_s for plan in tight)
