@@ -33,23 +33,24 @@ class _Packet:
     what: str
 
 
-def communication_streams(stages: int, chunks: int) -> int:
+def communication_streams(stages: int, chunks: int, two_stage: tuple[str, ...] = ()) -> int:
     """Streams that a pipeline rank communicates on, at most: the collectives', and per direction one for each neighbour.
 
     torch gives each pair of ranks in a group a communicator and a stream of its own. Ends have a wrap-around instead of a neighbour.
+    An axis of `two_stage` has three streams (comm/hierarchical.py): its own, its nodes' and its rails'.
     """
     neighbours = 0 if stages == 1 else min(2, stages - 1) + (stages == 2 and chunks > 1)
-    return len(COLLECTIVES) + 2 * neighbours
+    return len(COLLECTIVES) + 2 * len(two_stage) + 2 * neighbours
 
 
-def check_queues(schedule: Schedule, queues: int, apart: bool = True) -> None:
+def check_queues(schedule: Schedule, queues: int, apart: bool = True, two_stage: tuple[str, ...] = ()) -> None:
     """Raise ScheduleError, naming what each stage hangs at, unless the schedule ends on devices with so many hardware queues.
 
     `queues` serve the communication streams, in turn as HIP deals them out; the compute stream has one of its own, as streams of
-    another priority do, or with `apart=False` is dealt one like the others. Tensor- and data-parallel peers play the same list,
-    so a collective among them is taken to meet.
+    another priority do, or with `apart=False` is dealt one like the others. Collectives of the axes in `two_stage` go inside nodes, then
+    across. Tensor- and data-parallel peers play the same list, so a collective among them is taken to meet.
     """
-    packets = [_enqueue(schedule, stage) for stage in range(schedule.stages)]
+    packets = [_enqueue(schedule, stage, two_stage) for stage in range(schedule.stages)]
     lines = [_deal(listed, queues, apart) for listed in packets]
     heads = [dict.fromkeys(line, 0) for line in lines]
     done: list[set[int]] = [set() for _ in packets]
@@ -93,7 +94,7 @@ def _deal(packets: list[_Packet], queues: int, apart: bool) -> dict[int, list[in
     return line
 
 
-def _enqueue(schedule: Schedule, stage: int) -> list[_Packet]:
+def _enqueue(schedule: Schedule, stage: int, two_stage: tuple[str, ...]) -> list[_Packet]:
     """What one rank's host enqueues in a step: the schedule's actions, a tp collective inside each, dp's and world's at the end."""
     made: list[_Packet] = []
     last_compute: tuple[int, ...] = ()
@@ -103,7 +104,12 @@ def _enqueue(schedule: Schedule, stage: int) -> list[_Packet]:
         made.append(_Packet(stream, after, meeting or (stage, len(made)), parties, what))
         return len(made) - 1
 
-    add("world", (), "the barrier before the first step", ("barrier",), schedule.stages)
+    def collective(axis: str, after: tuple[int, ...], what: str, meeting: tuple | None = None, parties: int = 1) -> tuple[int, ...]:
+        for part in (f"{axis} inside nodes", f"{axis} across nodes") if axis in two_stage else ():
+            after = (add(part, after, what, meeting and (*meeting, part), parties),)
+        return (add(axis, after, what, meeting, parties),)
+
+    collective("world", (), "the barrier before the first step", ("barrier",), schedule.stages)
     last_of = Counter(action.chunk for action in schedule.actions[stage] if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
     for action in schedule.actions[stage]:
         if not action.kind.computes:
@@ -114,15 +120,15 @@ def _enqueue(schedule: Schedule, stage: int) -> list[_Packet]:
         needs = received_by(action, stage, schedule.stages, schedule.chunks)
         after = last_compute + ((index_of[Action(needs, action.microbatch, action.chunk)],) if needs else ())
         first = add(COMPUTE, after, str(action))
-        collective = add("tp", (first,), f"{action}'s tp collective")
-        last_compute = (add(COMPUTE, (collective,), str(action)),)
+        met = collective("tp", (first,), f"{action}'s tp collective")
+        last_compute = (add(COMPUTE, met, str(action)),)
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             last_of[action.chunk] -= 1
             if last_of[action.chunk] == 0:
-                add("dp", last_compute, f"the gradient sum of chunk {action.chunk}")
+                collective("dp", last_compute, f"the gradient sum of chunk {action.chunk}")
     if stage in (0, schedule.stages - 1) and schedule.stages > 1:
-        last_compute = (add("tied", last_compute, "the tied embedding's sum", ("tied",), 2),)
-    add("world", last_compute, "the gradient norm", ("norm",), schedule.stages)
+        last_compute = collective("tied", last_compute, "the tied embedding's sum", ("tied",), 2)
+    collective("world", last_compute, "the gradient norm", ("norm",), schedule.stages)
     return made
 
 

@@ -23,6 +23,17 @@ def test_one_queue_for_all_communication_hangs(name: str, pp: int, m: int, v: in
         check_queues(build(name, pp, m, v), 1)
 
 
+@pytest.mark.parametrize("name, pp, m, v", SCHEDULES)
+def test_the_eight_queues_of_rocm_machines_are_enough_for_two_stage_axes(name: str, pp: int, m: int, v: int) -> None:
+    """Their 12 streams do share queues then, but none in a loop."""
+    two_stage = ("dp", "world")
+    assert pp < 3 or communication_streams(pp, v, two_stage) == 12
+    check_queues(build(name, pp, m, v), 8, two_stage=two_stage)
+    if pp > 1:
+        with pytest.raises(ScheduleError, match="hangs at"):
+            check_queues(build(name, pp, m, v), 1, two_stage=two_stage)
+
+
 def test_hip_s_default_of_four_is_not_enough_for_every_schedule() -> None:
     with pytest.raises(ScheduleError, match="stage 0: hangs at"):
         check_queues(build("interleaved", 2, 4, 2), 4, apart=False)
