@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import resource
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -92,11 +94,26 @@ def test_the_choice_beats_ornls_recipe_in_its_own_simulation(model: str, nodes: 
 # --------------------------------------------------------------------------------------------- search
 
 
-@pytest.mark.parametrize(("model", "nodes"), [("gpt-1t", 384), ("gpt-175b", 9408)])
+BIG = pytest.mark.parametrize(("model", "nodes"), [("gpt-1t", 384), ("gpt-175b", 9408)])
+
+
+@BIG
 def test_big_searches_are_quick(model: str, nodes: int) -> None:
-    begin = time.process_time()
+    """The whole command in a process of its own: among thousands of tests' objects Python's garbage collector doubles the time."""
+    command = [sys.executable, "-m", "frontier_llm.cli.main", "plan", model, "--machine", "frontier", "--nodes", str(nodes)]
+    spent_s = []
+    for _ in range(2):  # the faster counts: other work on the machine only ever adds
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0 and "choice: TP8" in done.stdout, done.stderr
+        spent_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent_s) < 2.0
+
+
+@BIG
+def test_big_searches_count_what_they_leave_out(model: str, nodes: int) -> None:
     found = search(load_model(model), FRONTIER, nodes, default_global_batch(load_model(model), nodes))
-    assert time.process_time() - begin < 2.0
     assert found.legal > found.fitting > found.dominated > 0
     assert [plan.step_s for plan in found.plans] == sorted(plan.step_s for plan in found.plans)
 
