@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import DONE, Axis, Pending, start_all_gather
+from frontier_llm.ops import statistics_dtype
 from frontier_llm.tensor_parallel.parameter import ShardedParameter
 
 Accumulate = Callable[[Tensor], None]  # adds one microbatch's gradient to a buffer of the parameter's shape
@@ -29,7 +30,8 @@ class Factor:
     """
 
     def __init__(self, tensor: Tensor, axis: Axis | None = None) -> None:
-        self.tensor, self._axis = tensor, axis
+        # what was saved for backward would keep its graph until W, where torch records again and gloo may not write into its gathers
+        self.tensor, self._axis = tensor.detach(), axis
         self._arriving: Pending = DONE
 
     def start(self) -> None:
@@ -111,7 +113,6 @@ class AutogradGradients(WeightGradients):
 
     def submit(self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()) -> Tensor | None:
         """This microbatch's gradient, summed in fp32 (fp64 under fp64) and rounded to the parameter's type."""
-        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        grad = torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
+        grad = torch.zeros(parameter.shape, dtype=statistics_dtype(parameter.dtype), device=parameter.device)
         accumulate(grad)
         return grad.to(parameter.dtype)
