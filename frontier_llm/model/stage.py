@@ -43,8 +43,9 @@ class Stage(nn.Module):
         self.final_norm = Norm(model, context, "final_norm") if spec.head else None
         untied = spec.head and not model.tied_embeddings
         self.output_head = context.matrix("head.weight", (model.padded_vocab_size, model.hidden), 0, model.init_std) if untied else None
-        self._rope = rope_table(model, device, statistics_dtype(context.dtype)) if model.position == "rope" else None
-        self._alibi_slopes_a = _local_slopes(model, context.tp, device) if model.position == "alibi" else None
+        wide = statistics_dtype(context.dtype)
+        self._rope = rope_table(model, device, wide) if model.position == "rope" else None
+        self._alibi_slopes_a = _local_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
 
     def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """What this stage does for one microbatch.
@@ -130,6 +131,6 @@ def declare_embedding(model: ModelConfig, context: LayerContext, stage: StageSpe
     return parameter
 
 
-def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device) -> Tensor:
-    slopes_A = torch.tensor(alibi_slopes(model.heads, model.alibi_max_bias), device=device, dtype=torch.float32)
+def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
+    slopes_A = torch.tensor(alibi_slopes(model.heads, model.alibi_max_bias), device=device, dtype=dtype)
     return slopes_A.chunk(tp.size)[tp.rank]
