@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -36,18 +37,20 @@ def evaluate(state: TrainState, source: BatchSource, samples: int, interrupted: 
 
 @torch.no_grad()
 def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> float | None:
-    """Mean loss in nats per token over the first samples of a held-out stream. Collective over the world.
+    """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the same. Collective over the world.
 
     The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when `interrupted()` after one of them.
     """
     rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
-    feed, losses = state.new_feed(source), []
+    feed, loss_sum, targets = state.new_feed(source), 0.0, 0
     for step in range(rounds):
         hit("train.evaluate")
-        losses.append(float(global_loss(state, state.evaluator.run(feed.step(step)))))
+        counted = feed.count_targets(step)
+        mean = global_loss(state, state.evaluator.run(partial(feed.microbatch, step, global_targets=counted)))
+        loss_sum, targets = loss_sum + float(mean) * counted, targets + counted
         if interrupted():
             return None
-    return sum(losses) / rounds
+    return loss_sum / targets
 
 
 def _bytes_per_token(data: DataConfig) -> float | None:
