@@ -15,7 +15,7 @@ PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -118,7 +118,7 @@ class OptimizerConfig(Section):
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4
     min_lr: NonNegativeFloat = 3e-5
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: NonNegativeFloat = 1.0  # 0 = no clipping

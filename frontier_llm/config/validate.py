@@ -19,12 +19,12 @@ def model_problems(model: ModelConfig) -> list[Problem]:
         problems.append(
             Problem("model.kv_heads", f"{model.num_kv_heads} does not divide heads {model.heads}", f"set kv_heads to one of {valid}")
         )
-    if model.position == "rope" and rotary_dim(model) % 2:
+    if model.position == "rope" and (rotary_dim(model) % 2 or not rotary_dim(model)):
         problems.append(
             Problem(
                 "model.rope_fraction",
-                f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, an odd number",
-                "choose a fraction that gives an even number",
+                f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them",
+                "choose a fraction that gives 2 or more, an even number",
             )
         )
     scaling = model.rope_scaling

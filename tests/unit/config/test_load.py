@@ -189,6 +189,7 @@ def test_configs_are_frozen(run_file: str) -> None:
         ({"heads": 7, "position": "alibi"}, "model.heads", r"one of \[4, 8\]"),
         ({"kv_heads": 3}, "model.kv_heads", r"one of \[2, 4\]"),
         ({"rope_fraction": 0.2}, "model.rope_fraction", "even"),
+        ({"rope_fraction": 0.001}, "model.rope_fraction", "2 or more"),
         ({"norm_bias": True}, "model.norm_bias", "norm: layernorm"),
     ],
 )
@@ -213,6 +214,7 @@ def test_naming_a_model_replaces_the_whole_model() -> None:
         ("data.train=7", "data.train: must be a list, or 'synthetic'; got 7"),
         ("data.train=[{path: x}, {paht: y}]", "data.train.1.paht: unknown key"),
         ("optimizer.betas=[1,2,3]", "optimizer.betas: must have at most 2 entries"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: must be below 1"),
         ("train.keep_checkpoints=1", "must be 2 or more"),
     ],
 )
