@@ -8,16 +8,8 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, islice, product
 from typing import Any
 
-from frontier_llm.config import (
-    BatchConfig,
-    CommConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainConfig,
-)
+from frontier_llm.config import RunConfig, build
+from frontier_llm.config.load import merge, parse_overrides
 
 MAX_RANKS = 8
 GLOBAL_BATCH = 8
@@ -57,8 +49,12 @@ class Case:
     order: str = "tp-dp-pp"
     documents: bool = False
     transport: str = "auto"
-    overlap: bool = False  # every switch of `comm` the other way round
-    vocab_size: int = SHAPE["vocab_size"]  # of 64 padded rows
+    overlap_gradients: bool = True
+    overlap_messages: bool = True
+    overlap_weights: bool = False
+    bucket_elements: int = 40_000_000
+    tensor_chunks: int = 1
+    settings: tuple[str, ...] = ()  # key=value, as on the command line, over all of the above
 
     @property
     def world_size(self) -> int:
@@ -79,30 +75,33 @@ class Case:
 
     def serial(self) -> Case:
         """The degree-1 run that must give the same numbers."""
-        return Case(self.family, documents=self.documents, vocab_size=self.vocab_size)
+        same = tuple(setting for setting in self.settings if setting.startswith(("model.", "batch.global_batch=", "optimizer.")))
+        return Case(self.family, documents=self.documents, settings=same)
 
     def config(self, dtype: str = "fp64") -> RunConfig:
         """The run, with clipping that bites and a warm-up that ends inside the three steps."""
-        return RunConfig(
-            model=ModelConfig(**{**SHAPE, "vocab_size": self.vocab_size}, **FAMILIES[self.family]),
-            parallel=ParallelConfig(
-                tensor=self.tp, pipeline=self.pp, data=self.dp, chunks=self.chunks, schedule=self.schedule,
-                sequence_parallel=self.sequence_parallel, axis_order=self.order, zero=self.zero,
-            ),
-            batch=BatchConfig(global_batch=GLOBAL_BATCH, micro_batch=self.micro_batch),
-            optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, weight_decay=0.1, clip_norm=0.5, warmup_steps=2),
-            precision=PrecisionConfig(dtype=dtype),
-            data={"reset_at_documents": self.documents},
-            comm=CommConfig(
-                overlap_weights=self.overlap, overlap_messages=not self.overlap, bucket_elements=3_000 if self.overlap else 40_000_000,
-                tensor_chunks=3 if self.overlap and self.tp > 1 else 1,
-            ),
-            train=TrainConfig(steps=STEPS + 1, recompute=self.recompute),
-        )  # fmt: skip
+        content: dict[str, Any] = {
+            "model": SHAPE | FAMILIES[self.family],
+            "parallel": {
+                "tensor": self.tp, "pipeline": self.pp, "data": self.dp, "chunks": self.chunks, "schedule": self.schedule,
+                "sequence_parallel": self.sequence_parallel, "axis_order": self.order, "zero": self.zero,
+            },
+            "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": self.micro_batch},
+            "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "clip_norm": 0.5, "warmup_steps": 2},
+            "precision": {"dtype": dtype},
+            "data": {"reset_at_documents": self.documents},
+            "comm": {
+                "overlap_gradients": self.overlap_gradients, "overlap_messages": self.overlap_messages,
+                "overlap_weights": self.overlap_weights, "bucket_elements": self.bucket_elements, "tensor_chunks": self.tensor_chunks,
+            },
+            "train": {"steps": STEPS + 1, "recompute": self.recompute},
+        }  # fmt: skip
+        return build(RunConfig, merge(content, parse_overrides(self.settings)))
 
     def legal(self) -> bool:
         """Within the ranks of the pool; a flag that means nothing at this degree is left out."""
-        return self.world_size <= MAX_RANKS and (self.tp > 1 or not self.sequence_parallel) and (self.pp > 1 or self.schedule == "1f1b")
+        only_tp = self.sequence_parallel or self.tensor_chunks > 1
+        return self.world_size <= MAX_RANKS and (self.tp > 1 or not only_tp) and (self.pp > 1 or self.schedule == "1f1b")
 
 
 DEGREES = [(tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp <= MAX_RANKS]
@@ -117,7 +116,11 @@ FACTORS: dict[str, list[Any]] = {
     "order": ["tp-dp-pp", "tp-pp-dp"],
     "documents": [False, True],
     "transport": ["auto", "torch"],
-    "overlap": [False, True],
+    "overlap_gradients": [True, False],
+    "overlap_messages": [True, False],
+    "overlap_weights": [False, True],
+    "bucket_elements": [40_000_000, 3_000],
+    "tensor_chunks": [1, 3],
 }
 
 
@@ -132,6 +135,8 @@ def every_case() -> Iterator[Case]:
     names = ("degrees", "family", "sequence_parallel", "schedule", "recompute")
     for turn, values in enumerate(product(FACTORS["degrees"], ("gpt", "llama", "mpt"), *(FACTORS[name] for name in names[2:]))):
         rest = {key: FACTORS[key][(turn >> place) % len(FACTORS[key])] for place, key in enumerate(rotating)}
+        if values[0][0] == 1:
+            rest["tensor_chunks"] = 1  # pieces of a tensor-parallel product
         case = _case(dict(zip(names, values, strict=True)) | rest)
         if case.legal():
             yield case

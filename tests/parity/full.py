@@ -1,4 +1,7 @@
-"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/numerics.md; exit code 1 if any run differs."""
+"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/numerics.md; exit code 1 if any run differs.
+
+`scripts/parity_full.sh --random 200 --seed 7` plays runs of no pattern instead (tests/parity/draw.py), each with a model of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from tests.harness.pool import RankError, RankPool
 from tests.parity.cases import FAMILIES, Case, every_case
 from tests.parity.compare import Run, differences, gather, worst
+from tests.parity.draw import random_cases
 from tests.parity.play import play
 from tests.parity.witness import witness
 
@@ -47,24 +51,30 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
     """(serial against oracle, layouts against serial, failures)."""
     oracle, layouts, failures = Table("one rank against the oracle"), Table("layout against one rank"), []
     serial: dict[Case, Run] = {}
-    for family in FAMILIES:
-        for documents in (False, True):
-            case = Case(family, documents=documents)
+
+    def alone(case: Case) -> Run:
+        """The case on one rank; the first time also against the oracle."""
+        case = case.serial()
+        if case not in serial:
             serial[case] = gather(pool.run(1, play, case))
             expected = witness(case, serial[case].initial)
-            failures += [f"{case} against the oracle: {line}" for line in differences(serial[case], expected)]
-            oracle.rows[family + (", document resets" if documents else "")].append(worst(serial[case], expected))
+            failures.extend(f"{case} against the oracle: {line}" for line in differences(serial[case], expected))
+            oracle.rows[case.family + (", document resets" if case.documents else "")].append(worst(serial[case], expected))
+        return serial[case]
+
+    for family, documents in product(FAMILIES, (False, True)):
+        alone(Case(family, documents=documents))
     begin_s = time.monotonic()
     for index, case in enumerate(cases, start=1):
         try:
-            run = gather(pool.run(case.world_size, play, case))
+            expected, run = alone(case), gather(pool.run(case.world_size, play, case))
         except (RankError, AssertionError) as error:
             failures.append(f"{case}: {error}")
             note(f"FAILED {case}: {error}")
             continue
-        found = differences(run, serial[case.serial()])
+        found = differences(run, expected)
         failures += [f"{case}: {line}" for line in found]
-        layouts.rows[f"TP{case.tp} x PP{case.pp} x DP{case.dp}"].append(worst(run, serial[case.serial()]))
+        layouts.rows[f"TP{case.tp} x PP{case.pp} x DP{case.dp}"].append(worst(run, expected))
         if found or index % 20 == 0 or index == len(cases):
             left_s = (time.monotonic() - begin_s) / index * (len(cases) - index)
             note(f"{index}/{len(cases)} {'DIFFERS' if found else 'equal'} {case}; {left_s:.0f} s left")
@@ -97,8 +107,11 @@ def main() -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=None, help="only the first N combinations, and leave docs/numerics.md alone")
-    limit = parser.parse_args().limit
-    cases = list(islice(every_case(), limit))
+    parser.add_argument("--random", type=int, metavar="N", help="N runs of no pattern instead, and leave docs/numerics.md alone")
+    parser.add_argument("--seed", type=int, default=0, help="of --random")
+    options = parser.parse_args()
+    limit = options.limit if options.random is None else options.random
+    cases = list(islice(every_case() if options.random is None else random_cases(options.seed), limit))
     pool = RankPool()
     begin_s = time.monotonic()
     try:

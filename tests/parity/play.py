@@ -11,13 +11,15 @@ from torch import Tensor
 
 from frontier_llm import log
 from frontier_llm.comm import build_mesh
+from frontier_llm.config import RunConfig
 from frontier_llm.costs.communication import step_traffic
 from frontier_llm.data.loader import Microbatch
 from frontier_llm.optim import Bucket
 from frontier_llm.topology import ShardSpec, make_plan
 from frontier_llm.train.build import TrainState, build_state
+from frontier_llm.train.evaluate import held_out_loss
 from frontier_llm.train.step import train_step
-from tests.parity.cases import GLOBAL_BATCH, SHAPE, STEPS, Case
+from tests.parity.cases import STEPS, Case
 from tests.parity.sabotage import SABOTAGES
 
 
@@ -36,7 +38,7 @@ class Piece(NamedTuple):
 class Played(NamedTuple):
     """One rank's outcome."""
 
-    losses: list[float]
+    losses: list[float]  # of the steps, and one of an evaluation after them
     norms: list[float]
     initial: list[Piece]
     gradients: list[Piece]  # of the first step, after all sums
@@ -44,26 +46,27 @@ class Played(NamedTuple):
     traffic: list[str]  # calls and bytes of the first step that are not what `costs` says
 
 
-def batch(step: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, document ids), each (B, S + 1), of a step's global batch, a function of the step alone."""
     generator = np.random.default_rng(1000 + step)
-    shape = (GLOBAL_BATCH, SHAPE["sequence_length"] + 1)
-    return generator.integers(0, vocab_size, shape), (generator.random(shape) < 0.2).cumsum(1)
+    shape = (config.batch.global_batch, config.model.sequence_length + 1)
+    return generator.integers(0, config.model.vocab_size, shape), (generator.random(shape) < 0.2).cumsum(1)
 
 
 class Source:
     """A data-parallel rank's microbatches: the replicas take turns through the global batch."""
 
     def __init__(self, case: Case, dp_rank: int) -> None:
-        self._case, self._dp_rank = case, dp_rank
-        self.microbatches = GLOBAL_BATCH // (case.dp * case.micro_batch)
+        self._config, self._dp, self._dp_rank = case.config(), case.dp, dp_rank
+        self._size = self._config.batch.micro_batch
+        self.microbatches = self._config.batch.global_batch // (case.dp * self._size)
         self.reset_at_documents = case.documents
 
     def microbatch(self, step: int, index: int) -> Microbatch:
         """With document resets, a target in another document than its input does not count."""
-        tokens, documents = batch(step, self._case.vocab_size)
-        first = (index * self._case.dp + self._dp_rank) * self._case.micro_batch
-        rows = slice(first, first + self._case.micro_batch)
+        tokens, documents = batch(step, self._config)
+        first = (index * self._dp + self._dp_rank) * self._size
+        rows = slice(first, first + self._size)
         if not self.reset_at_documents:
             return Microbatch(tokens[rows])
         documents = documents[rows]
@@ -125,8 +128,11 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
         results = [train_step(state)]
         traffic = [] if sabotage else _traffic(state)
         results += [train_step(state) for _ in range(STEPS - 1)]
+        samples = 2 * state.config.batch.global_batch  # with document resets the two batches have unlike numbers of targets
+        held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)  # weights may still be under way
+        assert held_out is not None
         final = _weights(state.optimizer.buckets)
-        return Played([r.loss for r in results], [r.gradient_norm for r in results], initial, gradients, final, traffic)
+        return Played([*(r.loss for r in results), held_out], [r.gradient_norm for r in results], initial, gradients, final, traffic)
 
 
 def _traffic(state: TrainState) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
 import pytest
 
 from tests.harness.pool import RankPool
 from tests.parity.cases import FAMILIES, Case, pairwise
 from tests.parity.compare import Run, differences, gather
+from tests.parity.draw import random_cases
 from tests.parity.play import play
 from tests.parity.witness import witness
 
@@ -46,6 +48,22 @@ def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+FOUND = [  # by random runs, each a mistake at the time
+    # a weight gradient's factor kept its graph until W, and gloo may not write into a gather that is recorded
+    Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", transport="torch"),
+    # ALiBi slopes of head counts that are no power of two, rounded to fp32
+    Case("mpt", tp=3, settings=("model.heads=6", "model.head_dim=4", "model.vocab_multiple=51")),
+]
+
+
+@pytest.mark.parametrize("case", [*FOUND, *islice(random_cases(seed=0), 12)], ids=str)
+def test_runs_of_no_pattern(run_case: RunCase, case: Case) -> None:
+    """Odd shapes, uneven stages, three ranks on an axis; each model also against the oracle. `scripts/parity_full.sh --random` plays more."""
+    serial = run_case(case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run_case(case), serial) == []
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_microbatch_size_and_count_do_not_change_gradients(run_case: RunCase, micro_batch: int) -> None:
     case = Case("llama", pp=2, schedule="1f1b", micro_batch=micro_batch)
@@ -55,7 +73,7 @@ def test_microbatch_size_and_count_do_not_change_gradients(run_case: RunCase, mi
 @pytest.mark.parametrize("family", ["llama", "mpt"])
 def test_a_rank_may_hold_little_but_padding(run_case: RunCase, family: str) -> None:
     """Of 64 rows for 49 tokens, the last of four tensor ranks has one real row."""
-    case = Case(family, tp=4, sequence_parallel=True, vocab_size=49)
+    case = Case(family, tp=4, sequence_parallel=True, settings=("model.vocab_size=49",))
     serial = run_case(case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
     assert differences(run_case(case), serial) == []

@@ -15,7 +15,7 @@ def witness(case: Case, initial: Tensors) -> Run:
     config = case.config()
     model, optimizer = config.model.model_dump(), config.optimizer
     params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
-    batches = [tuple(map(torch.from_numpy, batch(step, case.vocab_size))) for step in range(STEPS)]
+    batches = [tuple(map(torch.from_numpy, batch(step, config))) for step in range(STEPS)]
     documents = [ids if case.documents else None for _, ids in batches]
     _, gradients = gpt.gradients(model, params, batches[0][0], documents[0])
     losses, norms, final = gpt.adamw_steps(
@@ -29,5 +29,7 @@ def witness(case: Case, initial: Tensors) -> Run:
         weight_decay=optimizer.weight_decay,
         clip_norm=optimizer.clip_norm,
     )
+    held_out, their_documents = (torch.cat(pair) for pair in zip(*batches[:2], strict=True))
+    losses.append(float(gpt.loss(model, final, held_out, their_documents if case.documents else None)))
     as_numpy = {name: tensor.numpy() for name, tensor in gradients.items()}
     return Run(losses, norms, initial, as_numpy, {name: tensor.numpy() for name, tensor in final.items()}, drift=())
