@@ -36,7 +36,7 @@ class HasSpec(Protocol):
 
 
 def load_weights(source: WeightSource, parameters: Iterable[HasSpec]) -> None:
-    """Copy each parameter's rectangle from the source. With an optimizer, call its `masters_from_weights()` afterwards."""
+    """Copy each parameter's rectangle from the source."""
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(source.rectangle(parameter.spec.name, parameter.spec.offset, parameter.spec.shape))

@@ -5,7 +5,6 @@ from frontier_llm.tensor_parallel.cross_entropy import mean_over_global_batch, v
 from frontier_llm.tensor_parallel.embedding import vocab_parallel_embedding
 from frontier_llm.tensor_parallel.gradients import AutogradGradients, WeightGradients
 from frontier_llm.tensor_parallel.linear import ColumnLinear, RowLinear, column_linear
-from frontier_llm.tensor_parallel.mappings import sum_partial
 from frontier_llm.tensor_parallel.parameter import ShardedParameter, materialise
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "column_linear",
     "materialise",
     "mean_over_global_batch",
-    "sum_partial",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

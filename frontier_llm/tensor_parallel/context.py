@@ -22,7 +22,7 @@ class LayerContext:
     ops: Ops
     gradients: WeightGradients
     dtype: torch.dtype  # of working weights and activations
-    chunks: int = 1  # pieces in which activations are gathered, scattered and summed beside a product
+    tensor_chunks: int = 1  # pieces in which activations are gathered, scattered and summed beside a product
 
     def matrix(self, name: str, global_shape: tuple[int, ...], dim: int, init_std: float) -> ShardedParameter:
         """A weight cut along `dim` over tp, whose layer accumulates its gradient."""

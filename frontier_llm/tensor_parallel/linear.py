@@ -49,7 +49,7 @@ class _ColumnLinear(Function):
         def multiply(x_SBH: Tensor) -> Tensor:
             return context.ops.linear(x_SBH, weight_oH, bias_o)
 
-        return gather_and_multiply(x, multiply, context.tp, context.chunks)[0] if context.sequence_parallel else multiply(x)
+        return gather_and_multiply(x, multiply, context.tp, context.tensor_chunks)[0] if context.sequence_parallel else multiply(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,8 +81,8 @@ class _RowLinear(Function):
             return context.ops.linear(x_SBk, weight.detach(), None)
 
         if context.sequence_parallel:
-            return multiply_and_scatter(x_SBk, multiply, context.tp, context.chunks)
-        return multiply_and_reduce(x_SBk, multiply, context.tp, context.chunks)
+            return multiply_and_scatter(x_SBk, multiply, context.tp, context.tensor_chunks)
+        return multiply_and_reduce(x_SBk, multiply, context.tp, context.tensor_chunks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -93,7 +93,7 @@ class _RowLinear(Function):
             return context.ops.linear_input_gradient(grad_SBH, ctx.weight.detach())
 
         if context.sequence_parallel:
-            grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.chunks)
+            grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.tensor_chunks)
             # a product that waits gathers it once more, instead of keeping it whole
             grad_SBH = Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
         else:

@@ -35,7 +35,6 @@ from frontier_llm.config.load import available
 from frontier_llm.costs.hierarchical import crossover_bytes, hierarchical_s, rail_bytes, rail_rounds
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine import load_machine, rates
-from frontier_llm.tensor_parallel.mappings import sum_partial
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
@@ -99,25 +98,6 @@ def test_values_bytes_and_messages(ranks: RankPool, nodes: int, per_node: int, t
             assert ledger["dp.node", "all_gather"] == (3, tensor_bytes)
         sent = (2 * 3 * int(rail_rounds(nodes)), 2 * int(rail_bytes(nodes, per_node, tensor_bytes)))
         assert ledger["dp.rail", "send"] == ledger["dp.rail", "recv"] == sent
-
-
-def _play_gradients(rank: int, nodes: int, per_node: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    axis = _axis(rank, nodes, per_node)
-    x = _contribution(rank, axis.size * 6).view(axis.size * 2, 3).requires_grad_()
-    y = sum_partial(x, axis, sequence_parallel=True)
-    weights = _contribution(100 + rank, 6).view(2, 3)
-    (y * weights).sum().backward()
-    assert x.grad is not None
-    return x.grad, y.detach(), weights
-
-
-def test_gradients_are_those_of_the_plain_sum(ranks: RankPool) -> None:
-    replies = ranks.run(6, _play_gradients, 3, 2)
-    weights = torch.cat([reply[2] for reply in replies])
-    for gradient, _, _ in replies:
-        assert torch.equal(gradient, weights)
-    total = sum(_contribution(rank, 36).view(12, 3) for rank in range(6))
-    assert torch.allclose(torch.cat([reply[1] for reply in replies]), total, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
