@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from frontier_llm.errors import BackendError
-    from frontier_llm.ops import select_ops
+    from frontier_llm.ops import select_ops, working_dtype
     from frontier_llm.ops.bench import compare, copy_bandwidth
     from frontier_llm.units import TERA, format_seconds
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise BackendError(
             "torch sees no GPU", "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu", "--device cuda"
         )
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
+    dtype = working_dtype(args.dtype)
     ops = select_ops(OpsConfig(), args.device, dtype)
     results = list(compare(ops, model, args.micro_batch, dtype, args.device))
     ceiling = copy_bandwidth(args.device)

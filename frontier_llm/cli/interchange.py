@@ -108,7 +108,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Open, verify, write."""
     from frontier_llm.checkpoint.huggingface import Companions, export_huggingface, tokenizer_files
     from frontier_llm.inference.open import open_model, open_tokenizer
-    from frontier_llm.model import working_dtype
+    from frontier_llm.ops import working_dtype
 
     opened = open_model(args.source, verified=not args.no_verify)
     companions = Companions(facts=run_facts(opened))

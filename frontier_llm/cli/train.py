@@ -136,6 +136,7 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """The checkpoints that this start writes before it may delete one must fit, in bytes and in files."""
     from frontier_llm.costs.parameters import total_parameters
+    from frontier_llm.costs.workload import statistics_bytes
 
     train = config.train
     checkpoints = Path(train.run_dir) / "checkpoints"
@@ -143,7 +144,7 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     saves = 1 + (train.steps - 1) // train.save_interval if train.save_interval else 1
     count = min(saves, 1 if existing >= train.keep_checkpoints else 2)
     values = 3 * total_parameters(config.model)  # master weights and two moments
-    needed_bytes = count * values * (8 if config.precision.dtype == "fp64" else 4)
+    needed_bytes = count * values * statistics_bytes(config.precision.dtype)
     needed_files = count * (world_size + 3)  # a shard per rank, manifest, its digest, the folder
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     disk = os.statvfs(where)

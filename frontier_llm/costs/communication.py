@@ -14,7 +14,7 @@ from math import prod
 
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.costs.parameters import layer_shapes, norm_shapes
-from frontier_llm.costs.workload import DTYPE_BYTES
+from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
 from frontier_llm.schedule import Kind, build, channel_of
 from frontier_llm.topology import ParallelPlan, StageSpec
 
@@ -63,7 +63,7 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
         return
     tokens = config.model.sequence_length * config.batch.micro_batch
     size = tokens * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
-    statistics = STATISTICS * tokens * tp * (8 if config.precision.dtype == "fp64" else 4)
+    statistics = STATISTICS * tokens * tp * statistics_bytes(config.precision.dtype)
     forwards, pieces = 2 if config.train.recompute == "full" else 1, config.comm.tensor_chunks
     for chunk in range(plan.chunks):
         stage = plan.stage_of(pp_rank, chunk)
@@ -104,7 +104,7 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
     """
     dp = plan.grid.dp
     weight_bytes = DTYPE_BYTES[config.precision.dtype]
-    gradient_bytes = max(4, weight_bytes)
+    gradient_bytes = statistics_bytes(config.precision.dtype)
     wire = config.precision.gradient_wire
     for numel, extra in buckets(config.model, plan, pp_rank, config.comm.bucket_elements):
         if extra:

@@ -21,6 +21,11 @@ RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def statistics_bytes(dtype: str) -> int:
+    """Of what is summed beside a working type, gradients and optimizer state: fp64 under fp64, else fp32 (ops.statistics_dtype)."""
+    return max(4, DTYPE_BYTES[dtype])
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training step of a model on a layout. Letters as in `model/dims.py`."""

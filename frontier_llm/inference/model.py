@@ -12,8 +12,8 @@ from frontier_llm.checkpoint.source import WeightSource, load_weights
 from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
 from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
-from frontier_llm.model import Microbatch, Stage, working_dtype
-from frontier_llm.ops import select_ops
+from frontier_llm.model import Microbatch, Stage
+from frontier_llm.ops import select_ops, statistics_dtype, working_dtype
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients, materialise
 from frontier_llm.topology import ParallelPlan, make_plan
 
@@ -85,7 +85,7 @@ class InferenceModel:
         rows = self.config.padded_vocab_size // self.mesh.tp.size
         padded_vSB = torch.nn.functional.pad(logits_SBv, (0, rows - logits_SBv.shape[-1])).permute(2, 0, 1)
         logits_VSB = all_gather(padded_vSB.contiguous(), self.mesh.tp)[: self.config.vocab_size]
-        return logits_VSB.permute(1, 2, 0).to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        return logits_VSB.permute(1, 2, 0).to(statistics_dtype(self.dtype))
 
 
 def build_inference_model(

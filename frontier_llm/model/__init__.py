@@ -2,7 +2,6 @@
 
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.initialize import initial_rows
-from frontier_llm.model.layers import working_dtype
 from frontier_llm.model.stage import Stage
 
-__all__ = ["Microbatch", "Stage", "initial_rows", "working_dtype"]
+__all__ = ["Microbatch", "Stage", "initial_rows"]

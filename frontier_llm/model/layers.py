@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from frontier_llm.config import ModelConfig
@@ -109,8 +108,3 @@ class Block(nn.Module):
 def output_std(model: ModelConfig) -> float:
     """Initial spread of the projections that write into the residual stream, scaled by depth as in GPT-2 and Megatron."""
     return model.init_std / (2.0 * model.layers) ** 0.5
-
-
-def working_dtype(name: str) -> torch.dtype:
-    """'bf16' → torch.bfloat16 and so on."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[name]

@@ -7,18 +7,17 @@ from typing import Any
 import torch
 
 from frontier_llm.errors import BackendError
+from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.face import GROUPS
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.prebuilt import read_manifest
 from frontier_llm.ops.providers import PROVIDERS
 from frontier_llm.ops.select import Choice, choose
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
 
 def backends(dtype_name: str) -> list[dict[str, Any]]:
     """One row per op, device and back-end that has the op: status is the version, or why it cannot be used and what builds it."""
-    dtype = _DTYPES[dtype_name]
+    dtype = working_dtype(dtype_name)
     rows = []
     for group in GROUPS:
         for device in ("cpu", "cuda"):

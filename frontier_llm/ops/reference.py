@@ -12,12 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dtypes import statistics_dtype
 from .face import AdamWUpdate, Scores
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type sums are taken in: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dtypes import statistics_dtype
 from .face import Scores
-from .reference import score_bias, statistics_dtype
+from .reference import score_bias
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Stage, initial_rows, working_dtype
-from frontier_llm.ops import Ops
+from frontier_llm.model import Stage, initial_rows
+from frontier_llm.ops import Ops, working_dtype
 from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import build_buckets
 from frontier_llm.optim.state import GradientSums, Optimizer
@@ -37,7 +37,7 @@ class EngineInputs:
 class Update(NamedTuple):
     """What an engine does for the training step."""
 
-    sums: GradientSums
+    sync: GradientSums
     optimizer: Optimizer
     stages: Sequence[Callable[..., Tensor]]  # what to call for each virtual stage: the stage, or the engine's wrapping of it
 

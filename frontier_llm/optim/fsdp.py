@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard
 
 from frontier_llm.comm import Axis, all_reduce_, process_group
 from frontier_llm.config import OptimizerConfig
-from frontier_llm.model import Stage, initial_rows, working_dtype
-from frontier_llm.ops import AdamWUpdate, Ops, statistics_dtype
+from frontier_llm.model import Stage, initial_rows
+from frontier_llm.ops import AdamWUpdate, Ops, statistics_dtype, working_dtype
 from frontier_llm.optim.engines import EngineInputs
 from frontier_llm.optim.state import StateRectangle
 from frontier_llm.topology import Rectangle, ShardSpec

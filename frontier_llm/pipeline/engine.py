@@ -39,8 +39,8 @@ class Deferral(Protocol):
 
 
 @dataclass(frozen=True)
-class Activation:
-    """The message between stages; static, so that no shapes are ever exchanged."""
+class ActivationSpec:
+    """Every message between stages is like this; static, so that no shapes are ever exchanged."""
 
     shape: tuple[int, ...]  # (S or s, B, H)
     dtype: torch.dtype
@@ -70,11 +70,10 @@ class Engine:
         stages: Sequence[StageFunction],
         mesh: Mesh,
         deferral: Deferral,
-        activation: Activation,
+        activation: ActivationSpec,
         post_ahead: bool = True,
     ) -> None:
-        """`stages[chunk]` are this rank's virtual stages; `post_ahead` posts receives where the schedule has them, otherwise only at
-        their use."""
+        """`stages[chunk]` are this rank's virtual stages. Receives are posted where the schedule has them; without `post_ahead` at their use."""
         assert len(stages) == schedule.chunks and mesh.pp.size == schedule.stages
         self._schedule, self._stages, self._pp, self._channels = schedule, stages, mesh.pp, mesh.channels
         self._deferral, self._activation, self._post_ahead = deferral, activation, post_ahead

@@ -16,7 +16,7 @@ import torch
 from frontier_llm.comm import barrier
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import model_flops_per_token
-from frontier_llm.model import working_dtype
+from frontier_llm.ops import working_dtype
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.clock import PhaseClock, median_s
 from frontier_llm.train.step import train_step

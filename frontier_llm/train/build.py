@@ -8,10 +8,10 @@ import torch
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Stage, working_dtype
-from frontier_llm.ops import select_ops
+from frontier_llm.model import Stage
+from frontier_llm.ops import select_ops, working_dtype
 from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
-from frontier_llm.pipeline import Activation, Engine
+from frontier_llm.pipeline import ActivationSpec, Engine
 from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.tensor_parallel import LayerContext
@@ -55,25 +55,25 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
     update = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
 
     sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
-    activation = Activation((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
+    activation = ActivationSpec((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
     def engine(schedule: Schedule) -> Engine:
         return Engine(schedule, update.stages, mesh, gradients, activation, config.comm.overlap_messages)
 
     schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     return TrainState(
-        config,
-        plan,
-        mesh,
-        device,
-        stages,
-        update.sums,
-        update.optimizer,
-        LossScaler.create(config.precision),
-        engine(schedule),
-        engine(forward_only(schedule)),
-        _feed(config, mesh, device, stages, source),
-        SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window),
+        config=config,
+        plan=plan,
+        mesh=mesh,
+        device=device,
+        stages=stages,
+        sync=update.sync,
+        optimizer=update.optimizer,
+        scaler=LossScaler.create(config.precision),
+        pipeline=engine(schedule),
+        evaluator=engine(forward_only(schedule)),
+        feed=_feed(config, mesh, device, stages, source),
+        spikes=SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window),
     )
 
 

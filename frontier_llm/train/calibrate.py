@@ -20,8 +20,7 @@ from frontier_llm.comm.axis import Axis
 from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
-from frontier_llm.model import working_dtype
-from frontier_llm.ops import AdamWUpdate, Ops, Scores, select_ops
+from frontier_llm.ops import AdamWUpdate, Ops, Scores, select_ops, working_dtype
 from frontier_llm.topology import make_plan
 from frontier_llm.train.bench import gemm_shapes
 from frontier_llm.train.build import build_state

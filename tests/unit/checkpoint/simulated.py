@@ -16,8 +16,8 @@ from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_p
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Axis, Ledger, serial_mesh
 from frontier_llm.config import ModelConfig, OpsConfig, OptimizerConfig, load_model
-from frontier_llm.model import Stage, working_dtype
-from frontier_llm.ops import select_ops
+from frontier_llm.model import Stage
+from frontier_llm.ops import select_ops, working_dtype
 from frontier_llm.optim import KINDS, AdamW, BucketState, build_buckets
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
 from frontier_llm.comm.group import Sending
-from frontier_llm.pipeline import Activation, Engine
+from frontier_llm.pipeline import ActivationSpec, Engine
 from frontier_llm.pipeline.engine import SENDS_AHEAD
 from frontier_llm.schedule import Schedule, build, forward_only
 from frontier_llm.tensor_parallel import WeightGradients
@@ -88,7 +88,7 @@ def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tenso
     pp = Axis("pp", rank, STAGES, tuple(range(STAGES)))
     channels = {name: replace(pp, name=name, group=group) for name in ("forward", "backward")}  # type: ignore[arg-type]
     mesh = Mesh(ones[0], pp, *ones[1:], channels)
-    engine = Engine(schedule, [stage], mesh, WeightGradients(), Activation((1,), torch.float64, torch.device("cpu")))
+    engine = Engine(schedule, [stage], mesh, WeightGradients(), ActivationSpec((1,), torch.float64, torch.device("cpu")))
     loss = engine.run(lambda microbatch: microbatch, loss_scale=2.0)
     assert outputs.now == 0
     return outputs.peak, torch.zeros(1) if weight.grad is None else weight.grad, float(loss)
