@@ -4,7 +4,7 @@ from frontier_llm.optim.adamw import AdamW, BucketState
 from frontier_llm.optim.buckets import Bucket, OwnedRange, build_buckets
 from frontier_llm.optim.engines import EngineInputs, build_update, gradient_destination
 from frontier_llm.optim.loss_scale import LossScaler
-from frontier_llm.optim.schedule import learning_rate
+from frontier_llm.optim.lr_schedule import learning_rate
 from frontier_llm.optim.state import KINDS, GradientSums, Optimizer, StateRectangle
 from frontier_llm.optim.sync import GradientSync
 

@@ -106,14 +106,14 @@ def _new_state(bucket: Bucket) -> BucketState:
 
 
 def _state_of(bucket: Bucket, state: BucketState) -> Iterator[StateRectangle]:
-    size = bucket.weights.numel() // bucket.reduced.size
-    mine, sharded = bucket.reduced.rank, bucket.owner.size > 1
-    for share in (mine,) if sharded else range(bucket.reduced.size):
-        shift = 0 if sharded else share * size
-        for run in bucket.ranges(share * size, (share + 1) * size):
-            first = shift + run.position
+    """Of dp equal parts of the bucket those that this rank's state covers: its own with ZeRO, else all, of which it saves its own."""
+    size, held = bucket.flat_weights.numel() // bucket.dp.size, state.master.numel()
+    begin = bucket.owner.rank * held  # of the state, in the bucket
+    for part in range(begin // size, (begin + held) // size):
+        for run in bucket.ranges(part * size, (part + 1) * size):
+            first = part * size + run.position - begin
             flat = {kind: getattr(state, kind)[first : first + run.stop - run.start] for kind in KINDS}
-            yield from state_of_run(run.spec, run.start, run.stop, run.spec.counted and share == mine, flat)
+            yield from state_of_run(run.spec, run.start, run.stop, run.spec.counted and part == bucket.dp.rank, flat)
 
 
 def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:

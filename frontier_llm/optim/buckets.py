@@ -46,8 +46,8 @@ class Bucket:
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
     decay: bool
     extra_sum: str | None  # "tp" or "tied": summed over that axis before dp
+    dp: Axis
     owner: Axis  # dp with ZeRO-1; otherwise a single rank, which owns everything
-    reduced: Axis  # dp
     first_use: int = 0  # position of its earliest parameter in the order of the forward pass
     arriving: Pending = field(default=DONE, repr=False)  # the all-gather of its weights
 
@@ -72,8 +72,8 @@ class Bucket:
 
     def norm_share(self, flat: Tensor) -> tuple[Tensor, int]:
         """(slice, its offset) that this rank contributes to the gradient norm: one of dp equal parts, ZeRO or not."""
-        share = flat.chunk(self.reduced.size)[self.reduced.rank]
-        return share, self.reduced.rank * share.numel()
+        share = flat.chunk(self.dp.size)[self.dp.rank]
+        return share, self.dp.rank * share.numel()
 
     def ranges(self, start: int, stop: int) -> Iterator[OwnedRange]:
         """Which parameters' elements lie in [start, stop) of the bucket; the padding at its end belongs to none."""
@@ -169,4 +169,4 @@ def _allocate(parameters: list[ShardedParameter], dp: Axis, zero: int, device: t
         real.append(parameter)
     spec = parameters[0].spec
     owner = dp if zero else Axis(dp.name, 0, 1, (dp.ranks[dp.rank],), None, dp.ledger)
-    return Bucket(real, offsets, weights, gradients, spec.decay, _extra_sum(spec), owner, dp)
+    return Bucket(real, offsets, weights, gradients, spec.decay, _extra_sum(spec), dp, owner)

@@ -77,7 +77,7 @@ class GradientSync:
         """Over dp: with ZeRO-1 each rank needs only the slice it will update."""
         if self._wire is not None:
             start = start_narrow_all_reduce_ if bucket.owner.size == 1 else start_narrow_reduce_scatter_
-            return start(bucket.gradients, bucket.reduced, self._wire)
+            return start(bucket.gradients, bucket.dp, self._wire)
         if bucket.owner.size == 1:
-            return start_all_reduce_(bucket.gradients, bucket.reduced)
+            return start_all_reduce_(bucket.gradients, bucket.dp)
         return start_reduce_scatter_into(bucket.own(bucket.gradients), bucket.gradients, bucket.owner)

@@ -38,7 +38,7 @@ class ParallelPlan:
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Every rule that this config violates on `world_size` ranks; empty when the layout is legal."""
-    degrees, tensor = _degree_problems(config, world_size), [*_tensor_problems(config), *_chunk_problems(config)]
+    degrees, tensor = _degree_problems(config, world_size), [*_tensor_problems(config), *_tensor_chunk_problems(config)]
     return [*model_problems(config.model), *degrees, *tensor, *_pipeline_problems(config), *_engine_problems(config)]
 
 
@@ -127,7 +127,7 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
     ]
 
 
-def _chunk_problems(config: RunConfig) -> list[Problem]:
+def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
     """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
     chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
     if chunks == 1:
