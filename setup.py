@@ -115,8 +115,7 @@ def native_libraries() -> list[Extension]:
         ("libshm_collectives", "csrc/shm/shm_collectives.cpp", ["-lrt", "-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
-        if (ROOT / source).exists():
-            libraries.append(Extension(f"frontier_llm._native.{name}", sources=[source], depends=headers, extra_link_args=links))
+        libraries.append(Extension(f"frontier_llm._native.{name}", sources=[source], depends=headers, extra_link_args=links))
     return libraries
 
 

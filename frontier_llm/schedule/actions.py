@@ -54,11 +54,6 @@ class Schedule:
     chunks: int  # v
     actions: tuple[tuple[Action, ...], ...]
 
-    @property
-    def virtual_stages(self) -> int:
-        """pp * chunks, the number of pieces the model is cut into."""
-        return self.stages * self.chunks
-
     def compute_actions(self, stage: int) -> tuple[Action, ...]:
         """The stage's list without communication."""
         return tuple(action for action in self.actions[stage] if action.kind.computes)
