@@ -51,10 +51,6 @@ class Metrics:
         self._lines = open_lines(run_dir / "metrics.jsonl")
         self._board: Any = None
         self._take_back("start", done_steps)
-        self._since, self._steps_since = time.perf_counter(), 0
-        self._started = self._since
-        self._first_step: int | None = None
-        self._last_step = 0
 
     def throughput(self, steps: int, elapsed_s: float) -> Throughput:
         """Speed of `steps` steps that took `elapsed_s`."""
@@ -66,8 +62,6 @@ class Metrics:
         """Account for finished step `step` (0-based) and, every log_interval, write it down."""
         self._steps_since += 1
         self._last_step = step + 1
-        if self._first_step is None:
-            self._first_step = step
         train = self._config.train
         if (step + 1) % train.log_interval and step + 1 != train.steps:
             return
@@ -105,6 +99,9 @@ class Metrics:
 
     def _take_back(self, kind: str, step: int) -> None:
         self._write(kind, step, {})
+        self._since = self._started = time.perf_counter()
+        self._steps_since, self._first_step, self._last_step = 0, step, step  # _started at _first_step
+        self._clock.take()
         if self._events is not None:
             if self._board is not None:
                 self._board.close()

@@ -59,6 +59,16 @@ def test_a_rewind_takes_back_too_and_tensorboard_agrees(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("step/loss")] == expected
 
 
+def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = metrics(tmp_path, 1, 4)
+    steps(writer, 4, 6, loss=2.0)
+    writer.go_back(2)
+    steps(writer, 2, 6, loss=1.0)
+    writer.close()
+    assert course(tmp_path) == [(3, 1.0, 1), (4, 1.0, 1), (5, 1.0, 1), (6, 1.0, 1)]
+    assert "ETA -" not in capsys.readouterr().err
+
+
 def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "step", "step": 1, "loss": 3.0}\n{"kind": "step", "st')
