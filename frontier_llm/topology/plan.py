@@ -114,17 +114,22 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
     ]
     if config.parallel.sequence_parallel:
         rules.append(("model.sequence_length", "the sequence (sequence_parallel)", model.sequence_length))
-    padding = model.padded_vocab_size - model.vocab_size
-    if padding and padding >= model.padded_vocab_size // tp:
-        fix = "lower model.vocab_multiple or parallel.tensor"
-        what = f"padding the vocabulary to {model.padded_vocab_size} leaves the last of {tp} tensor ranks no real row"
-        return [Problem("model.vocab_multiple", what, fix)]
-    common = [degree for degree in divisors(tp_limit(model)) if all(size % degree == 0 for _, _, size in rules)]
-    return [
+
+    def every_rank_has_a_token(tp: int) -> bool:
+        return model.padded_vocab_size - model.vocab_size < max(1, model.padded_vocab_size // tp)
+
+    common = [
+        degree for degree in divisors(tp_limit(model)) if all(size % degree == 0 for *_, size in rules) and every_rank_has_a_token(degree)
+    ]
+    problems = [
         Problem(key, f"{what}, {size}, is not divisible by tensor {tp}", f"set parallel.tensor to one of {nearest(tp, common, 3)}")
         for key, what, size in rules
         if size % tp
     ]
+    if not every_rank_has_a_token(tp):
+        what = f"padding the vocabulary to {model.padded_vocab_size} leaves the last of {tp} tensor ranks no real row"
+        problems.append(Problem("model.vocab_multiple", what, "lower model.vocab_multiple or parallel.tensor"))
+    return problems
 
 
 def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:

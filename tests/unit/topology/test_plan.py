@@ -125,6 +125,9 @@ def test_every_tensor_rank_needs_a_real_vocabulary_row() -> None:
     problem = only(config({"vocab_size": 768, "vocab_multiple": 1024}, tensor=4), 4, "model.vocab_multiple")
     assert "leaves the last of 4 tensor ranks no real row" in problem.what
     assert plan_problems(config({"vocab_size": 769, "vocab_multiple": 1024}, tensor=4), 4) == []
+    both = plan_problems(config({"vocab_size": 600, "vocab_multiple": 1024, "ffn_hidden": 258}, tensor=4), 4)
+    assert [problem.where for problem in both] == ["model.ffn_hidden", "model.vocab_multiple"]
+    assert "set parallel.tensor to one of [1, 2]" in both[0].fix
 
 
 def test_suggested_tensor_degrees_are_legal() -> None:
