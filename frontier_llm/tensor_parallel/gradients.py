@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -87,10 +86,11 @@ class WeightGradients:
         return work
 
     def run(self, work: list[Work]) -> None:
-        """Do deferred work; while one product is computed, the factors of the next are gathered."""
-        following = chain((factors for _, _, factors in work[1:]), [()])
-        for parameter, accumulate, factors in work:
-            for factor in (*factors, *next(following)):
+        """Do deferred work and empty the list; while one product is computed, the factors of the next are gathered."""
+        work.reverse()  # taken from the end, each lets go of its factors before the next but one is gathered
+        while work:
+            parameter, accumulate, factors = work.pop()
+            for factor in (*factors, *(work[-1][2] if work else ())):
                 factor.start()
             accumulate(parameter.main_grad)
             self.on_accumulated(parameter)

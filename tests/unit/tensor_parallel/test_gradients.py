@@ -1,0 +1,40 @@
+"""What waits between the I and the W of a split backward, and for how long."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from frontier_llm.tensor_parallel import ShardedParameter, WeightGradients
+from frontier_llm.tensor_parallel.gradients import Factor
+from frontier_llm.topology import whole
+
+
+def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
+    parameter = ShardedParameter.create(torch.zeros(2), whole("weight", (2,), None), layer_accumulates=True)
+    parameter.main_grad = torch.zeros(2)
+    gradients, factors = WeightGradients(), []
+
+    def submit(value: float) -> None:
+        saved = torch.full((2,), value, requires_grad=True) * 2  # part of a graph, as what was saved for backward is
+        factor = Factor(saved)
+        factors.append(weakref.ref(factor))
+
+        def accumulate(gradient: Tensor) -> None:
+            gradient += factor.whole()
+
+        gradients.submit(parameter, accumulate, (factor,))
+
+    gradients.defer()
+    for value in (1.0, 2.0, 3.0):
+        submit(value)
+    work = gradients.take_deferred()
+    assert not parameter.main_grad.any()
+    assert not any(factor.tensor.requires_grad for _, _, (factor,) in work)
+    alive: list[int] = []
+    gradients.on_accumulated = lambda _: alive.append(sum(factor() is not None for factor in factors))
+    gradients.run(work)
+    assert alive == [3, 2, 1]
+    assert parameter.main_grad.tolist() == [12.0, 12.0]
