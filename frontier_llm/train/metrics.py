@@ -51,6 +51,8 @@ class Metrics:
         self._lines = open_lines(run_dir / "metrics.jsonl")
         self._board: Any = None
         self._take_back("start", done_steps)
+        self._since = self._started = time.perf_counter()  # when the steps since the last record began; when `_first_step` did
+        self._steps_since, self._first_step, self._last_step = 0, done_steps, done_steps
 
     def throughput(self, steps: int, elapsed_s: float) -> Throughput:
         """Speed of `steps` steps that took `elapsed_s`."""
@@ -96,12 +98,12 @@ class Metrics:
     def go_back(self, step: int) -> None:
         """The run has returned to where `step` steps were done."""
         self._take_back("rewind", step)
+        self._since = self._started = time.perf_counter()
+        self._steps_since, self._first_step = 0, step
+        self._clock.take()
 
     def _take_back(self, kind: str, step: int) -> None:
         self._write(kind, step, {})
-        self._since = self._started = time.perf_counter()
-        self._steps_since, self._first_step, self._last_step = 0, step, step  # _started at _first_step
-        self._clock.take()
         if self._events is not None:
             if self._board is not None:
                 self._board.close()
