@@ -143,29 +143,26 @@ def _communicate(orders: Sequence[Order], stage: int, stages: int, chunks: int) 
     arriving = {kind: iter(_arrivals(orders, kind, stage, chunks)) for kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)}
     posted: set[tuple[Kind, int, int]] = set()
     played: Order = []
+    order = orders[stage]
+    needs = [*(received_by(action, stage, stages, chunks) for action in order), None]  # nothing follows the last
 
-    def post(kind: Kind | None, consumer: Action) -> None:
-        wanted = (kind, consumer.microbatch, consumer.chunk)
-        while kind is not None and wanted not in posted:
+    def post_for(index: int) -> None:
+        """Receives, up to the one that the action at `index` waits for."""
+        kind = needs[index]
+        while kind and (kind, order[index].microbatch, order[index].chunk) not in posted:
             receive = next(arriving[kind])
             posted.add((kind, receive.microbatch, receive.chunk))
             played.append(receive)
 
-    order = orders[stage]
-    receives = [received_by(action, stage, stages, chunks) for action in order]
     for index, action in enumerate(order):
-        send = sent_by(action, stage, stages, chunks)
-        post(receives[index], action)
-        following = index + 1 < len(order)
-        ahead = receives[index + 1] if following else None
-        shares = send and ahead and channel_of(send, stage, stages) is channel_of(ahead, stage, stages)
-        if following and not shares:
-            post(ahead, order[index + 1])
+        send, ahead = sent_by(action, stage, stages, chunks), needs[index + 1]
+        post_for(index)
+        if not (send and ahead and channel_of(send, stage, stages) is channel_of(ahead, stage, stages)):
+            post_for(index + 1)
         played.append(action)
         if send:
             played.append(Action(send, action.microbatch, action.chunk))
-        if following:
-            post(ahead, order[index + 1])
+        post_for(index + 1)
     return played
 
 
