@@ -50,7 +50,7 @@ def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrup
         loss_sum, targets = loss_sum + float(mean) * counted, targets + counted
         if interrupted():
             return None
-    return loss_sum / targets
+    return loss_sum / max(1, targets)  # not a number where none counts
 
 
 def _bytes_per_token(data: DataConfig) -> float | None:

@@ -50,7 +50,9 @@ def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, document ids), each (B, S + 1), of a step's global batch, a function of the step alone."""
     generator = np.random.default_rng(1000 + step)
     shape = (config.batch.global_batch, config.model.sequence_length + 1)
-    return generator.integers(0, config.model.vocab_size, shape), (generator.random(shape) < 0.2).cumsum(1)
+    tokens, starts = generator.integers(0, config.model.vocab_size, shape), generator.random(shape) < 0.2
+    starts[0, 1] = False  # so that at least one target counts
+    return tokens, starts.cumsum(1)
 
 
 class Source:
