@@ -133,6 +133,13 @@ def test_second_job_in_a_run_directory_is_refused(cluster: LocalSlurm, tmp_path:
     cluster.wait_job(first.job_id)
 
 
+@scenario(nodes=1)
+def test_warned_before_python_listens_and_requeued(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 1, 2, ("train.steps=6",), {"STAND_IN_DEAF": "1"})
+    assert run.wait()["JobState"] == "COMPLETED", run.text()
+    assert run.causes() == ["interrupted", "finished"], run.text()
+
+
 @scenario(nodes=2)
 def test_warned_before_the_walltime_and_requeued_until_done(cluster: LocalSlurm, tmp_path: Path) -> None:
     # one minute of walltime; Slurm looks at its clocks every 30 s, so that the warning comes 5 to 35 s after the start

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.doctor import Report, ask_nodes, examine, judge, settings_for
+from frontier_llm.cluster.doctor import Report, _read_answers, ask_nodes, examine, judge, settings_for
 from frontier_llm.cluster.probe import NO_FI_INFO, Facts, gcd_memory_gib, interface_is_up, plugin_error, provider_error
 from frontier_llm.cluster.sites import load_site
 
@@ -165,6 +166,13 @@ def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.as_dict()["exclude"] == "node[007,200,383]"
     own = examine(load_site("generic"), settings_for(load_site("generic"), tmp_path), [])
     assert report.seconds + own.seconds < 10
+
+
+def test_a_stamp_that_comes_late_is_no_clock_that_runs_late() -> None:
+    stamps = [("n0", 0.0), ("n1", 40.0), ("n1", 0.0), ("n0", 9.0), ("n2", 30.0), ("n2", 31.0)]  # n2's clock is half a minute behind
+    lines = ["probe-time " + json.dumps({"host": host, "unix_s": time.time() - late_s}) for host, late_s in stamps]
+    _, offsets = _read_answers(lines)
+    assert {host: round(offset, -1) for host, offset in offsets.items()} == {"n0": 0.0, "n1": 0.0, "n2": -30.0}
 
 
 def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
