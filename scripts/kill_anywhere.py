@@ -30,7 +30,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.fx.experimental.symbolic_shapes  # the first backward imports it, and sympy with it: seconds of every start on a busy machine
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.cluster.launchers import RankEnv, free_port

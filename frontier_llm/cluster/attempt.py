@@ -23,6 +23,7 @@ from frontier_llm.errors import FrontierError
 
 REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to change something: trying again is useless
 INTERRUPTED = 75  # EX_TEMPFAIL: a rank saved at a signal and is not done
+STUCK = 70  # EX_SOFTWARE: a rank's watchdog ended it, because another did not move
 # what a rank says when another one is gone; its own traceback is not the cause
 _SECONDARY = re.compile(
     r"RankFailure|has died or left|secondary failure|Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog",
@@ -30,6 +31,12 @@ _SECONDARY = re.compile(
 )
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
 _KILLING = "Terminating StepId"  # srun says so when it ends the step: whoever is killed after this is a victim
+_TOLD_TO_SAVE = "User defined signal 1"  # a rank that Slurm's warning has met before Python could hear it
+# what an exception says when the host may be at fault; any other is the program's own, wherever its rank sits
+_HARDWARE = re.compile(
+    r"(HIP|CUDA|HSA) error(?!.*out of memory)|uncorrectable|\bECC\b|Input/output error|Stale file handle|Bus error|no ROCm-capable device",
+    re.IGNORECASE,
+)
 _SILENT_NODE = "Timed out waiting for job step"  # srun did not hear from every node
 _TOLD = re.compile(r"^(Traceback \(most recent call last\)|frontier-llm [a-z]+: error$)", re.MULTILINE)
 
@@ -82,6 +89,7 @@ class Outcome:
     host: str = ""  # of the first rank that failed
     rank: int | None = None
     message: tuple[str, ...] = ()  # its traceback
+    host_suspect: bool = False  # the rank was killed, or its exception speaks of hardware: again on this host, and the host is avoided
     peers_only: bool = False  # nobody but survivors has spoken: a node may be dead without Slurm knowing yet
 
     def write(self, path: Path) -> None:
@@ -135,12 +143,14 @@ def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
     """From srun's exit code and messages and the ranks' logs: which rank failed first, where, and why."""
     fates = _fates(said)
     before = _fates(takewhile(lambda line: _KILLING not in line, said))
-    killed = [task for task, (_, how) in before.items() if "Killed" in how or "signal" in how.lower()]
-    if fates and f"exit code {INTERRUPTED}" in next(iter(fates.values()))[1]:
+    killed = [task for task, (_, how) in before.items() if not how.startswith("Exited")]
+    first_fate = next((how for _, how in fates.values()), "")
+    if f"exit code {INTERRUPTED}" in first_fate or _TOLD_TO_SAVE in first_fate:
         return Outcome("interrupted", INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
     rank, secondary, message = first_traceback(log_dir)
     if rank is None or secondary:  # the cause left no traceback of its own: a killed rank or a dead node
-        rank = next(iter([*killed, *([] if secondary else fates)]), rank)
+        speakers = [] if secondary else [task for task, (_, how) in fates.items() if f"exit code {STUCK}" not in how]
+        rank = next(iter([*killed, *speakers]), rank)
     host, how = fates.get(rank, ("", "")) if rank is not None else ("", "")
     exit_code = code if 0 < code < 256 else 1
     if rank is None:
@@ -152,7 +162,8 @@ def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
         return Outcome("crash", exit_code, detail, rank=rank, message=message, peers_only=silent)
     refused = f"exit code {REFUSED}" in how
     detail = f"rank {rank} on {host or 'an unknown host'} failed first: {how or f'srun ended with {code}'}{'' if secondary else _essence(message)}"
-    return Outcome("refused" if refused else "crash", REFUSED if refused else exit_code, detail, host, rank, message)
+    suspect = rank in killed if secondary or not message else bool(_HARDWARE.search("\n".join(_conclusion(message))))
+    return Outcome("refused" if refused else "crash", REFUSED if refused else exit_code, detail, host, rank, message, suspect)
 
 
 def _fates(said: Iterable[str]) -> dict[int, tuple[str, str]]:

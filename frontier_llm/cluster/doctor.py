@@ -143,13 +143,14 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
 
 
 def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, float]]:
-    """Facts by host, and each host's clock minus ours when its stamp arrived."""
+    """Facts by host, and each host's clock minus ours when a stamp arrived; of several that of the one with the least delay."""
     facts: dict[str, Facts] = {}
     offsets: dict[str, float] = {}
     for line in lines:
         if line.startswith(TIME_MARK):
             stamp = json.loads(line.removeprefix(TIME_MARK))
-            offsets[stamp["host"]] = stamp["unix_s"] - time.time()
+            offset_s = stamp["unix_s"] - time.time()
+            offsets[stamp["host"]] = max(offset_s, offsets.get(stamp["host"], offset_s))
         elif line.startswith(FACTS_MARK):
             row = json.loads(line.removeprefix(FACTS_MARK))
             tuples = {name: tuple(row[name]) for name in ("gcd_memory_gib", "interfaces_down")}

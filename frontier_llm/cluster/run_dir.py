@@ -37,7 +37,7 @@ class Attempt:
     exit_code: int
     cause: str  # finished | interrupted | node failure | wrong results | crash | refused | walltime
     detail: str = ""
-    failed_host: str = ""
+    failed_host: str = ""  # where its hardware may be the cause
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
 
@@ -141,7 +141,7 @@ def holder(run_dir: Path) -> dict[str, Any]:
 
 
 def bad_hosts(run_dir: Path) -> list[str]:
-    """Hosts that failed: nodes that went down, those that computed wrongly, and those on which the first failing rank sat twice."""
+    """Hosts that failed: nodes that went down, those that computed wrongly, and those on which ranks were twice killed or found their hardware broken."""
     first = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
     twice = {host for host in first if first.count(host) >= 2}
     return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir), *twice})
@@ -188,13 +188,13 @@ def distrust(run_dir: Path, hosts: list[str]) -> None:
         write_atomically(run_dir / "untrusted_nodes.json", json.dumps(sorted({*untrusted_hosts(run_dir), *hosts})) + "\n")
 
 
-def wrong_results(run_dir: Path) -> dict[str, Any]:
-    """failure.json when ranks have written there who computes wrongly, else nothing."""
+def failure(run_dir: Path) -> dict[str, Any]:
+    """failure.json: what the ranks have found out, and after the attempt what the supervisor has; {} without one."""
     try:
         content = json.loads((run_dir / "failure.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) and "suspects" in content else {}
+    return content if isinstance(content, dict) else {}
 
 
 def crash_loop(run_dir: Path, limit: int = 3) -> bool:

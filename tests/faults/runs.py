@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+START_LIMIT_S = 200.0  # until a run has done its first steps: a dozen seconds of imports on an idle machine
+
 RUN = """
 model: llama-tiny
 batch: {{global_batch: 8, micro_batch: 2}}
@@ -53,7 +55,7 @@ class Run:
         pipe = subprocess.PIPE
         return subprocess.Popen(self.command, env=self.environment(failpoints), stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
-    def finish(self, failpoints: str = "", limit_s: float = 120.0) -> tuple[int, str, float]:
+    def finish(self, failpoints: str = "", limit_s: float = 240.0) -> tuple[int, str, float]:
         """(exit code, output, seconds)."""
         started = time.monotonic()
         done = subprocess.run(self.command, env=self.environment(failpoints), capture_output=True, text=True, timeout=limit_s, check=False)

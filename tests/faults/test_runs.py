@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run
+from tests.faults.runs import START_LIMIT_S, Run
 
 TWO = ("parallel.data=2",)
 
@@ -76,16 +76,14 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "where"),
     [
-        ("train.step@1#5=sleep:100", "in hit"),  # as in a data loader or any other Python that never returns
-        ("train.step@1#5=hold:40", "in hit"),  # in C, the interpreter lock held: no thread of this rank runs any more
-        ("checkpoint.shard_written@1#1=sleep:100", "in write"),  # in the thread that writes; the main thread waits for it
+        ("train.step@1#5=sleep:1000", "in hit"),  # as in a data loader or any other Python that never returns
+        ("train.step@1#5=hold:1000", "in hit"),  # in C, the interpreter lock held: no thread of this rank runs any more
+        ("checkpoint.shard_written@1#1=sleep:1000", "in write"),  # in the thread that writes; the main thread waits for it
     ],
 )
 def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=3, timeout_s=8.0, overrides=TWO)
-    started_s = time.monotonic()
-    code, _, _ = run.finish(failpoint)
-    assert code in (1, 70) and time.monotonic() - started_s < 100
+    assert run.finish(failpoint)[0] in (1, 70)  # long before the failpoint would let go
     assert run.failure()["rank"] == 1
     assert where in (run.run_dir / "logs" / "stacks_rank_00001.txt").read_text()
 
@@ -101,11 +99,11 @@ def test_first_cause_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", ["one rank", "all ranks"])
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)
-    process = run.start("train.step%=sleep:0.3")
+    process = run.start("train.step#6%=sleep:2")  # so slow that the signal meets a run that trains, also when this process is late
     pids = wait_for_ranks(process.pid, run)
     for pid in pids[1:] if which == "one rank" else pids:
         os.kill(pid, signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
     done = max(run.losses())
     assert (run.run_dir / "checkpoints" / "LATEST").read_text() == f"step_{done:08}\n" and done < run.steps
@@ -119,24 +117,24 @@ def test_stop_and_save_files(tmp_path: Path) -> None:
     wait_for_step(run, 2)
     (run.run_dir / "SAVE").touch()
     latest = run.run_dir / "checkpoints" / "LATEST"
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while not latest.exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     assert not (run.run_dir / "SAVE").exists()
     (run.run_dir / "STOP").touch()
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 75
     assert latest.read_text() == f"step_{max(run.losses()):08}\n"
 
 
 def test_a_warning_during_the_last_save_does_not_lose_it(tmp_path: Path) -> None:
     run = Run(tmp_path, steps=3, save_interval=0)
-    process = run.start("checkpoint.before_manifest=sleep:2")
-    wait_for_step(run, 3)
-    time.sleep(0.5)  # Slurm's warning comes when the run is already at its end
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
+    process = run.start("checkpoint.before_manifest=sleep:3")
+    assert process.stdout is not None
+    assert any("failpoint checkpoint.before_manifest: sleeping" in line for line in process.stdout)
+    process.send_signal(signal.SIGUSR1)  # Slurm's warning comes when the run is already at its end
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert (run.run_dir / "checkpoints" / "LATEST").read_text() == "step_00000003\n"
 
@@ -161,7 +159,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_for_step(run: Run, step: int) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + START_LIMIT_S
     while not (run.run_dir / "metrics.jsonl").exists() or max(run.losses(), default=0) < step:
         assert time.monotonic() < deadline_s, "the run does not start"
         time.sleep(0.05)
@@ -170,4 +168,9 @@ def wait_for_step(run: Run, step: int) -> None:
 def wait_for_ranks(launcher: int, run: Run) -> list[int]:
     """Process ids by rank, once training is under way."""
     wait_for_step(run, 3)
-    return sorted(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
+    return children(launcher)
+
+
+def children(launcher: int) -> list[int]:
+    """Process ids in the order in which they were started; their numbers start anew at some point."""
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run
-from tests.faults.test_runs import wait_for_ranks
+from tests.faults.runs import START_LIMIT_S, Run
+from tests.faults.test_runs import children, wait_for_ranks
 
 TWO = ("parallel.data=2", "data.validation=synthetic", "train.eval_interval=3", "train.eval_samples=64")
 
 
 def wait_until_inside(run: Run, process: subprocess.Popen[str], state: str) -> None:
-    """Until rank 0 sleeps at a failpoint: its stack is not visible, but the marker before the sleep is."""
-    marker, deadline_s = run.run_dir / "logs" / "rank_0.log", time.monotonic() + 90
-    while not marker.exists() or f"failpoint {state}: sleeping" not in marker.read_text():
-        assert time.monotonic() < deadline_s and process.poll() is None
-        time.sleep(0.05)
+    """Until both ranks sleep at a failpoint: their stacks are not visible, but the markers before the sleep are."""
+    deadline_s = time.monotonic() + START_LIMIT_S
+    for log in (run.run_dir / "logs" / "rank_0.log", run.run_dir / "logs" / "rank_1.log"):
+        while not log.exists() or f"failpoint {state}: sleeping" not in log.read_text():
+            assert time.monotonic() < deadline_s and process.poll() is None
+            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,9 @@ def test_one_agreed_step_is_saved_wherever_the_signal_comes(state: str, nth: int
     run = Run(tmp_path, overrides=TWO)
     if state == "checkpoint.loading":
         assert run.finish("train.step#8=kill")[0] == 137
-    process = run.start(f"{state}#{nth}=sleep:2")
+    process = run.start(f"{state}#{nth}=sleep:5")
     wait_until_inside(run, process, state)
-    children = sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-    os.kill(children[1], signal.SIGUSR1)
+    os.kill(children(process.pid)[1], signal.SIGUSR1)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
     assert run.finish()[0] == 0
@@ -55,7 +55,7 @@ def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_pa
     wait_until_inside(run, process, "checkpoint.shard_written")
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    time.sleep(1.5)  # within a second it would be the same request, delivered twice
+    time.sleep(4.0)  # within a second of hearing the first it would be the same request, delivered twice
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     second_s = time.monotonic()

@@ -34,16 +34,18 @@ class Reply(NamedTuple):
     rank: int
     failed_at: float | None
     value: Any
+    died: bool = False  # the cause, although its peers may have felt it before this process has
 
 
 class RankError(AssertionError):
     """A job failed; the message is the first failing rank's traceback, then one line per rank that failed after it."""
 
     def __init__(self, failures: list[Reply], silent: list[int]) -> None:
-        first, *later = sorted(failures, key=lambda reply: reply.failed_at or 0.0)
+        first, *later = sorted(failures, key=lambda reply: (not reply.died, reply.failed_at or 0.0))
         lines = [f"rank {first.rank} failed first:\n{first.value}"]
         lines += [
-            f"rank {reply.rank} failed {reply.failed_at - first.failed_at:.2f} s later (secondary): {_last_line(reply)}" for reply in later
+            f"rank {reply.rank} failed {max(0.0, reply.failed_at - first.failed_at):.2f} s later (secondary): {_last_line(reply)}"
+            for reply in later
         ]
         lines += [f"ranks {silent} were still waiting"] if silent else []
         super().__init__("\n".join(lines))
@@ -127,7 +129,8 @@ class RankPool:
                     replies.append(pickle.loads(pipe.recv_bytes()))  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(GRACE_S)
-                    replies.append(Reply(rank, time.monotonic(), f"the process died with exit code {self._processes[rank].exitcode}"))
+                    what = f"the process died with exit code {self._processes[rank].exitcode}"
+                    replies.append(Reply(rank, time.monotonic(), what, died=True))
                 if replies[-1].failed_at is not None:
                     deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
         return replies, sorted(waiting.values())

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FRONTIER_NODES = 9408
 LUMI_NODES = 2978
 GPUS = 8
+SLURMD_TIMEOUT_S = 20  # sooner, and a daemon that a busy machine delays is taken for dead
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -68,7 +69,7 @@ def _die_with_the_tests() -> None:
 class LocalSlurm:
     """The running cluster; `env` lets any Slurm command or our own programs find it."""
 
-    def __init__(self, nodes: int = 4, slurmd_timeout_s: int = 10) -> None:
+    def __init__(self, nodes: int = 4) -> None:
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.root = Path(tempfile.mkdtemp(prefix="fl-slurm-"))
         self.conf = self.root / "slurm.conf"
@@ -78,9 +79,9 @@ class LocalSlurm:
             "PATH": f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin",
         }
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._write_conf(slurmd_timeout_s)
+        self._write_conf()
 
-    def _write_conf(self, slurmd_timeout_s: int) -> None:
+    def _write_conf(self) -> None:
         host = socket.gethostname().split(".")[0]
         ports = _free_ports(1 + len(self.nodes))
         for name in ("state", "dev", "logs", *(f"spool-{node}" for node in self.nodes)):
@@ -105,7 +106,7 @@ class LocalSlurm:
             "GresTypes=gpu",
             "SlurmdParameters=config_overrides",
             "ReturnToService=2",
-            f"SlurmdTimeout={slurmd_timeout_s}",
+            f"SlurmdTimeout={SLURMD_TIMEOUT_S}",
             "SlurmctldTimeout=30",
             "KillWait=3",
             "MinJobAge=600",

@@ -37,7 +37,7 @@ def fail_on_one(rank: int, culprit: int) -> None:
 
 
 def fail_one_after_another(rank: int) -> None:
-    time.sleep(0.2 if rank == 0 else 0.0)
+    time.sleep(0.5 if rank == 0 else 0.0)
     raise ValueError(f"rank {rank} says no")
 
 
@@ -49,7 +49,7 @@ def die(rank: int) -> None:
 
 def hang(rank: int) -> None:
     if rank == 1:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_results_come_back_by_rank(ranks: RankPool) -> None:
@@ -81,10 +81,8 @@ def test_failures() -> None:
         with pytest.raises(RankError, match="rank 1 failed first:\nthe process died with exit code 3"):
             pool.run(2, die)
 
-        begin_s = time.monotonic()
-        with pytest.raises(RankError, match=r"no answer after 1 s; it stands in(.|\n)*in hang"):
-            pool.run(2, hang, timeout_s=1.0)
-        assert time.monotonic() - begin_s < 20
+        with pytest.raises(RankError, match=r"no answer after 5 s; it stands in(.|\n)*in hang"):
+            pool.run(2, hang, timeout_s=5.0)
         assert pool.run(3, summed, 1.0)[0][1] == 6.0
     finally:
         pool.stop()

@@ -27,6 +27,8 @@ def train(words: list[str]) -> int:
     directory = Path(config.train.run_dir)
     incarnation = int(environ("FRONTIER_LLM_INCARNATION") or 0)
     (directory / "alive").mkdir(parents=True, exist_ok=True)
+    if environ("STAND_IN_DEAF") and incarnation == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python listens
     with SignalWatcher() as watcher:
         step, wrong = run_dir.latest_step(directory), environ("STAND_IN_WRONG")
         if wrong in run_dir.untrusted_hosts(directory):

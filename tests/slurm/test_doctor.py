@@ -56,7 +56,7 @@ def examine(cluster: LocalSlurm, tmp_path: Path, gcds: list[int], plugin: str, p
     script.write_text(f'#!/bin/bash\nexec "$FRONTIER_LLM_PYTHON" -m frontier_llm.cli.main doctor {words} > {tmp_path}/report.json\n')
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SETTING": "one"}
     job_id = cluster.submit("-N4", "--ntasks-per-node=1", f"--output={tmp_path}/out", str(script), cwd=tmp_path, env=env)
-    job = cluster.wait_job(job_id, 90)
+    job = cluster.wait_job(job_id, 240)
     text = (tmp_path / "report.json").read_text()
     assert text, (tmp_path / "out").read_text()
     return int(job["ExitCode"].split(":")[0]), json.loads(text)

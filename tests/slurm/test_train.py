@@ -73,7 +73,7 @@ def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalS
     words = ("data.train=[{path: /nowhere/tokens}]",)
     options = ("--nodes=2", "--ntasks-per-node=2")
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=words, env={"FRONTIER_LLM_SIGNAL_LEAD_S": "10"})
-    assert cluster.wait_job(job_id, 120)["ExitCode"] == "2:0"
+    assert cluster.wait_job(job_id, 240)["ExitCode"] == "2:0"
     (attempt,) = run_dir.attempts(tmp_path / "run")
     assert attempt.cause == "refused" and attempt.detail.endswith("; /nowhere/tokens.bin: no such file")
     assert run_dir.bad_hosts(tmp_path / "run") == []
@@ -113,9 +113,9 @@ def undisturbed(directory: Path) -> list[tuple[int, str]]:
 
 @scenario(nodes=2)
 def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # Slurm looks at its clocks every 30 s: the signal comes 30 to 60 s after the start, and 50 steps of 1.4 s outlast that
-    env = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:1.4", "FRONTIER_LLM_SIGNAL_LEAD_S": "60"}
-    options = ("--nodes=2", "--ntasks-per-node=1", "--time=2", "--signal=USR1@60")
+    # Slurm looks at its clocks every 30 s: the signal comes 60 to 90 s after the start, and 50 steps of 2 s outlast that
+    env = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:2", "FRONTIER_LLM_SIGNAL_LEAD_S": "90"}
+    options = ("--nodes=2", "--ntasks-per-node=1", "--time=3", "--signal=USR1@90")
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=SLICED, env=env)
     seen: set[str] = set()
 

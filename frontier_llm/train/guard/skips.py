@@ -97,9 +97,7 @@ class Decisions:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         if self._path is not None and (entries or self._path.exists()):
-            building = self._path.with_suffix(".tmp")
-            building.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-            os.replace(building, self._path)
+            run_dir.write_atomically(self._path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
     def entries(self) -> list[dict[str, Any]]:
         """All complete lines."""

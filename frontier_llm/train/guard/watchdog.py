@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
+from frontier_llm.cluster.attempt import STUCK
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, dump_flight_record
@@ -26,7 +27,6 @@ from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.train.guard.cause import PERIOD_S, Cause, Inquiry, period_s
 from frontier_llm.train.guard.suspects import WrongResults
 
-EXIT_STUCK = 70  # the watchdog ended this process; sysexits' EX_SOFTWARE
 FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
 DUMP_AT = 0.75  # share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
 SHORTEST_S = 0.05  # between two posts, however short the steps are
@@ -87,6 +87,8 @@ class Watchdog:
                 raise  # all ranks know it alike
             if self._inquiry.alone:
                 raise
+            if time.monotonic() - self._moved_s > DUMP_AT * self._timeout_s:
+                self._write_stacks()  # the watching thread is late: on a busy or paused machine the collective may give up first
             self._dump(str(error))
             self._leave(self._inquiry.explain(error))
         self._stop.set()
@@ -100,10 +102,17 @@ class Watchdog:
         traceback.print_exc()
         log.warn(cause.describe() if cause.rank == self._rank else f"secondary failure. {cause.describe()}")
         sys.stderr.flush()
-        self._close_stacks()
         if self._rank == 0:
             time.sleep(PERIOD_S)  # the others read the answer from the store, which goes with this process
+        self._close_stacks()  # last: the watching thread still writes, and its complaint would hide the cause
         os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
+
+    def _write_stacks(self) -> None:
+        """Where an exception came from, and where all threads are now."""
+        with suppress(OSError):
+            traceback.print_exc(file=self._stacks)
+            self._stacks.flush()
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
 
     def _dump(self, reason: str) -> str:
         """Where this rank's last collectives were written; a disk that fails must not keep the process from ending."""
@@ -161,4 +170,4 @@ class Watchdog:
         cause = self._inquiry.find(waited)
         self._inquiry.record(cause)
         log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")
-        os._exit(EXIT_STUCK)
+        os._exit(STUCK)

@@ -48,7 +48,7 @@ def test_the_cause_is_not_the_peer_that_complains_first(tmp_path: Path) -> None:
     write(tmp_path, 9, TRACE.format("ValueError: bad sample") + "01:02:03 [rank 9] leaving\n", 101)
     said = ["srun: error: n0: tasks 0-1: Exited with exit code 1", "srun: error: n2: task 9: Exited with exit code 1"]
     outcome = diagnose(1, said, tmp_path)
-    assert (outcome.cause, outcome.rank, outcome.host) == ("crash", 9, "n2")
+    assert (outcome.cause, outcome.rank, outcome.host, outcome.host_suspect) == ("crash", 9, "n2", False)
     assert outcome.message[-2] == "ValueError: bad sample"
     assert outcome.detail.endswith("exit code 1; ValueError: bad sample")
 
@@ -59,6 +59,35 @@ def test_a_killed_rank_beats_the_survivors_that_speak(tmp_path: Path) -> None:
     outcome = diagnose(137, ["srun: error: n2: task 12: Killed", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
     assert (outcome.rank, outcome.host, outcome.exit_code) == (12, "n2", 137)
     assert "Killed" in outcome.detail and not outcome.peers_only
+
+
+@pytest.mark.parametrize("how", ["Killed", "Segmentation fault (core dumped)", "Bus error", "Aborted"])
+@pytest.mark.parametrize("survivor", ["", TRACE.format("RuntimeError: Connection closed by peer")])
+def test_a_rank_that_a_signal_ends_makes_its_host_suspect(tmp_path: Path, how: str, survivor: str) -> None:
+    write(tmp_path, 0, survivor, 100)
+    outcome = diagnose(139, [f"srun: error: n2: task 12: {how}", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
+    assert (outcome.rank, outcome.host, outcome.host_suspect) == (12, "n2", True)
+
+
+@pytest.mark.parametrize(
+    ("error", "suspect"),
+    [
+        ("torch.AcceleratorError: HIP error: an illegal memory access was encountered", True),
+        ("OSError: [Errno 5] Input/output error: 'shard_00003.safetensors'", True),
+        ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2 GiB", False),
+        ("RuntimeError: HIP error: out of memory", False),
+        ("KeyError: 'layers.3'", False),
+    ],
+)
+def test_an_exception_is_the_hosts_fault_only_when_it_speaks_of_hardware(tmp_path: Path, error: str, suspect: bool) -> None:
+    write(tmp_path, 9, TRACE.format(error), 100)
+    outcome = diagnose(1, ["srun: error: n2: task 9: Exited with exit code 1"], tmp_path)
+    assert (outcome.rank, outcome.host, outcome.host_suspect) == (9, "n2", suspect)
+
+
+def test_a_rank_that_its_watchdog_has_ended_is_not_the_cause(tmp_path: Path) -> None:
+    outcome = diagnose(70, ["srun: error: n0: task 0: Exited with exit code 70"], tmp_path)
+    assert (outcome.cause, outcome.host, outcome.peers_only) == ("crash", "", True)
 
 
 def test_survivors_only_means_that_a_node_may_be_dead(tmp_path: Path) -> None:
@@ -94,3 +123,9 @@ def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
 def test_a_save_at_a_signal_is_no_failure(tmp_path: Path) -> None:
     said = ["srun: error: n0: task 3: Exited with exit code 75", "srun: error: n2: tasks 8-15: Killed"]
     assert diagnose(137, said, tmp_path).cause == "interrupted"
+
+
+def test_a_warning_that_comes_before_a_rank_listens_is_no_failure(tmp_path: Path) -> None:
+    said = ["srun: error: n0: task 3: User defined signal 1", "srun: Terminating StepId=1.1", "srun: error: n2: tasks 8-15: Killed"]
+    outcome = diagnose(138, said, tmp_path)
+    assert (outcome.cause, outcome.exit_code) == ("interrupted", 75)

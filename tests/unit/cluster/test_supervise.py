@@ -10,7 +10,8 @@ import pytest
 from frontier_llm.cluster import job as supervisor
 from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome
-from frontier_llm.cluster.job import Job, supervise
+from frontier_llm.cluster.job import supervise
+from frontier_llm.cluster.job_spec import Job
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError

@@ -127,7 +127,7 @@ def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
 
     def delayed(x: torch.Tensor, world: object, peer: int, first: bool) -> object:
         run = ping_pong(x, world, peer, first)  # type: ignore[arg-type]
-        return (lambda: (time.sleep(0.03), run())) if {rank, peer} == {1, 2} else run
+        return (lambda: (time.sleep(0.2), run())) if {rank, peer} == {1, 2} else run
 
     comm_bench._ping_pong = delayed  # type: ignore[assignment]
     try:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ SIZES = (1, 1000, 8193, 300_007)  # up to several steps of a slot, never a multi
 
 def _axis(rank: int, size: int, timeout_s: float = 30.0) -> Axis:
     return build_mesh(Grid(size, 1, 1), rank, timeout_s=timeout_s, transport="shm").tp
+
+
+def _until_there(path: str) -> None:
+    """What one rank must not do before another has done its part."""
+    deadline_s = time.monotonic() + 60.0
+    while not Path(path).exists():
+        assert time.monotonic() < deadline_s, f"no {path}"
+        time.sleep(0.01)
 
 
 def _contribution(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -140,25 +149,23 @@ def test_collectives_under_way_complete_in_any_order_of_waiting(ranks: RankPool,
     ranks.run(size, _check_overlap, size)
 
 
-def _start_early(rank: int) -> float:
+def _start_early(rank: int, told: str) -> None:
     """Rank 0 starts and computes on; rank 1 must get its result without rank 0's wait."""
     axis = _axis(rank, 2)
     x = torch.full((100_000,), float(rank + 1))
     barrier(axis)
-    start_s = time.perf_counter()
     pending = start_all_reduce_(x, axis)
     if rank == 0:
-        time.sleep(0.5)
+        _until_there(told)
     pending.wait()
-    elapsed_s = time.perf_counter() - start_s
+    if rank == 1:
+        Path(told).touch()
     assert float(x.sum()) == 300_000
     barrier(axis)
-    return elapsed_s
 
 
-def test_a_started_collective_does_not_make_the_peer_wait(ranks: RankPool) -> None:
-    early, late = ranks.run(2, _start_early)
-    assert early >= 0.5 and late < 0.4, (early, late)
+def test_a_started_collective_does_not_make_the_peer_wait(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _start_early, str(tmp_path / "told"))
 
 
 def _check_overlapping_groups(rank: int) -> list[float]:
@@ -229,20 +236,20 @@ def test_a_full_arena_makes_the_sender_wait(ranks: RankPool) -> None:
     ranks.run(2, _lag_by_more_than_an_arena)
 
 
-def _time_out(rank: int) -> str:
-    axis = _axis(rank, 2, timeout_s=1.0)
+def _time_out(rank: int, told: str) -> str:
+    axis = _axis(rank, 2, timeout_s=3.0)
     if rank == 1:
-        time.sleep(2.0)
+        _until_there(told)
         return ""
     with pytest.raises(RankFailure) as caught:
         all_reduce_(torch.ones(1), axis)
-    time.sleep(1.0)
+    Path(told).touch()
     return str(caught.value)
 
 
-def test_a_silent_peer_is_named_after_the_time_out(ranks: RankPool) -> None:
-    message = ranks.run(2, _time_out)[0]
-    assert "axis tp" in message and "rank 1 of axis tp (global rank 1)" in message and "within 1 s" in message and "[1, 0]" in message
+def test_a_silent_peer_is_named_after_the_time_out(ranks: RankPool, tmp_path: Path) -> None:
+    message = ranks.run(2, _time_out, str(tmp_path / "told"))[0]
+    assert "axis tp" in message and "rank 1 of axis tp (global rank 1)" in message and "within 3 s" in message and "[1, 0]" in message
 
 
 def _die(rank: int) -> str:

@@ -21,18 +21,18 @@ from tests.harness.pool import RankPool
 
 
 def _record(rank: int) -> Timeline:
-    """Two all-reduces: one waited for at once while rank 1 is late by 60 ms, one hidden under 60 ms of compute."""
+    """Two all-reduces: one waited for at once while rank 1 is late by a second, one hidden under a second of compute."""
     mesh = build_mesh(Grid(1, 1, 2), rank, timeout_s=30.0)
     barrier(mesh.world)
     timeline = Timeline(rank)
     timeline.attach(mesh.ledger)
     timeline.at("exposed")
     if rank == 1:
-        time.sleep(0.06)
+        time.sleep(1.0)
     all_reduce_(torch.ones(1000), mesh.dp)
     timeline.at("hidden")
     pending = start_all_reduce_(torch.ones(1000), mesh.world)
-    time.sleep(0.06)
+    time.sleep(1.0)
     pending.wait()
     timeline.at("")
     return timeline
@@ -41,9 +41,9 @@ def _record(rank: int) -> Timeline:
 def test_exposed_and_hidden(ranks: RankPool, tmp_path: Path) -> None:
     timelines = ranks.run(2, _record)
     exposed, hidden = timelines[0].exposed_and_hidden_s()["dp all_reduce"]
-    assert exposed > 0.05 and hidden < 0.02
+    assert exposed > 0.5 and hidden < 0.4
     exposed, hidden = timelines[0].exposed_and_hidden_s()["world all_reduce"]
-    assert exposed < 0.05 and hidden > 0.05
+    assert exposed < 0.4 and hidden > 0.5
     assert [interval.name for interval in timelines[0].intervals if interval.row == "compute"] == ["exposed", "hidden"]
     write_chrome_trace(tmp_path / "trace.json", timelines)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

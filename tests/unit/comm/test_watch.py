@@ -22,9 +22,9 @@ def _sockets(rank: int, size: int, timeout_s: float) -> Axis:
 
 
 def _never_come(rank: int) -> str:
-    axis = _sockets(rank, 2, timeout_s=1.0)
+    axis = _sockets(rank, 2, timeout_s=3.0)
     if rank == 1:
-        time.sleep(5.0)
+        time.sleep(10.0)
         return ""
     with pytest.raises(RankFailure) as caught:
         all_gather(torch.ones(4), axis)
@@ -39,11 +39,11 @@ def test_a_rank_that_says_nothing_is_named(ranks: RankPool) -> None:
 
 def _fall_behind(rank: int) -> str:
     """Rank 1 stops one call early and answers the question of the others as a failing rank does."""
-    axis = _sockets(rank, 2, timeout_s=1.0)
+    axis = _sockets(rank, 2, timeout_s=3.0)
     assert axis.group is not None
     barrier(axis)
     if rank == 1:
-        time.sleep(1.2)
+        time.sleep(3.2)
         return str(axis.group.explain("barrier", RuntimeError("made up")))  # type: ignore[attr-defined]
     with pytest.raises(RankFailure) as caught:
         all_reduce_(torch.ones(4), axis)
@@ -57,12 +57,12 @@ def test_the_rank_whose_counter_is_behind_is_named(ranks: RankPool) -> None:
 
 def _message_never_sent(rank: int) -> str:
     """Stage 0 sends one of two messages; stage 2 has made fewer calls than either and has nothing to do with it."""
-    channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=1.0, transport="torch").channels["forward"]
+    channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=3.0, transport="torch").channels["forward"]
     assert channel.group is not None
     byte = torch.zeros(1)
     if rank == 0:
         channel.group.send(byte, 1).wait()
-        time.sleep(1.2)
+        time.sleep(3.2)
         return str(channel.group.explain("send", RuntimeError("made up"), 1))  # type: ignore[attr-defined]
     if rank == 2:
         return ""

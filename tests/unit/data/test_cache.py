@@ -44,14 +44,14 @@ def test_a_dead_builders_lock_is_taken_over(tmp_path: Path, monkeypatch: pytest.
 def test_a_living_builders_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    monkeypatch.setattr(cache, "STALE_S", 0.3)
+    monkeypatch.setattr(cache, "STALE_S", 3.0)
     monkeypatch.setattr(cache, "POLL_S", 0.02)
     monkeypatch.setattr(cache, "HEARTBEAT_S", 0.05)
     built = []
 
     def build(out: Any) -> None:
         built.append(1)
-        time.sleep(1.0)
+        time.sleep(3.5)
         out[:] = 1
 
     threads = [threading.Thread(target=cached_array, args=(tmp_path / "a.npy", 3, np.uint64, build)) for _ in range(2)]

@@ -103,8 +103,11 @@ KILLED = """
 import sys, time
 from frontier_llm.data import tokenize as module
 make = module.make_part
+made = 0
 def slow(job):
-    time.sleep(0.05)
+    global made
+    made += 1
+    time.sleep(0 if made <= 4 else 600)
     return make(job)
 module.make_part = slow
 module.tokenize([sys.argv[1]], sys.argv[2], "bytes", module.TokenizeOptions(shard_bytes=500), workers=1)
@@ -113,8 +116,9 @@ module.tokenize([sys.argv[1]], sys.argv[2], "bytes", module.TokenizeOptions(shar
 
 def test_a_killed_run_resumes(corpus: Path, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(corpus), str(tmp_path / "out")])
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and len(list(tmp_path.glob("out.parts-*/*.json"))) < 4:
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("out.parts-*/*.json"))) < 4:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -27,7 +27,7 @@ def test_failure_names_rank_host_and_tensor_and_the_host_is_excluded(tmp_path: P
     assert (record["rank"], record["host"], record["tensor"], record["step"]) == (3, "n1", "layers.2.mlp_norm.weight", 17)
     assert record["suspects"] == [{"rank": 3, "host": "n1", "tensor": "layers.2.mlp_norm.weight"}]
     assert run_dir.untrusted_hosts(tmp_path) == run_dir.bad_hosts(tmp_path) == record["excluded_hosts"] == ["n1"]
-    assert run_dir.wrong_results(tmp_path) == record
+    assert run_dir.failure(tmp_path) == record
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:

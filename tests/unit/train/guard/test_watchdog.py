@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.cluster.attempt import STUCK
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import TrainConfig
-from frontier_llm.train.guard.cause import Cause
-from frontier_llm.train.guard.watchdog import EXIT_STUCK, Watchdog
+from frontier_llm.errors import RankFailure
+from frontier_llm.train.guard.cause import Cause, Inquiry
+from frontier_llm.train.guard.watchdog import Watchdog
 
 
 class Ended(BaseException):
@@ -32,7 +34,7 @@ def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watchdog:
 
 
 def test_stuck(watchdog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Ended, match=str(EXIT_STUCK)):
+    with pytest.raises(Ended, match=str(STUCK)):
         watchdog._give_up()
     assert "last collectives in nowhere (Not a directory)" in capsys.readouterr().err
 
@@ -41,3 +43,22 @@ def test_failed(watchdog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Ended, match="1"):
         watchdog._leave(Cause(0, "n0", 17, "train", "boom"))
     assert "failed first, at step 17 (train): boom" in capsys.readouterr().err
+
+
+def test_stacks_are_written_when_the_collective_gives_up_before_the_watching_thread_has_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    def wait_for_a_frozen_peer() -> None:
+        watchdog._moved_s -= 1000  # as after a pause of the whole process
+        raise RankFailure("timed out")
+
+    monkeypatch.setattr("frontier_llm.train.guard.watchdog.os._exit", end)
+    monkeypatch.setattr(Inquiry, "alone", False)
+    monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
+    watchdog = Watchdog(TrainConfig(run_dir=str(tmp_path)), serial_mesh(), None)
+    with pytest.raises(Ended, match="1"), watchdog.guarding():
+        wait_for_a_frozen_peer()
+    assert "in wait_for_a_frozen_peer" in (tmp_path / "logs" / "stacks_rank_00000.txt").read_text()

@@ -1,0 +1,106 @@
+"""What a batch shell has to bring about, and with what: read from its words, its allocation and its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontier_llm.cluster import run_dir, slurm
+from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.sites import Site, load_site
+from frontier_llm.config import RunConfig, load_run
+from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
+from frontier_llm.topology import plan_problems
+
+TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and how many words follow
+TRAIN = ("-P", "-m", "frontier_llm.cli.main", "train")  # -P: never the code that happens to lie in the working directory
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this batch shell has to bring about, and with what."""
+
+    config: RunConfig
+    words: tuple[str, ...]  # run file and overrides, as the ranks get them
+    directory: Path  # of the run, absolute
+    site: Site
+    allocation: slurm.Allocation
+    spares: int = 0
+    continue_with: str = "requeue"
+    program: tuple[str, ...] = TRAIN
+    flags: tuple[str, ...] = ()  # of the program, passed on
+
+    @property
+    def nodes_needed(self) -> int:
+        """Nodes that one attempt uses."""
+        return len(self.allocation.nodes) - self.spares
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one attempt."""
+        return self.nodes_needed * self.allocation.tasks_per_node
+
+    @property
+    def lead_s(self) -> float:
+        """How long before the walltime Slurm warns this job."""
+        return float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or self.site.signal_lead_s)
+
+    @property
+    def untrusted(self) -> list[str]:
+        """Nodes of the allocation that computed wrongly."""
+        return [node for node in run_dir.untrusted_hosts(self.directory) if node in self.allocation.nodes]
+
+    @property
+    def too_slow(self) -> list[str]:
+        """Hosts that were named slow as often as the site bears."""
+        limit = self.site.exclude_slow_after
+        return [] if limit is None else [slow.host for slow in run_dir.slow_hosts(self.directory) if slow.times >= limit]
+
+
+def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> Job:
+    """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
+    allocation = slurm.Allocation.from_environment()
+    site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
+    words, flags = split_flags(words)
+    words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
+    config = load_run(words[0], words[1:])
+    continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
+    if continue_with not in ("requeue", "successor", "never"):
+        raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")
+    job = Job(
+        config=config,
+        words=words,
+        directory=Path(config.train.run_dir).resolve(),
+        site=site,
+        allocation=allocation,
+        spares=int(environ("FRONTIER_LLM_SPARE_NODES", "0") or 0),
+        continue_with=continue_with,
+        program=program,
+        flags=flags,
+    )
+    if not 0 <= job.spares < len(allocation.nodes):
+        raise FrontierError(f"{job.spares} of {len(allocation.nodes)} nodes", "keep at least one to work", "FRONTIER_LLM_SPARE_NODES")
+    if problems := plan_problems(config, job.world_size):
+        raise LayoutError([*problems, Problem("nodes", f"{job.nodes_needed} x {allocation.tasks_per_node} ranks", "sbatch --nodes=N")])
+    return job
+
+
+def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(run file and overrides, flags of train) of what stood after the script's name. Raises FrontierError for a flag that train has not."""
+    kept, flags, rest = list[str](), list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            kept.append(word)
+            continue
+        name = word.partition("=")[0]
+        if name not in TRAIN_FLAGS:
+            raise FrontierError(f"{word} cannot stand after the script's name", suggest(name, TRAIN_FLAGS), "job")
+        values = 0 if "=" in word else TRAIN_FLAGS[name]
+        if len(rest) < values:
+            raise FrontierError("needs the name of a key", f"write {name} train.steps", name)
+        flags += [word, *(rest.pop(0) for _ in range(values))]
+    if not kept:
+        raise FrontierError("no run file is named", "sbatch slurm/train_small.sbatch does", "job")
+    return tuple(kept), tuple(flags)
