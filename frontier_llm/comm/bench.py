@@ -188,14 +188,16 @@ def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[
 
 
 def _ping_pong(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], object]:
+    """There and back. RCCL runs a pair's messages in the order of the calls: if both posted their receives first, neither would ever send."""
+
+    def receive() -> torch.Tensor:
+        return post_receive(tuple(x.shape), x.dtype, x.device, world, peer).wait()
+
     def run() -> None:
         sends = Sends(limit=2)
-        receive = post_receive(tuple(x.shape), x.dtype, x.device, world, peer)
+        sends.start(x if first else receive(), world, peer)
         if first:
-            sends.start(x, world, peer)
-            receive.wait()
-        else:
-            sends.start(receive.wait(), world, peer)
+            receive()
         sends.wait_all()
 
     return run

@@ -136,7 +136,9 @@ class _Groups:
         if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
             self._say(f"comm: {backend} through torch.distributed")
             return TorchGroup(process_group, ranks, name, self._store)
-        descriptor, reason = _share_memory(process_group, rank, len(ranks))
+        descriptor, reason = None, f"{backend} serves it, and only CPU ranks share memory"
+        if backend == "gloo":
+            descriptor, reason = _share_memory(process_group, rank, len(ranks))
         if descriptor is None:
             if self._transport == "shm":
                 raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
@@ -152,8 +154,12 @@ class _Groups:
 
 
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
-    """A group that only its members create: no rank does work for groups it is not in, whatever the world's size."""
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+    """A group that only its members create: no rank does work for groups it is not in, whatever the world's size.
+
+    MPI has no such way. There every rank splits the world at the same time, each with the group that it is in.
+    """
+    local = dist.get_backend() != "mpi"
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=local)
 
 
 def _share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
@@ -242,8 +248,9 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> Path:
     """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures."""
     path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
     mesh.ledger.dump(path, reason)
-    if dist.is_initialized() and hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
-        recorded = torch._C._distributed_c10d._dump_fr_trace_json()
-        if recorded:
+    if dist.is_initialized():
+        # torch has two recorders: what runs on a GPU is in the first, and the second is empty there
+        recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+        if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
             path.with_name(path.stem + "_torch.json").write_bytes(recorded)
     return path
