@@ -129,8 +129,8 @@ class _Clock:
 
 
 def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
-    """Two pretended nodes of two ranks; the messages between ranks 1 and 2 are made to take three times as long as others."""
-    grid = Grid(1, 1, 4)
+    """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times as long as others."""
+    grid = Grid(2, 1, 2)
     mesh = build_mesh(grid, rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL)
     measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
     ping_pong, clock = comm_bench._ping_pong, _Clock()
@@ -148,11 +148,14 @@ def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
 
 def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
     measurements, pairs = ranks.run(4, _measure)[0]
-    seen = {(m.axis, m.operation, m.algorithm) for m in measurements}
-    operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-    assert seen == {
-        (axis, operation, algorithm) for axis in ("dp", "world") for operation in operations for algorithm in ("flat", "hierarchical")
-    } | {(axis, "message", "flat") for axis in ("dp", "world")}
+    operations = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "message"}
+    ways = [("tp", "flat", "alone"), ("tp", "flat", "together"), ("world", "flat", "together"), ("world", "hierarchical", "together")]
+    ways += [("dp", algorithm, mode) for algorithm in ("flat", "hierarchical") for mode in ("alone", "together")]
+    for axis, algorithm, mode in ways:
+        seen = [m.operation for m in measurements if (m.axis, m.algorithm, m.mode) == (axis, algorithm, mode)]
+        assert sorted(seen) == sorted([*operations - ({"message"} if algorithm == "hierarchical" else set())] * 2), "both sizes"
+    assert len(measurements) == 2 * sum(6 if algorithm == "flat" else 5 for _, algorithm, _ in ways)
+    assert {(axis, operation) for axis, operation, _, _ in contention(measurements)} == {(a, o) for a in ("tp", "dp") for o in operations}
     assert all(m.seconds > 0 and m.bytes in (4096, 100_000) for m in measurements)
     assert [(pair.a, pair.b) for pair in pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs)] == [(1, 2, 0.03)]
