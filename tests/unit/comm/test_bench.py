@@ -128,11 +128,12 @@ class _Clock:
         return self.now_s
 
 
-def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
+def _measure(rank: int) -> tuple[list[Measurement], list[Pair], int]:
     """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times as long as others."""
     grid = Grid(2, 1, 2)
     mesh = build_mesh(grid, rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL)
     measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
+    busy = mesh.ledger.calls["tp", "all_reduce"]
     ping_pong, clock = comm_bench._ping_pong, _Clock()
 
     def timed(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], None]:
@@ -143,11 +144,12 @@ def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
         return run
 
     with patch.object(comm_bench, "time", clock), patch.object(comm_bench, "_ping_pong", timed):
-        return measurements, bench_pairs(mesh, torch.device("cpu"))
+        return measurements, bench_pairs(mesh, torch.device("cpu")), busy
 
 
 def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
-    measurements, pairs = ranks.run(4, _measure)[0]
+    (measurements, pairs, busy), *_, (_, _, busy_in_the_other_group) = ranks.run(4, _measure)
+    assert 0 < busy_in_the_other_group < busy, "it rests while the first group is measured alone"
     operations = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "message"}
     ways = [("tp", "flat", "alone"), ("tp", "flat", "together"), ("world", "flat", "together"), ("world", "hierarchical", "together")]
     ways += [("dp", algorithm, mode) for algorithm in ("flat", "hierarchical") for mode in ("alone", "together")]
