@@ -17,19 +17,8 @@ from frontier_llm.cli.main import main
 from frontier_llm.comm import Axis, build_mesh, load_algorithms
 from frontier_llm.comm import bench as comm_bench
 from frontier_llm.comm.algorithms import HIERARCHICAL
-from frontier_llm.comm.bench import (
-    BUS_FACTORS,
-    Measurement,
-    Pair,
-    algorithm_rules,
-    bench_comm,
-    bench_pairs,
-    contention,
-    link_kind,
-    node_tables,
-    sizes_between,
-    slow_links,
-)
+from frontier_llm.comm.bench import BUS_FACTORS, Measurement, Pair, bench_comm, bench_pairs, sizes_between
+from frontier_llm.comm.measured import algorithm_rules, contention, link_kind, node_tables, slow_links
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
