@@ -1,10 +1,11 @@
 """How long do rendezvous and groups take, and what follows for a whole machine? Real code and processes, then a formula.
 
 python scripts/bench_rendezvous.py [--ranks 2 4 8 16] [--store direct node] [--per-node 8]
-Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation); then all ranks hammer the store to find how many
-operations per second it takes. `node` goes through a relay per pretended node. Extrapolated time for n ranks, the larger of
-  server: n x (JOIN_OPERATIONS + groups per rank x OPERATIONS_PER_GROUP) / operations per second of all ranks, direct
-  relay:  ranks per node x the same / operations per second of one relay
+Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation), gives the store simple operations to do, and then takes the
+ids of some communicators from it as torch does for RCCL: one id for each 128 ranks, asked for together by every rank. `node` goes through a relay per
+pretended node. What the server's one thread computes is read from the kernel, so other work on the machine matters little. Extrapolated for n ranks:
+  server seconds = n x (JOIN_OPERATIONS + groups per rank x OPERATIONS_PER_GROUP) x seconds per operation
+                 + askers x ids of the world's communicator x seconds per id          askers: the ranks, or the nodes where relays keep ids
 RCCL makes its communicators at the first collective of each group; their cost is RCCL's own and is not in here.
 """
 
@@ -14,8 +15,10 @@ import argparse
 import multiprocessing
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import barrier, build_mesh, connect, disconnect
@@ -26,6 +29,18 @@ JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the last one's 
 OPERATIONS_PER_GROUP = 3 + 2  # and RCCL's unique id, one set or get, with its check
 GROUPS_PER_RANK = 8  # tp, pp, dp, world, tied and up to four channels
 WHOLE_MACHINE = (3072, 16_384, 75_264)  # the 1T run, a large one, all of Frontier's GCDs
+RANKS_PER_ID, ID_BYTES = 128, 128  # TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId)
+COMMUNICATORS = 5  # whose ids are exchanged
+
+
+class Row(NamedTuple):
+    """What one rank has seen; the server's numbers are rank 0's."""
+
+    join_s: float
+    mesh_s: float
+    connections: int
+    server_us_per_operation: float
+    server_us_per_id: float  # for all ranks
 
 
 def connections(port: int) -> int:
@@ -34,7 +49,13 @@ def connections(port: int) -> int:
     return sum(int(row[2].split(":")[1], 16) == port and row[3] == "01" for row in rows)
 
 
-def serve(rank: int, ranks: int, port: int, per_node: int | None, operations: int, results: multiprocessing.Queue) -> None:
+def server_us() -> float:
+    """What the store's thread of this process has computed; 0 in a process that has none."""
+    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("pt_tcpstore")]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in threads) / 1e3
+
+
+def serve(rank: int, ranks: int, port: int, per_node: int | None, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
     first = rank - rank % per_node if per_node else None
     start_s = time.perf_counter()
@@ -43,14 +64,47 @@ def serve(rank: int, ranks: int, port: int, per_node: int | None, operations: in
     joined_s = time.perf_counter()
     mesh = build_mesh(Grid(2, 1, ranks // 2), rank, timeout_s=60.0)
     built_s = time.perf_counter()
-    barrier(mesh.world)
-    begin_s = time.perf_counter()
-    for number in range(operations):
-        store.add(f"bench/{rank}/{number % 7}", 1)
-    rate = operations / (time.perf_counter() - begin_s)
-    results.put((joined_s - start_s, built_s - joined_s, rate, connections(port)))
+
+    def computed_us(work: Any) -> float:
+        barrier(mesh.world)
+        before_us = server_us()
+        work()
+        barrier(mesh.world)
+        return server_us() - before_us
+
+    def operations() -> None:
+        for number in range(arguments.operations):
+            store.add(f"bench/{rank}/{number % 7}", 1)
+
+    groups = [dist.PrefixStore(f"default_pg/{number}/cuda/", store) for number in range(COMMUNICATORS)]
+    names = [f"UniqueNCCLID:{root}" for root in range(arguments.ids)]
+    for group in groups:
+        for name in names[rank::ranks]:
+            group.set(name, "i" * ID_BYTES)
+
+    def ids() -> None:
+        for group in groups:
+            assert [len(value) for value in group.multi_get(names)] == [ID_BYTES] * arguments.ids
+
+    per_operation_us = computed_us(operations) / arguments.operations / ranks
+    per_id_us = computed_us(ids) / COMMUNICATORS / arguments.ids
+    results.put((rank, Row(joined_s - start_s, built_s - joined_s, connections(port), per_operation_us, per_id_us)))
     barrier(mesh.world)
     disconnect()
+
+
+def measure(ranks: int, per_node: int | None, arguments: argparse.Namespace) -> Row:
+    """The slowest rank's times, and the server's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["frontier_llm.comm"])
+    results, port = context.Queue(), free_port()
+    processes = [context.Process(target=serve, args=(rank, ranks, port, per_node, arguments, results)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    rows = dict(results.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join()
+    return rows[0]._replace(join_s=max(row.join_s for row in rows.values()), mesh_s=max(row.mesh_s for row in rows.values()))
 
 
 def main() -> None:
@@ -59,44 +113,32 @@ def main() -> None:
     parser.add_argument("--store", nargs="+", choices=("direct", "node"), default=["direct", "node"])
     parser.add_argument("--per-node", type=int, default=8, help="ranks of a pretended node (default 8)")
     parser.add_argument("--operations", type=int, default=2000, help="of each rank")
+    parser.add_argument(
+        "--ids", type=int, default=WHOLE_MACHINE[-1] // RANKS_PER_ID, help="of each communicator (default: all of Frontier's)"
+    )
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["frontier_llm.comm"])
-    rates: dict[str, float] = {}
-    print(f"{'store':<8}{'ranks':>6}{'join s':>10}{'mesh s':>10}{'connections':>13}{'operations/s, all ranks':>26}")
-    for ranks in arguments.ranks:
-        for kind in arguments.store:
-            per_node = arguments.per_node if kind == "node" else None
-            results, port = context.Queue(), free_port()
-            given = (ranks, port, per_node, arguments.operations, results)
-            processes = [context.Process(target=serve, args=(rank, *given)) for rank in range(ranks)]
-            for process in processes:
-                process.start()
-            rows = [results.get(timeout=300) for _ in processes]
-            for process in processes:
-                process.join()
-            join_s, mesh_s, rate, open_connections = (
-                max(r[0] for r in rows),
-                max(r[1] for r in rows),
-                sum(r[2] for r in rows),
-                max(r[3] for r in rows),
+    print(f"{'store':<8}{'ranks':>6}{'join s':>10}{'mesh s':>10}{'connections':>13}{'server us/operation':>21}{'us/id of all ranks':>20}")
+    for kind in arguments.store:
+        per_node = arguments.per_node if kind == "node" else None
+        for ranks in arguments.ranks:
+            row = measure(ranks, per_node, arguments)
+            print(
+                f"{kind:<8}{ranks:>6}{row.join_s:>10.3f}{row.mesh_s:>10.3f}{row.connections:>13}{row.server_us_per_operation:>21.2f}{row.server_us_per_id:>20.2f}"
             )
-            rates[kind] = rate
-            print(f"{kind:<8}{ranks:>6}{join_s:>10.3f}{mesh_s:>10.3f}{open_connections:>13}{rate:>26,.0f}")
-    extrapolate(rates, arguments.per_node, nodes=-(-arguments.ranks[-1] // arguments.per_node))
+        extrapolate(kind, row, row.server_us_per_id / (-(-ranks // per_node) if per_node else ranks), arguments.per_node)
 
 
-def extrapolate(rates: dict[str, float], per_node: int, nodes: int) -> None:
-    """What the last measurement, over `nodes` pretended nodes, says about a whole machine."""
+def extrapolate(kind: str, row: Row, us_per_id: float, per_node: int) -> None:
+    """What the measurement of most ranks says about a whole machine; `us_per_id` is for one asker."""
     operations = JOIN_OPERATIONS + GROUPS_PER_RANK * OPERATIONS_PER_GROUP
     for ranks in WHOLE_MACHINE:
-        if "direct" in rates:
-            seconds = ranks * operations / rates["direct"]
-            print(f"extrapolated, {ranks:,} ranks: {seconds:.0f} s of operations on the server; {2 * ranks:,} connections if direct")
-    if "node" in rates:
-        relay_s = per_node * operations / (rates["node"] / nodes)
-        clients = ", ".join(f"{-(-ranks // per_node):,}" for ranks in WHOLE_MACHINE)
-        print(f"extrapolated, relays: {relay_s:.2f} s of operations on each, all nodes at once; {clients} connections")
+        askers, ids = -(-ranks // per_node) if kind == "node" else ranks, -(-ranks // RANKS_PER_ID)
+        operations_s, ids_s = ranks * operations * row.server_us_per_operation / 1e6, askers * ids * us_per_id / 1e6
+        sent_gb = askers * ids * ID_BYTES / 1e9
+        print(
+            f"extrapolated, {kind}, {ranks:,} ranks: {operations_s:.1f} s of operations and {ids_s:.1f} s of ids ({sent_gb:.2f} GB) "
+            f"on the server; {2 * askers if kind == 'direct' else askers:,} connections"
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch
 from kill_anywhere import CODES, Campaign, Different
 
 from frontier_llm.cluster.run_dir import STOP_FILE
-from frontier_llm.comm.shm import MEMORY_DIR
+from frontier_llm.comm.host_memory import MEMORY_DIR
 from frontier_llm.train.loop import EXIT_INTERRUPTED
 
 FAULTS = ["kill", "kill", *CODES]

@@ -22,11 +22,10 @@ from pydantic import ValidationError
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
-from frontier_llm.checkpoint.exchange import all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.checkpoint.lock import RunLock, Superseded, this_process
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.save import Save, Writer
-from frontier_llm.comm import Mesh
+from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit

@@ -14,11 +14,10 @@ from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
-from frontier_llm.checkpoint.exchange import all_gather_json, maximum
 from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, Shard, TensorEntry, config_digest
 from frontier_llm.checkpoint.snapshot import Snapshot
-from frontier_llm.comm import Mesh
+from frontier_llm.comm import Mesh, all_gather_json, maximum
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import KINDS, Optimizer, StateRectangle

@@ -76,19 +76,19 @@ def _report(
     from dataclasses import asdict
 
     from frontier_llm.cli.bench import print_json
-    from frontier_llm.comm import bench
+    from frontier_llm.comm import measured
     from frontier_llm.machine import load_machine
 
-    kind = bench.link_kind(per_node, load_machine(config.machine).node.links)
-    slow, where = bench.slow_links(pairs, kind), f"frontier-llm bench comm on {platform.node()}"
+    kind = measured.link_kind(per_node, load_machine(config.machine).node.links)
+    slow, where = measured.slow_links(pairs, kind), f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
-        _emit(args.emit, bench.algorithm_rules(measurements, nodes, where))
+        _emit(args.emit, measured.algorithm_rules(measurements, nodes, where))
     if args.machine_file:
-        _write_machine(args.machine_file, config.machine, where, lambda: bench.node_tables(measurements, per_node, where))
+        _write_machine(args.machine_file, config.machine, where, lambda: measured.node_tables(measurements, per_node, where))
     if args.heatmap and pairs:
         _draw(args.heatmap, pairs)
     if args.json:
-        crowded = [{"axis": a, "operation": o, "bytes": b, "slowdown": s} for a, o, b, s in bench.contention(measurements)]
+        crowded = [{"axis": a, "operation": o, "bytes": b, "slowdown": s} for a, o, b, s in measured.contention(measurements)]
         rows = [measurement.as_json() for measurement in measurements]
         print_json(
             {

@@ -21,6 +21,7 @@ from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.narrow import start_narrow_all_reduce_, start_narrow_reduce_scatter_
 from frontier_llm.comm.p2p import Receive, Sends, post_receive
 from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
+from frontier_llm.comm.values import all_gather_json, broadcast_bytes, broadcast_json, maximum
 
 __all__ = [
     "DONE",
@@ -37,14 +38,18 @@ __all__ = [
     "StragglerWatch",
     "TorchGroup",
     "all_gather",
+    "all_gather_json",
     "all_reduce_",
     "barrier",
     "broadcast_",
+    "broadcast_bytes",
+    "broadcast_json",
     "build_mesh",
     "connect",
     "disconnect",
     "dump_flight_record",
     "load_algorithms",
+    "maximum",
     "post_receive",
     "process_group",
     "reduce_scatter",

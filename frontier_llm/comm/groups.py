@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 from frontier_llm import log
-from frontier_llm.comm import shm
 from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
 from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, TorchGroup
 from frontier_llm.comm.hierarchical import ChosenGroup, HierarchicalGroup
+from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import open_channels
 from frontier_llm.comm.rendezvous import forget_stores, join_store
+from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.topology import Grid
 
@@ -136,14 +136,16 @@ class _Groups:
         if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
             self._say(f"comm: {backend} through torch.distributed")
             return TorchGroup(process_group, ranks, name, self._store)
-        descriptor, reason = _share_memory(process_group, rank, len(ranks))
+        descriptor, reason = None, f"{backend} serves it, and only CPU ranks share memory"
+        if backend == "gloo":
+            descriptor, reason = share_memory(process_group, rank, len(ranks))
         if descriptor is None:
             if self._transport == "shm":
                 raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
             self._say(f"comm: {backend} sockets for axis {name}: {reason}")
             return TorchGroup(process_group, ranks, name, self._store)
         self._say("comm: shared memory between the ranks of this host")
-        return shm.ShmGroup(name, rank, ranks, descriptor, timeout_s)
+        return ShmGroup(name, rank, ranks, descriptor, timeout_s)
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -152,42 +154,12 @@ class _Groups:
 
 
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
-    """A group that only its members create: no rank does work for groups it is not in, whatever the world's size."""
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+    """A group that only its members create: no rank does work for groups it is not in, whatever the world's size.
 
-
-def _share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
-    """(descriptor of a region that every rank has opened, '') or (None, why not): all ranks get the same answer.
-
-    Two small gloo collectives: each rank says on which host it is, and rank 0 where peers find the region that it has made; then each
-    says whether it could open it.
+    MPI has no such way. There every rank splits the world at the same time, each with the group that it is in.
     """
-    descriptor, path, reason = None, "", shm.why_unavailable()
-    if rank == 0 and not reason:
-        try:
-            descriptor, path = shm.create_memory()
-        except OSError as error:
-            reason = f"{error.strerror} in {shm.MEMORY_DIR}"
-    mine = torch.zeros(160, dtype=torch.uint8)
-    mine[:32] = torch.frombuffer(bytearray(shm.host_identity() if not reason else b"-" * 32), dtype=torch.uint8)
-    text = (path if rank == 0 else "").encode()
-    mine[32 : 32 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-    everyone = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(everyone, mine, group=process_group)
-    together = all(torch.equal(other[:32], everyone[0][:32]) for other in everyone)
-    path = bytes(everyone[0][32:].tolist()).rstrip(b"\0").decode()
-    if together and path and rank != 0:
-        try:
-            descriptor = shm.open_memory(path)
-        except OSError as error:
-            reason = f"{error.strerror}: {path}"
-    able = torch.tensor([int(together and descriptor is not None)], dtype=torch.int32)
-    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=process_group)
-    if able.item():
-        return descriptor, ""
-    if descriptor is not None:
-        os.close(descriptor)
-    return None, reason or ("a peer cannot open it" if together else "its ranks are on several hosts")
+    local = dist.get_backend() != "mpi"
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=local)
 
 
 def build_mesh(
@@ -242,8 +214,9 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> Path:
     """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures."""
     path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
     mesh.ledger.dump(path, reason)
-    if dist.is_initialized() and hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
-        recorded = torch._C._distributed_c10d._dump_fr_trace_json()
-        if recorded:
+    if dist.is_initialized():
+        # torch has two recorders: what runs on a GPU is in the first, and the second is empty there
+        recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+        if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
             path.with_name(path.stem + "_torch.json").write_bytes(recorded)
     return path

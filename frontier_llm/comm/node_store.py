@@ -1,7 +1,7 @@
-"""One connection to the job's key-value store per node: the ranks of a node share that of their first one, through a relay in it.
+"""The job's key-value store as the ranks of a node see it that share one connection, through the relay (`comm.relay`) in their first one.
 
 The store is one server, on rank 0. With a connection (and one more for the notice board) per rank it holds 150,000 sockets at 75,000
-ranks, more than a process may open on most systems; with a relay per node it holds 9,400. The relay is a thread for each local client; clients reach it by
+ranks, more than a process may open on most systems; with a relay per node it holds 9,400. Clients reach it by
 a Unix socket of the abstract namespace (no file to clean up), and both ends refuse a peer of another user.
 Every thread of a client has a connection of its own: one may wait for a key while another posts.
 """
@@ -19,7 +19,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-FIRST_POLL_S, LONGEST_POLL_S = 0.001, 0.1  # of a key that is waited for; the pause doubles
 ANSWER_S = 30.0  # for a relay to answer what needs no waiting: then it is stopped or gone
 
 Parts = list[bytes]
@@ -39,12 +38,14 @@ def open_store(address: str, port: int, timeout_s: float, first_local_rank: int 
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _send(connection: socket.socket, *parts: bytes) -> None:
+def send_parts(connection: socket.socket, *parts: bytes) -> None:
+    """What `receive_parts` gives at the other end."""
     lengths = struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts))
     connection.sendall(lengths + b"".join(parts))
 
 
-def _receive(connection: socket.socket) -> Parts:
+def receive_parts(connection: socket.socket) -> Parts:
+    """Raises OSError when the other end is gone."""
     (count,) = struct.unpack("<I", _exactly(connection, 4))
     return [_exactly(connection, length) for length in struct.unpack(f"<{count}Q", _exactly(connection, 8 * count))]
 
@@ -59,93 +60,14 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(received)
 
 
-def _is_own_user(connection: socket.socket) -> bool:
+def is_own_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this one's user."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user == os.getuid()
 
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-class Relay:
-    """Serves the other ranks of a node from `upstream`; its threads end with the process, or with `close`."""
-
-    def __init__(self, upstream: dist.Store, name: str) -> None:
-        self._upstream = upstream
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(name)
-        self._listener.listen(128)
-        threading.Thread(target=self._accept, name="store relay", daemon=True).start()
-
-    def close(self) -> None:
-        """Take no more clients; the name is free again. Those that are connected are served on."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            if _is_own_user(connection):
-                threading.Thread(target=self._serve, args=(connection,), name="store relay client", daemon=True).start()
-            else:
-                connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            while True:
-                try:
-                    operation, *arguments = _receive(connection)
-                except OSError:
-                    return
-                try:
-                    reply = b"ok", *self._answer(operation.decode(), arguments)
-                except RuntimeError as error:  # DistStoreError is one: a time-out, or the server is gone
-                    reply = b"error", str(error).encode()
-                try:
-                    _send(connection, *reply)
-                except OSError:
-                    return
-
-    def _answer(self, operation: str, arguments: Parts) -> Parts:
-        store, keys = self._upstream, [argument.decode(errors="replace") for argument in arguments]  # values need not be text
-        match operation:
-            case "set":
-                store.set(keys[0], arguments[1])  # type: ignore[arg-type]  # bytes are accepted, and kept as they are
-                return []
-            case "add":
-                return [str(store.add(keys[0], int(arguments[1]))).encode()]
-            case "check":
-                return [b"1" if store.check(keys) else b""]
-            case "wait":
-                self._await(keys[1:], float(arguments[0]))
-                return []
-            case "get":
-                self._await(keys[1:], float(arguments[0]))
-                return [store.get(keys[1])]
-            case "compare_set":
-                return [store.compare_set(keys[0], arguments[1], arguments[2])]  # type: ignore[arg-type]
-            case "delete_key":
-                return [b"1" if store.delete_key(keys[0]) else b""]
-            case "num_keys":
-                return [str(store.num_keys()).encode()]
-            case "multi_get":
-                self._await(keys[1:], float(arguments[0]))
-                return [*store.multi_get(keys[1:])]
-            case _:
-                raise RuntimeError(f"the store relay does not know {operation!r}")
-
-    def _await(self, keys: list[str], timeout_s: float) -> None:
-        """By asking: a wait of the shared connection would hold up every other rank of the node."""
-        deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
-        while not self._upstream.check(keys):
-            if time.monotonic() > deadline_s:
-                raise dist.DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {', '.join(keys)}")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
 
 class NodeStore(dist.Store):
@@ -177,7 +99,7 @@ class NodeStore(dist.Store):
         if connection is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.connect(self._name)
-            if not _is_own_user(connection):
+            if not is_own_user(connection):
                 raise dist.DistStoreError("the store relay of this node belongs to another user")
             self._threads.connection = connection
         return connection
@@ -187,8 +109,8 @@ class NodeStore(dist.Store):
         try:
             connection = self._connection()
             connection.settimeout(within_s + ANSWER_S)
-            _send(connection, operation.encode(), *arguments)
-            status, *values = _receive(connection)
+            send_parts(connection, operation.encode(), *arguments)
+            status, *values = receive_parts(connection)
         except OSError as error:
             self._threads.connection = None  # an answer that comes late must not be taken for the next one's
             raise dist.DistStoreError(f"the store relay of this node is gone: {error}") from error

@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from frontier_llm.comm.node_store import NodeStore, Relay, relay_name
+from frontier_llm.comm.node_store import NodeStore, relay_name
+from frontier_llm.comm.relay import Relay
 from frontier_llm.errors import BackendError
 
 OWN_FILES = 1024  # what a rank opens besides: data, libraries, logs
@@ -22,8 +23,9 @@ def join_store(rank: int, world_size: int, address: str, port: int, timeout: tim
     The first rank of a node then goes through its own relay too: a wait of its main thread on the connection itself would hold up
     the others. Raises BackendError when rank 0 may not open enough files, RuntimeError or OSError when the store is not reached.
     """
+    nodes = -(-world_size // node[1]) if node else world_size  # each has its connection
     if rank == 0:
-        allow_connections(2 * (-(-world_size // node[1]) if node else world_size))
+        allow_connections(2 * nodes)
     if node is None or rank == node[0]:
         listener = _listen(address, port) if rank == 0 else None
         direct = dist.TCPStore(
@@ -31,7 +33,7 @@ def join_store(rank: int, world_size: int, address: str, port: int, timeout: tim
         )
         if node is None:
             return direct
-        Relay(direct, relay_name(address, port, rank))
+        Relay(direct, relay_name(address, port, rank), nodes)
     _kept.append(NodeStore(relay_name(address, port, node[0]), timeout.total_seconds()))
     return _kept[-1]
 

@@ -13,25 +13,21 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from frontier_llm.comm.group import DONE, Pending, Sending, listed
+from frontier_llm.comm.host_memory import BUILD_COMMAND, LIBRARY, MEMORY_DIR, why_unavailable
 from frontier_llm.errors import BackendError, RankFailure
 
-ABI = 2
-BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
-MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
 SLOT_BYTES = 512 * 1024  # one step of a collective; four of them per rank stay within a core's share of the cache
 ARENA_BYTES = 1 << 30  # messages under way between two ranks: address space only, memory is committed as it is used
 PIECE_BYTES = ARENA_BYTES // 8
 SPIN_NS = 50_000  # how long to poll before sleeping (a wake-up costs some 50 us); polling yields the core to whoever wants it
 SLICE_NS = 200_000_000  # between looks at the clock and at signals
 
-_LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libshm_collectives.so"
 _KINDS = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "broadcast": 3, "all_to_all": 4}
 _TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5, torch.uint8: 6,
@@ -40,24 +36,10 @@ _PENDING, _DEAD, _MISMATCH, _NO_SPACE = 1, -1, -2, -3
 
 
 @functools.cache
-def why_unavailable() -> str:
-    """'' or the reason why ranks of this host cannot share memory."""
-    if not MEMORY_DIR.is_dir() or not os.access(MEMORY_DIR, os.W_OK):
-        return f"{MEMORY_DIR} is not writable"
-    if not _LIBRARY.exists():
-        return f"{_LIBRARY.name} has not been built: {BUILD_COMMAND}"
-    try:
-        version = ctypes.CDLL(str(_LIBRARY)).fl_shm_abi()
-    except (OSError, AttributeError) as error:
-        return f"{_LIBRARY.name} does not load: {str(error).splitlines()[0]}"
-    return "" if version == ABI else f"{_LIBRARY.name} has interface {version}, expected {ABI}: build it again: {BUILD_COMMAND}"
-
-
-@functools.cache
 def _library() -> ctypes.CDLL:
     if reason := why_unavailable():
         raise BackendError(reason, where="shared-memory collectives", fix=f"{BUILD_COMMAND}, or choose the transport 'torch'")
-    library = ctypes.CDLL(str(_LIBRARY))
+    library = ctypes.CDLL(str(LIBRARY))
     pointer, whole, number, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "open": (pointer, [number, number, number, size, size, whole, ctypes.POINTER(whole)]),
@@ -74,31 +56,6 @@ def _library() -> ctypes.CDLL:
         function = getattr(library, f"fl_shm_{name}")
         function.restype, function.argtypes = result, arguments
     return library
-
-
-def host_identity() -> bytes:
-    """32 bytes that are equal for two processes exactly when both see the same boot of one kernel, the same /dev/shm and process ids."""
-    import hashlib
-
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    memory = MEMORY_DIR.stat()
-    text = f"{boot.read_text(encoding='ascii') if boot.exists() else os.uname().nodename} {memory.st_dev} {memory.st_ino} {os.readlink('/proc/self/ns/pid')}"
-    return hashlib.sha256(text.encode()).digest()
-
-
-def create_memory() -> tuple[int, str]:
-    """(file descriptor, path for peers) of a new empty region, readable by this user only.
-
-    It never has a name of its own: a rank that is killed before all have opened it leaves nothing behind (named regions did, in one
-    of twenty kills at random instants of a start).
-    """
-    descriptor = os.open(MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def open_memory(path: str) -> int:
-    """The file descriptor of a region that a peer has created and still holds."""
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 class _Collective:

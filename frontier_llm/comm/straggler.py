@@ -18,6 +18,7 @@ import torch
 
 from frontier_llm.comm.axis import Mesh
 from frontier_llm.comm.collectives import all_gather
+from frontier_llm.comm.values import all_gather_json
 from frontier_llm.topology import Grid
 
 WINDOW_STEPS = 12  # a rank is named when it lagged in LATE_STEPS of the last so many
@@ -25,7 +26,6 @@ LATE_STEPS = 9
 BASELINE_STEPS = 64  # own past
 MIN_PEERS = 4  # ranks of a stage that are enough to compare them with each other
 MIN_SHARE = 0.10  # of the usual busy time: less is not worth an operator's attention
-HOST_BYTES = 64  # Linux' limit of a host name
 SPREADS = 6.0  # times the usual spread of busy times (median absolute deviation)
 
 
@@ -128,15 +128,8 @@ class StragglerWatch:
             mine = torch.tensor([busy_s], dtype=torch.float64, device=self._device)
             named = self._detector.step(all_gather(mine, self._mesh.world).tolist())
             if named:  # on all ranks or on none
-                hosts = self._hosts()
+                hosts = all_gather_json(self._host, self._mesh.world, self._device)
                 found += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]
-
-    def _hosts(self) -> list[str]:
-        """Of all ranks."""
-        name = self._host.encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self._device)
-        everyone = all_gather(mine, self._mesh.world).cpu().view(-1, HOST_BYTES)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in everyone]
 
     def _blocked_s(self) -> float:
         return sum(self._mesh.ledger.blocked_s.values())

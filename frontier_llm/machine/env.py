@@ -82,9 +82,7 @@ _SLINGSHOT = (
 _LARGE_CQ = Variable(
     "FI_CXI_DEFAULT_CQ_SIZE", "262144", "'Cassini Event Queue overflow' on 1,024 nodes with less", "LumiOpen/Megatron-LM-lumi"
 )
-_STORE_CHECKS_PER_S = (
-    20_000  # by torch's watchdogs of all ranks: under half of what the store on rank 0 takes (scripts/bench_rendezvous.py)
-)
+STORE_CHECKS_PER_S = 20_000  # by all ranks together: under half of what the store on rank 0 takes (scripts/bench_rendezvous.py)
 _RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
 _LARGE_NODES = 512
@@ -130,7 +128,7 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
         chosen["NCCL_SOCKET_IFNAME"] = Variable("NCCL_SOCKET_IFNAME", "hsn0", reason, "eminorhan/frontier-torchtitan")
     if machine == "lumi" or nodes >= _LARGE_NODES:
         chosen[_LARGE_CQ.name] = _LARGE_CQ
-    if (period_ms := 1000 * nodes * _RANKS_PER_NODE // _STORE_CHECKS_PER_S) > 1000:
+    if (period_ms := 1000 * nodes * _RANKS_PER_NODE // STORE_CHECKS_PER_S) > 1000:
         reason = "each rank's watchdog asks rank 0's store once in so many milliseconds whether a peer has timed out; by default every 1000"
         chosen["TORCH_NCCL_COORD_CHECK_MILSEC"] = Variable("TORCH_NCCL_COORD_CHECK_MILSEC", str(period_ms), reason, "PyTorch source")
     return list(chosen.values())

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from frontier_llm.checkpoint.exchange import all_gather_json
 from frontier_llm.cluster.rank_env import node_name
-from frontier_llm.comm import Mesh, all_gather
+from frontier_llm.comm import Mesh, all_gather, all_gather_json
 from frontier_llm.errors import Problem
 from frontier_llm.train.guard.replicas import checksum
 from frontier_llm.train.guard.suspects import Suspect, WrongResults

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.checkpoint.exchange import all_gather_json, maximum
 from frontier_llm.cluster.rank_env import node_name
-from frontier_llm.comm import Axis, Mesh, all_gather
+from frontier_llm.comm import Axis, Mesh, all_gather, all_gather_json, maximum
 from frontier_llm.errors import Problem
 from frontier_llm.optim import Optimizer
 from frontier_llm.topology import ShardSpec

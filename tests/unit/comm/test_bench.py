@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,22 +14,11 @@ import yaml
 
 from frontier_llm.cli.arguments import size_of
 from frontier_llm.cli.main import main
+from frontier_llm.comm import Axis, build_mesh, load_algorithms
 from frontier_llm.comm import bench as comm_bench
-from frontier_llm.comm import build_mesh, load_algorithms
 from frontier_llm.comm.algorithms import HIERARCHICAL
-from frontier_llm.comm.bench import (
-    BUS_FACTORS,
-    Measurement,
-    Pair,
-    algorithm_rules,
-    bench_comm,
-    bench_pairs,
-    contention,
-    link_kind,
-    node_tables,
-    sizes_between,
-    slow_links,
-)
+from frontier_llm.comm.bench import BUS_FACTORS, Measurement, Pair, bench_comm, bench_pairs, sizes_between
+from frontier_llm.comm.measured import algorithm_rules, contention, link_kind, node_tables, slow_links
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
@@ -118,34 +108,48 @@ def test_contention_compares_together_with_alone() -> None:
     assert contention(rows) == [("tp", "all_reduce", 100, 2.5)]
 
 
-def _measure(rank: int) -> tuple[list[Measurement], list[Pair]]:
-    """Two pretended nodes of two ranks; the link between ranks 1 and 2 is made slow by a sleep before each of its messages."""
-    grid = Grid(1, 1, 4)
+class _Clock:
+    """Stands in for `time`: only messages take time."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def _measure(rank: int) -> tuple[list[Measurement], list[Pair], int]:
+    """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times as long as others."""
+    grid = Grid(2, 1, 2)
     mesh = build_mesh(grid, rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL)
     measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
-    ping_pong = comm_bench._ping_pong
+    busy = mesh.ledger.calls["tp", "all_reduce"]
+    ping_pong, clock = comm_bench._ping_pong, _Clock()
 
-    def delayed(x: torch.Tensor, world: object, peer: int, first: bool) -> object:
-        run = ping_pong(x, world, peer, first)  # type: ignore[arg-type]
-        return (lambda: (time.sleep(0.2), run())) if {rank, peer} == {1, 2} else run
+    def timed(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], None]:
+        def run() -> None:
+            ping_pong(x, world, peer, first)()
+            clock.now_s += 0.06 if {rank, peer} == {1, 2} else 0.02
 
-    comm_bench._ping_pong = delayed  # type: ignore[assignment]
-    try:
-        return measurements, bench_pairs(mesh, torch.device("cpu"))
-    finally:
-        comm_bench._ping_pong = ping_pong
+        return run
+
+    with patch.object(comm_bench, "time", clock), patch.object(comm_bench, "_ping_pong", timed):
+        return measurements, bench_pairs(mesh, torch.device("cpu")), busy
 
 
 def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
-    measurements, pairs = ranks.run(4, _measure)[0]
-    seen = {(m.axis, m.operation, m.algorithm) for m in measurements}
-    operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-    assert seen == {
-        (axis, operation, algorithm) for axis in ("dp", "world") for operation in operations for algorithm in ("flat", "hierarchical")
-    } | {(axis, "message", "flat") for axis in ("dp", "world")}
+    (measurements, pairs, busy), *_, (_, _, busy_in_the_other_group) = ranks.run(4, _measure)
+    assert 0 < busy_in_the_other_group < busy, "it rests while the first group is measured alone"
+    operations = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "message"}
+    ways = [("tp", "flat", "alone"), ("tp", "flat", "together"), ("world", "flat", "together"), ("world", "hierarchical", "together")]
+    ways += [("dp", algorithm, mode) for algorithm in ("flat", "hierarchical") for mode in ("alone", "together")]
+    for axis, algorithm, mode in ways:
+        seen = [m.operation for m in measurements if (m.axis, m.algorithm, m.mode) == (axis, algorithm, mode)]
+        assert sorted(seen) == sorted([*operations - ({"message"} if algorithm == "hierarchical" else set())] * 2), "both sizes"
+    assert len(measurements) == 2 * sum(6 if algorithm == "flat" else 5 for _, algorithm, _ in ways)
+    assert {(axis, operation) for axis, operation, _, _ in contention(measurements)} == {(a, o) for a in ("tp", "dp") for o in operations}
     assert all(m.seconds > 0 and m.bytes in (4096, 100_000) for m in measurements)
     assert [(pair.a, pair.b) for pair in pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert (1, 2) in [(pair.a, pair.b) for pair in slow_links(pairs)]
+    assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs)] == [(1, 2, 0.03)]
 
 
 def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

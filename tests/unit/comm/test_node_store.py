@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -15,11 +20,15 @@ import torch.distributed as dist
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, connect, disconnect, node_store
 from frontier_llm.comm.board import Board
-from frontier_llm.comm.node_store import NodeStore, Relay, relay_name
+from frontier_llm.comm.node_store import NodeStore, relay_name
+from frontier_llm.comm.relay import Relay, longest_poll_s
 from frontier_llm.comm.rendezvous import allow_connections
 from frontier_llm.errors import BackendError
+from frontier_llm.machine.env import STORE_CHECKS_PER_S
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -101,6 +110,63 @@ def test_waiting_for_a_key_holds_up_nobody(upstream: dist.TCPStore, name: str) -
     assert arrived == [b"now", b"now"]
 
 
+class _Counted(dist.HashStore):
+    """A server that notes who asks for which keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: Counter[str] = Counter()
+        self.polls: Counter[threading.Thread] = Counter()  # the object: numbers of threads are given again
+        self.arrive_after = 20  # polls of one thread
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.fetched.update(keys)
+        return super().multi_get(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        me = threading.current_thread()
+        self.polls[me] += 1
+        if keys == ["late"] and self.polls[me] == self.arrive_after:
+            self.set("late", "now")
+        return super().check(keys)
+
+
+def _all_ask(name: str, question: Callable[[NodeStore], T], clients: int = 6) -> list[T]:
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(lambda _: question(NodeStore(name, 30.0)), range(clients)))
+
+
+def test_a_node_fetches_each_id_of_a_communicator_once() -> None:
+    server, name = _Counted(), relay_name("127.0.0.1", 1, os.getpid())
+    relay = Relay(server, name)
+    ids = {f"root{number}": bytes([number]) * 128 for number in range(100)}
+    for key, value in ids.items():
+        server.set(key, value)  # type: ignore[arg-type]
+    try:
+        for _ in range(2):  # at once, and later
+            assert _all_ask(name, lambda store: store.multi_get([*ids])) == [[*ids.values()]] * 6
+    finally:
+        relay.close()
+    assert server.fetched == dict.fromkeys(ids, 1)
+
+
+def test_of_those_that_wait_for_a_key_one_asks() -> None:
+    server, name = _Counted(), relay_name("127.0.0.1", 2, os.getpid())
+    relay = Relay(server, name)
+    try:
+        assert _all_ask(name, lambda store: store.get("late")) == [b"now"] * 6
+    finally:
+        relay.close()
+    first, *others = sorted(server.polls.values(), reverse=True)
+    assert first == server.arrive_after and max(others) <= 2, "one look on arrival, one when the key is said to be there"
+
+
+def test_the_polls_of_all_nodes_together_are_what_the_server_takes() -> None:
+    assert longest_poll_s(1, 8) == longest_poll_s(1000, 1) == 0.1
+    for asking in (1, 8):
+        assert 9408 * asking / longest_poll_s(9408, asking) == pytest.approx(STORE_CHECKS_PER_S)
+
+
 def test_time_outs_and_a_gone_relay_are_store_errors(upstream: dist.TCPStore, name: str) -> None:
     store = NodeStore(name, 0.2)
     with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.2 s, keys: never"):
@@ -114,7 +180,7 @@ def test_time_outs_and_a_gone_relay_are_store_errors(upstream: dist.TCPStore, na
 
 
 def test_another_users_relay_is_refused(name: str) -> None:
-    with patch.object(node_store, "_is_own_user", lambda connection: False), pytest.raises(dist.DistStoreError):
+    with patch.object(node_store, "is_own_user", lambda connection: False), pytest.raises(dist.DistStoreError):
         NodeStore(name, 0.2).set("key", "value")
 
 

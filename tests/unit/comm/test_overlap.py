@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from frontier_llm.comm import DONE, build_mesh
+from frontier_llm.comm.timeline import ROWS, Timeline, draw, write_chrome_trace
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import LayoutError
 from frontier_llm.optim import Bucket
@@ -177,3 +180,56 @@ def test_chunks_must_divide_a_ranks_part_of_the_sequence() -> None:
         make_plan(_config(Case("llama", tp=2), {"tensor_chunks": 5}, "fp32"), 2)
     with pytest.raises(LayoutError, match="without tensor parallelism"):
         make_plan(_config(Case("llama", dp=2), {"tensor_chunks": 2}, "fp32"), 2)
+
+
+class Traced(NamedTuple):
+    """A switch, the call that it hides, and what a rank turns to while such a call is under way: another action, or the next chunk's call."""
+
+    case: Case
+    on: dict[str, Any]
+    off: dict[str, Any]
+    call: str
+    beside: str
+
+
+TRACED = {
+    "gradients": Traced(Case("llama", dp=2), {"overlap_gradients": True}, {"overlap_gradients": False}, "dp reduce_scatter", "compute"),
+    "weights": Traced(Case("llama", dp=2), {"overlap_weights": True}, {"overlap_weights": False}, "dp all_gather", "compute"),
+    "messages": Traced(Case("llama", pp=2), {"overlap_messages": True}, {"overlap_messages": False}, "pp.backward recv", "compute"),
+    "chunks": Traced(Case("llama", tp=2, sequence_parallel=True), {"tensor_chunks": 3}, {"tensor_chunks": 1}, "tp all_gather", "in flight"),
+    "sums": Traced(Case("llama", tp=2), {"tensor_chunks": 3}, {"tensor_chunks": 1}, "tp all_reduce", "in flight"),
+}
+
+
+def _two_steps(rank: int, case: Case, comm: dict[str, Any]) -> Timeline:
+    state, timeline = _state(rank, case, comm), Timeline(rank)
+    timeline.attach(state.mesh.ledger)
+    state.pipeline.on_action = lambda action: timeline.at(action.kind.name.lower() if action else "")
+    train_step(state)
+    train_step(state)
+    state.optimizer.settle()
+    return timeline
+
+
+def _crossed(path: Path, call: str, beside: str) -> int:
+    """How often rank 0 of a Chrome trace turned to something on the row `beside` while a `call` was under way."""
+    bars = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
+    flights = [(bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == ROWS.index("in flight") and bar["name"] == call]
+    turning = [bar for bar in bars if bar["tid"] == ROWS.index(beside) and (beside == "compute" or bar["name"] == call)]
+    turns = [bar["ts"] for bar in turning] + [bar["ts"] + bar["dur"] for bar in turning if beside == "compute"]
+    assert flights and turns
+    return sum(begin < turn < end for begin, end in flights for turn in turns)
+
+
+@pytest.mark.parametrize("switch", TRACED)
+def test_the_timeline_shows_what_each_switch_puts_under_way(ranks: RankPool, switch: str, tmp_path: Path) -> None:
+    """By the order of what one rank does, which no load of the machine changes."""
+    case, on, off, call, beside = TRACED[switch]
+    crossed = []
+    for name, comm in (("on", on), ("off", off)):
+        timelines = ranks.run(case.world_size, _two_steps, case, comm)
+        write_chrome_trace(tmp_path / f"{name}.json", timelines)
+        crossed.append(_crossed(tmp_path / f"{name}.json", call, beside))
+        draw(tmp_path / f"{name}.png", timelines)
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    assert crossed[0] > 10 and crossed[1] == 0

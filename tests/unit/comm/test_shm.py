@@ -18,6 +18,8 @@ from frontier_llm.comm import (
     barrier,
     broadcast_,
     build_mesh,
+    groups,
+    host_memory,
     post_receive,
     reduce_scatter,
     shm,
@@ -32,7 +34,7 @@ from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankError, RankPool
 
-pytestmark = pytest.mark.skipif(bool(shm.why_unavailable()), reason=shm.why_unavailable() or "available")
+pytestmark = pytest.mark.skipif(bool(host_memory.why_unavailable()), reason=host_memory.why_unavailable() or "available")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 SIZES = (1, 1000, 8193, 300_007)  # up to several steps of a slot, never a multiple of one
@@ -266,24 +268,24 @@ def _die(rank: int) -> str:
 
 
 def test_a_killed_peer_is_named_at_once_and_leaves_no_file(ranks: RankPool) -> None:
-    before = set(os.listdir(shm.MEMORY_DIR))
+    before = set(os.listdir(host_memory.MEMORY_DIR))
     with pytest.raises(RankError) as caught:
         ranks.run(3, _die)
     message = str(caught.value)
     assert "rank 2 of axis tp (global rank 2) has died" in message
     assert min(float(seconds) for seconds in re.findall(r"after (\d+\.\d+) s", message)) < 5.0
-    assert {name for name in set(os.listdir(shm.MEMORY_DIR)) - before if name.startswith("frontier-llm")} == set()
+    assert {name for name in set(os.listdir(host_memory.MEMORY_DIR)) - before if name.startswith("frontier-llm")} == set()
 
 
 def _come_late(rank: int) -> float:
-    make = shm.ShmGroup
+    make = groups.ShmGroup
     if rank == 1:
-        shm.ShmGroup = lambda *args: (time.sleep(0.5), make(*args))[1]  # type: ignore[assignment,misc]
+        groups.ShmGroup = lambda *args: (time.sleep(0.5), make(*args))[1]  # type: ignore[assignment,misc]
     try:
         last_made = build_mesh(Grid(3, 1, 1), rank, timeout_s=30.0, transport="shm").world
         return float(all_reduce_(torch.ones(1), last_made))
     finally:
-        shm.ShmGroup = make  # type: ignore[misc]
+        groups.ShmGroup = make  # type: ignore[misc]
 
 
 def test_a_peer_that_has_not_come_yet_is_not_taken_for_dead(ranks: RankPool) -> None:
@@ -317,8 +319,8 @@ def test_an_unknown_dtype_is_refused_by_name(ranks: RankPool) -> None:
 
 
 def _pretend_other_host(rank: int, transport: str) -> str:
-    identity = shm.host_identity
-    shm.host_identity = lambda: bytes([rank]) * 32  # type: ignore[assignment]
+    identity = host_memory.host_identity
+    host_memory.host_identity = lambda: bytes([rank]) * 32  # type: ignore[assignment]
     try:
         axis = build_mesh(Grid(2, 1, 1), rank, timeout_s=30.0, transport=transport).tp  # type: ignore[arg-type]
         assert float(all_reduce_(torch.ones(1), axis)) == 2.0
@@ -326,7 +328,7 @@ def _pretend_other_host(rank: int, transport: str) -> str:
     except BackendError as error:
         return str(error)
     finally:
-        shm.host_identity = identity
+        host_memory.host_identity = identity
 
 
 def test_ranks_of_two_hosts_keep_to_sockets_and_asking_for_memory_is_an_error(ranks: RankPool) -> None:

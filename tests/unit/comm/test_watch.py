@@ -140,6 +140,15 @@ def test_the_summary_says_what_each_axis_waited_for() -> None:
     assert row["blocked_s"] >= 0.006 and row["p99_us"] >= row["p50_us"] >= 2048
 
 
+def test_the_latency_of_an_axis_is_that_of_all_its_operations() -> None:
+    ledger = Ledger()
+    for operation, us in (("all_reduce", 3), ("all_reduce", 3), ("all_gather", 3), ("all_gather", 1000)):
+        ledger.latency["dp", operation].add(us * 1e-6)
+    ledger.latency["tp", "all_reduce"].add(100e-6)
+    dp, tp = {"calls": 4, "p50_us": 4, "p99_us": 1024}, {"calls": 1, "p50_us": 128, "p99_us": 128}
+    assert ledger.latency_by_axis() == {"dp": dp, "tp": tp}
+
+
 def test_nested_calls_have_latencies_of_their_own_but_block_once() -> None:
     ledger = Ledger()
     outer = ledger.add("dp", "all_reduce", 8)

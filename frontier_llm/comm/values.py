@@ -1,4 +1,4 @@
-"""JSON between ranks, as byte tensors: no pickle, which torch's object collectives would use."""
+"""Small values between ranks: JSON and bytes as tensors of bytes, without the pickle of torch's object collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import Axis, all_gather, all_reduce_, broadcast_
+from frontier_llm.comm.axis import Axis
+from frontier_llm.comm.collectives import all_gather, all_reduce_, broadcast_
 
 
 def _encode(value: Any, device: torch.device) -> Tensor:

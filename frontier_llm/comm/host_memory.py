@@ -1,0 +1,89 @@
+"""Memory that the processes of one host share: whether there can be any, a region without a name, and whether all ranks of a group see it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ABI = 2
+BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
+LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libshm_collectives.so"
+MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """'' or the reason why ranks of this host cannot share memory."""
+    if not MEMORY_DIR.is_dir() or not os.access(MEMORY_DIR, os.W_OK):
+        return f"{MEMORY_DIR} is not writable"
+    if not LIBRARY.exists():
+        return f"{LIBRARY.name} has not been built: {BUILD_COMMAND}"
+    try:
+        version = ctypes.CDLL(str(LIBRARY)).fl_shm_abi()
+    except (OSError, AttributeError) as error:
+        return f"{LIBRARY.name} does not load: {str(error).splitlines()[0]}"
+    return "" if version == ABI else f"{LIBRARY.name} has interface {version}, expected {ABI}: build it again: {BUILD_COMMAND}"
+
+
+def host_identity() -> bytes:
+    """32 bytes that are equal for two processes exactly when both see the same boot of one kernel, the same /dev/shm and process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    memory = MEMORY_DIR.stat()
+    text = f"{boot.read_text(encoding='ascii') if boot.exists() else os.uname().nodename} {memory.st_dev} {memory.st_ino} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.sha256(text.encode()).digest()
+
+
+def create_memory() -> tuple[int, str]:
+    """(file descriptor, path for peers) of a new empty region, readable by this user only.
+
+    It never has a name of its own: a rank that is killed before all have opened it leaves nothing behind (named regions did, in one
+    of twenty kills at random instants of a start).
+    """
+    descriptor = os.open(MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def open_memory(path: str) -> int:
+    """The file descriptor of a region that a peer has created and still holds."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
+    """(descriptor of a region that every rank has opened, '') or (None, why not): all ranks get the same answer.
+
+    Collective over a gloo group. Two small messages: each rank says on which host it is, and rank 0 where peers find the region that it has made; then each
+    says whether it could open it.
+    """
+    descriptor, path, reason = None, "", why_unavailable()
+    if rank == 0 and not reason:
+        try:
+            descriptor, path = create_memory()
+        except OSError as error:
+            reason = f"{error.strerror} in {MEMORY_DIR}"
+    mine = torch.zeros(160, dtype=torch.uint8)
+    mine[:32] = torch.frombuffer(bytearray(host_identity() if not reason else b"-" * 32), dtype=torch.uint8)
+    text = (path if rank == 0 else "").encode()
+    mine[32 : 32 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+    everyone = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(everyone, mine, group=process_group)
+    together = all(torch.equal(other[:32], everyone[0][:32]) for other in everyone)
+    path = bytes(everyone[0][32:].tolist()).rstrip(b"\0").decode()
+    if together and path and rank != 0:
+        try:
+            descriptor = open_memory(path)
+        except OSError as error:
+            reason = f"{error.strerror}: {path}"
+    able = torch.tensor([int(together and descriptor is not None)], dtype=torch.int32)
+    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=process_group)
+    if able.item():
+        return descriptor, ""
+    if descriptor is not None:
+        os.close(descriptor)
+    return None, reason or ("a peer cannot open it" if together else "its ranks are on several hosts")
