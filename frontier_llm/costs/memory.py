@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from frontier_llm.costs.parameters import stage_parameters
+from frontier_llm.costs.parameters import stage_columns, stage_parameters
 from frontier_llm.costs.workload import GPIPE, ZERO_BUBBLE, Number, Workload
 from frontier_llm.machine.rates import Rates
+from frontier_llm.topology import StageSpec
 
 Lines = dict[str, Number]
 
@@ -101,6 +102,15 @@ def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embed
         "communication buffers": np.where(zero >= 2, gathered, np.minimum(np.where(dp > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
+
+
+def memory_by_rank(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[dict[str, float], ...]:
+    """Lines of every pipeline rank of one layout (plain numbers) with exactly these virtual stages."""
+    ranks = np.arange(int(w.pp))
+    layers, embeds, ends = (column.reshape(-1, len(ranks)).sum(axis=0) for column in stage_columns(stages))
+    lines = stage_memory(w, rates, layers, ranks, embeds > 0, ends > 0)
+    lines = {name: np.broadcast_to(values, ranks.shape) for name, values in lines.items()}
+    return tuple({name: float(values[rank]) for name, values in lines.items()} for rank in ranks)
 
 
 def total(lines: Lines) -> Number:
