@@ -55,6 +55,7 @@ class Workload:
     dtype_bytes: Number = 2
     flash: Number = -1  # 1 flash, 0 unfused; -1 = as the stack does
     recompute_share: Number = 1.0  # of the layers that full recomputation covers (others: every second layer)
+    gradients_cut: Number = 0  # 1 = zero 1 with gradients kept in parts too (others: ZeRO-2 beside a pipeline); its time is as zero 1's
     checkpoints_cut: Number = 0  # 1 = recomputation's checkpoints are cut over tp even without sequence parallelism
     gradient_bytes: Number = 0  # in which gradients are summed over dp; 0 = as the stack does
 
