@@ -155,19 +155,6 @@ def test_rows_of_unknown_clusters_find_a_file_by_what_they_say(
     assert predict([found])[0].seconds > 0
 
 
-def test_the_ceiling_of_the_order_falls_with_the_scatter_of_the_runs() -> None:
-    rows = [row for row in ROWS if row.dataset == "vTrain multi-node"]
-    exact = [Prediction(row, row.seconds, 1.0, 2.0) for row in rows]
-    noise = np.random.default_rng(1).normal(0, 0.1, len(rows))
-    scattered = [
-        replace(one, row=replace(one.row, seconds=one.row.seconds * float(np.exp(shift)))) for one, shift in zip(exact, noise, strict=True)
-    ]
-    assert score("x", "y", exact).ceiling == 100
-    noisy = score("x", "y", scattered)
-    assert 60 < noisy.ceiling < 95
-    assert abs(noisy.order - noisy.ceiling) < 8  # an exactly right model reaches about that
-
-
 def test_unstated_knobs_become_the_fastest_that_fits() -> None:
     row = next(row for row in ROWS if row.key == "mcore-h100-462B")
     assert row.unstated
