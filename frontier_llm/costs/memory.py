@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from frontier_llm.costs.parameters import stage_parameters
-from frontier_llm.costs.workload import GPIPE, ZERO_BUBBLE, Number, Workload
+from frontier_llm.costs.parameters import stage_columns, stage_parameters
+from frontier_llm.costs.workload import FSDP, GPIPE, ZERO_BUBBLE, Number, Workload
 from frontier_llm.machine.rates import Rates
+from frontier_llm.topology import StageSpec
 
 Lines = dict[str, Number]
 
@@ -72,11 +73,13 @@ def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embed
     parameters = stage_parameters(w, layers, embedding, head)
     zero, dp = np.asarray(w.zero), np.asarray(w.dp, dtype=float)
     size, tokens = w.dtype_bytes, w.tokens * 1.0
-    sharded = np.where(zero >= 2, dp, 1.0)
-    # fully sharded: this layer's and the next one's weights, and a layer's gradients on their way out
-    gathered = np.where(zero >= 2, stage_parameters(w, 1, False, False) * (2 * size + rates.gradient_bytes), 0.0)
-    # a fully sharded run keeps its fp32 weights as the only copy; otherwise 16-bit weights stand beside the fp32 master copy
-    weights = np.where(zero >= 2, 0.0, parameters * size)
+    # gradients cut beside a pipeline are whole for one chunk, while its backwards add to them
+    cut = np.where(np.asarray(w.gradients_cut) == 1, np.minimum(1 / dp + 1 / np.asarray(w.chunks, dtype=float), 1.0), 1.0)
+    gradients = parameters * rates.gradient_bytes * np.where(zero >= 2, 1 / dp, cut)
+    # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own weights only the fp32
+    # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered once
+    gathered = stage_parameters(w, 1, False, False) * (rates.gradient_bytes + np.where(zero == FSDP, 2 * size, 0))
+    weights = np.where(zero == FSDP, 0.0, parameters * size)
     state = STATE_BYTES if np.all(np.asarray(size) <= 2) else 2 * np.asarray(size)
     per_chunk = np.asarray(layers, dtype=float) / w.chunks
     held, waiting = in_flight(w, stage), waiting_for_weights(w, stage)
@@ -92,7 +95,7 @@ def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embed
     boundary = np.where(np.asarray(w.pp) > 1, 4 * tokens * w.H * size / w.sequence_shards, 0.0)
     return {
         "weights": weights,
-        "gradients": parameters * rates.gradient_bytes / sharded,
+        "gradients": gradients,
         "optimizer": parameters * state / np.where(zero >= 1, dp, 1.0),
         "activations": kept * rates.fragmentation,
         "recompute working set": working * rates.fragmentation,
@@ -101,6 +104,15 @@ def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embed
         "communication buffers": np.where(zero >= 2, gathered, np.minimum(np.where(dp > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
+
+
+def memory_by_rank(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[dict[str, float], ...]:
+    """Lines of every pipeline rank of one layout (plain numbers) with exactly these virtual stages."""
+    ranks = np.arange(int(w.pp))
+    layers, embeds, ends = (column.reshape(-1, len(ranks)).sum(axis=0) for column in stage_columns(stages))
+    lines = stage_memory(w, rates, layers, ranks, embeds > 0, ends > 0)
+    lines = {name: np.broadcast_to(values, ranks.shape) for name, values in lines.items()}
+    return tuple({name: float(values[rank]) for name, values in lines.items()} for rank in ranks)
 
 
 def total(lines: Lines) -> Number:

@@ -79,6 +79,11 @@ def _cut(name: str) -> bool:
     return not (name.endswith(("attention.output.bias", "mlp.down.bias")) or "norm" in name)
 
 
+def stage_columns(stages: tuple[StageSpec, ...]) -> np.ndarray:
+    """Rows layers, embedding, head over virtual stages; a row reshaped to (chunks, pp) has the pipeline ranks as its columns."""
+    return np.array([(stage.num_layers, stage.embedding, stage.head) for stage in stages], dtype=float).T
+
+
 def stage_parameters(w: Workload, layers: Number, embedding: Number, head: Number) -> Number:
     """`rank_parameters` for arrays: `layers` layers, with the embedding and/or the head where true."""
     H, tp = np.asarray(w.H, dtype=float), np.asarray(w.tp, dtype=float)

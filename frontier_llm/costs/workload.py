@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.topology import AXIS_ORDERS
 
 Number = Any  # int, float or a numpy array of them; arrays of one workload broadcast against each other
 
@@ -54,11 +55,12 @@ class Workload:
     sp: Number  # 1 = sequence parallel
     recompute: Number  # 0 none, 1 selective (attention core), 2 full
     zero: Number  # 0 | 1, 3 = fully sharded (FSDP), 2 = fully sharded but weights gathered once, as others have it
-    dp_outer: Number  # 1 = axis order tp-pp-dp: stages are neighbours, replicas far apart
+    dp_outer: Number  # index into topology.AXIS_ORDERS; 1 = tp-pp-dp: stages are neighbours, replicas far apart
     schedule: Number = 1  # index into SCHEDULES
     dtype_bytes: Number = 2
     flash: Number = -1  # 1 flash, 0 unfused; -1 = as the stack does
     recompute_share: Number = 1.0  # of the layers that full recomputation covers (others: every second layer)
+    gradients_cut: Number = 0  # 1 = zero 1 with gradients kept in parts too (others: ZeRO-2 beside a pipeline); its time is as zero 1's
     checkpoints_cut: Number = 0  # 1 = recomputation's checkpoints are cut over tp even without sequence parallelism
     gradient_bytes: Number = 0  # in which gradients are summed over dp; 0 = as the stack does
 
@@ -129,7 +131,7 @@ def from_config(config: RunConfig, world_size: int) -> Workload:
         sp=int(parallel.sequence_parallel and parallel.tensor > 1),
         recompute=RECOMPUTE[config.train.recompute],
         zero=FSDP if parallel.data_mode == "fsdp" else parallel.zero,
-        dp_outer=int(parallel.axis_order == "tp-pp-dp"),
+        dp_outer=AXIS_ORDERS.index(parallel.axis_order),
         schedule=SCHEDULES.index(parallel.schedule),
         dtype_bytes=DTYPE_BYTES[config.precision.dtype],
         gradient_bytes=DTYPE_BYTES.get(config.precision.gradient_wire, 0),

@@ -12,9 +12,9 @@ import numpy as np
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.workload import DTYPE_BYTES, FSDP, GPIPE, RECOMPUTE, SCHEDULES, ZERO_BUBBLE, Workload, model_numbers
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
+from frontier_llm.topology import AXIS_ORDERS
 from frontier_llm.topology.plan import tp_limit
 
-AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
 

@@ -34,7 +34,7 @@ class Measurement:
     workload: Workload
     seconds: float  # per step
     known: bool  # False: degrees or batch are not stated, or the machine file is borrowed from a like cluster; the row is never fitted
-    approximate: bool = False  # the source's parallelism has no equal here (AxoNN's 4D): its memory is not judged
+    approximate: bool = False  # the source's parallelism has no equal here (AxoNN's 4D) or its memory is not described in full: not judged
     unstated: tuple[str, ...] = ()  # fields of the workload that the source does not give; the fastest that fits is assumed
     memory_gib: float | None = None
 
@@ -265,6 +265,7 @@ def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: flo
         "checkpoints_cut": float("partition" in recompute),
         "recompute_share": 0.5 if half else 1.0,
         "zero": float(zero),
+        "gradients_cut": float("zero-2" in shard),
         "dp_outer": 0.0,
         "flash": {"y": 1.0, "v": 1.0, "n": 0.0}.get(row["flash_attn"][:1], -1.0),
         "gradient_bytes": 4.0 if fp32_gradients else 0.0,

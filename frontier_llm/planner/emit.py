@@ -14,10 +14,9 @@ from frontier_llm.config import available, load_model, load_run
 from frontier_llm.costs.workload import DTYPE_BYTES, FSDP
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
-from frontier_llm.planner.candidates import AXIS_ORDERS
 from frontier_llm.planner.report import RECOMPUTE_NAMES, layout_words, nodes
 from frontier_llm.planner.search import Search
-from frontier_llm.topology import make_plan
+from frontier_llm.topology import AXIS_ORDERS, make_plan
 from frontier_llm.topology.stages import balanced
 
 SITES = ("frontier", "lumi", "local")

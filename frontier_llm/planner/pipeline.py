@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from frontier_llm.costs.layer import embedding_terms, head_terms, totals, weight_gradient_s
-from frontier_llm.costs.parameters import stage_parameters
+from frontier_llm.costs.parameters import stage_columns, stage_parameters
 from frontier_llm.costs.time import layer_s, p2p_s, tail
 from frontier_llm.costs.workload import Workload
 from frontier_llm.machine.rates import Rates
@@ -184,14 +184,12 @@ def _with_tail(
     message: float,
 ) -> Played:
     """Add what follows the pipeline: every rank reduces its own stage's gradients when its last backward is done."""
-    pp, v = int(w.pp), int(w.chunks)
-    finish, optimizer, gather = 0.0, 0.0, 0.0
-    for rank in range(pp):
-        held = [stages[virtual_stage(rank, chunk, pp)] for chunk in range(v)]
-        mine = [times[virtual_stage(rank, chunk, pp)] for chunk in range(v)]
-        parameters = sum(float(stage_parameters(w, stage.num_layers, stage.embedding, stage.head)) for stage in held)
-        end = tail(w, rates, parameters, sum(one.backward_s for one in mine), sum(one.forward_s for one in mine))
-        finish = max(finish, ends[rank] + float(end.reduce_s))
-        optimizer, gather = max(optimizer, float(end.optimizer_s)), max(gather, float(end.gather_s))
+    layers, embeds, heads = stage_columns(stages)
+    parameters = stage_parameters(w, layers, embeds > 0, heads > 0)
+    forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in times]).T
+    end = tail(w, rates, *(values.reshape(-1, int(w.pp)).sum(axis=0) for values in (parameters, backward_s, forward_s)))
     pipeline = max(ends)
-    return Played(timeline, pipeline, busy, ends, finish - pipeline, optimizer, gather, message, times)
+    finish = float(np.max(np.asarray(ends) + end.reduce_s))
+    return Played(
+        timeline, pipeline, busy, ends, finish - pipeline, float(np.max(end.optimizer_s)), float(np.max(end.gather_s)), message, times
+    )

@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from frontier_llm.costs.memory import peak_memory
+from frontier_llm.costs.memory import memory_by_rank, total
 from frontier_llm.costs.time import step_s
 from frontier_llm.costs.workload import SCHEDULES, Workload
 from frontier_llm.machine import Rates, load_machine, rates
@@ -52,7 +52,7 @@ def predict(rows: Sequence[Measurement], constants: Rates | None = None) -> list
     for row in rows:
         numbers = constants or cluster_rates(row.machine, row.stack)
         w = complete(row, numbers)
-        found.append(Prediction(row, seconds_of(w, numbers), float(peak_memory(w, numbers)), numbers.memory_bytes))
+        found.append(Prediction(row, seconds_of(w, numbers), peak_bytes(w, numbers), numbers.memory_bytes))
     return found
 
 
@@ -65,10 +65,22 @@ def seconds_of(w: Workload, numbers: Rates) -> float:
     return play(w, numbers, name, stages).step_s
 
 
+def peak_bytes(w: Workload, numbers: Rates) -> float:
+    """Memory of the fullest rank."""
+    stages = even_stages(int(w.layers), int(w.pp * w.chunks))
+    return max(total(lines) for lines in memory_by_rank(w, numbers, stages))
+
+
 def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
-    """Layers cut as other frameworks cut them: as even as possible by count, leftovers to the front, the head not weighed."""
+    """Layers cut as other frameworks cut them: as even as possible by count, leftovers to the front, the head not weighed.
+
+    Unless counting the embedding and the head as a layer each makes it even: then the first and the last piece have one layer less
+    (Megatron's account-for-embedding and -loss in the split; Llama 3's 126 layers in 16 x 8 pieces).
+    """
     base, more = divmod(layers, pieces)
     counts = [base + (index < more) for index in range(pieces)]
+    if pieces > 1 and more == pieces - 2:
+        counts = [base, *[base + 1] * more, base]
     return tuple(StageSpec(sum(counts[:index]), number, index == 0, index == pieces - 1) for index, number in enumerate(counts))
 
 
@@ -82,13 +94,13 @@ def complete(row: Measurement, numbers: Rates) -> Workload:
     for values in product(*(GRID[name] for name in row.unstated)):
         option = replace(w, **dict(zip(row.unstated, values, strict=True)))
         dp = w.devices / option.tp / option.pp
-        if dp < 1 or dp != int(dp) or option.pp * option.chunks > w.layers or w.A % option.tp:
+        if dp < 1 or dp != int(dp) or option.pp * option.chunks > w.layers + 2 or w.A % option.tp:
             continue
         m = replicas_batch / dp / option.B
         if m < 1 or m != int(m) or (option.chunks > 1 and option.pp == 1):
             continue
         choices.append(replace(option, dp=dp, m=m, schedule=2 if option.chunks > 1 else 1))
     even = [option for option in choices if w.layers % (option.pp * option.chunks) == 0]
-    choices = even or choices  # uneven stages only where no number of stages divides the layers (Llama 3 405B: 126)
-    fitting = [option for option in choices if peak_memory(option, numbers) <= numbers.memory_bytes] or choices
+    choices = even or choices  # uneven stages only where no number of stages divides the layers
+    fitting = [option for option in choices if peak_bytes(option, numbers) <= numbers.memory_bytes] or choices
     return min(fitting, key=lambda option: float(np.asarray(step_s(option, numbers)))) if fitting else w

@@ -14,10 +14,10 @@ from frontier_llm.costs.workload import DTYPE_BYTES, FSDP, RECOMPUTE
 from frontier_llm.machine import Machine, Rates, provenance
 from frontier_llm.machine.load import PLACES
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
-from frontier_llm.planner.candidates import AXIS_ORDERS
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
+from frontier_llm.topology import AXIS_ORDERS
 from frontier_llm.units import GIB, format_count, format_seconds
 
 WIDTH = 140  # columns of a report that is not shown on a terminal

@@ -10,7 +10,7 @@ import numpy as np
 
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
-from frontier_llm.costs.memory import peak_memory, stage_memory
+from frontier_llm.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.costs.time import step_s
 from frontier_llm.costs.workload import FSDP, SCHEDULES, Workload
 from frontier_llm.machine.rates import Rates
@@ -94,17 +94,9 @@ def default_global_batch(model: ModelConfig, nodes: int) -> int:
 
 def simulate_layout(model: ModelConfig, w: Workload, rates: Rates, counts: tuple[int, ...] | None = None) -> Plan:
     """One layout with its exact stages: simulated step, memory by rank."""
-    pp, v = int(w.pp), int(w.chunks)
-    stages = split_layers(model, pp * v, counts)
+    stages = split_layers(model, int(w.pp * w.chunks), counts)
     played = play(w, rates, SCHEDULES[int(w.schedule)], stages)
-    memory = []
-    for rank in range(pp):
-        held = stages[rank::pp]
-        layers = sum(stage.num_layers for stage in held)
-        embeds, ends = any(stage.embedding for stage in held), any(stage.head for stage in held)
-        lines = stage_memory(w, rates, layers, rank, embeds, ends)
-        memory.append({name: float(value) for name, value in lines.items()})
-    return Plan(w, stages, played, tuple(memory), rates.memory_bytes, float(step_s(w, rates)))
+    return Plan(w, stages, played, memory_by_rank(w, rates, stages), rates.memory_bytes, float(step_s(w, rates)))
 
 
 def search(

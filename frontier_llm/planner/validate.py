@@ -14,8 +14,6 @@ from frontier_llm.errors import DataError
 from frontier_llm.planner.datasets import Measurement, read_measurements, shipped
 from frontier_llm.planner.predict import Prediction, cluster_rates, predict
 
-LEAST_PAIRS, DRAWS = 100, 200  # for the ceiling of the pairwise order
-
 
 @dataclass(frozen=True)
 class Score:
@@ -30,7 +28,6 @@ class Score:
     bias: float
     pairs: int  # of rows that differ only in their layout
     order: float  # share of pairs ranked as measured, percent; NaN without pairs
-    ceiling: float  # of `order` for a model that were exactly right, under the scatter of these runs; NaN below LEAST_PAIRS
     regret: float  # mean loss of taking the predicted best of a group, percent; NaN without groups
     false_no_fit: int  # runs that took place and would have been refused
 
@@ -56,36 +53,9 @@ def score(dataset: str, part: str, predictions: Sequence[Prediction]) -> Score:
         float(100 * errors.mean()),
         pairs,
         100 * right / pairs if pairs else float("nan"),
-        order_ceiling(predictions) if pairs >= LEAST_PAIRS else float("nan"),
         100 * float(np.mean(regrets)) if regrets else float("nan"),
         sum(not one.fits and not one.row.approximate for one in predictions),
     )
-
-
-def order_ceiling(predictions: Sequence[Prediction]) -> float:
-    """Percent of pairs that an exactly right model would rank as measured: mean over DRAWS draws with the predictions as the truth.
-
-    Scatter is what is left of log(measured / predicted) when each (model, TP, PP) is shifted to its own mean, so that whatever a model
-    gets wrong about a layout counts as its error and not as noise; residuals are drawn with replacement.
-    """
-    layouts: dict[tuple[object, ...], list[float]] = {}
-    for one in predictions:
-        w = one.row.workload
-        layouts.setdefault((one.row.machine, one.row.model, w.tp, w.pp), []).append(float(-np.log1p(one.error)))
-    scatter = np.concatenate(
-        [(np.array(logs) - np.mean(logs)) * np.sqrt(len(logs) / (len(logs) - 1)) for logs in layouts.values() if len(logs) > 1]
-    )
-    random, shares = np.random.default_rng(0), []
-    truths = [np.log([one.seconds for one in group]) for group in _groups(predictions)]
-    for _ in range(DRAWS):
-        right = pairs = 0
-        for truth in truths:
-            first, second = np.triu_indices(len(truth), 1)
-            measured = truth + random.choice(scatter, len(truth))
-            right += int(((truth[first] - truth[second]) * (measured[first] - measured[second]) > 0).sum())
-            pairs += len(first)
-        shares.append(right / pairs)
-    return 100 * float(np.mean(shares))
 
 
 def _groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
@@ -139,12 +109,12 @@ def leave_models_out(rows: Sequence[Measurement]) -> list[Score]:
 
 def as_text(scores: Sequence[Score]) -> str:
     """The table."""
-    head = f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} {'pairs':>5} {'order':>6} {'of':>6} {'regret':>6} {'refused':>7}"
+    head = f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} {'pairs':>5} {'order':>6} {'regret':>6} {'refused':>7}"
     lines = [head, "-" * len(head)]
     for one in scores:
-        order, ceiling, regret = (f"{value:6.1f}" if value == value else "     -" for value in (one.order, one.ceiling, one.regret))
+        order, regret = (f"{value:6.1f}" if value == value else "     -" for value in (one.order, one.regret))
         lines.append(
-            f"{one.dataset:38} {one.part:20} {one.n:>4} {one.mape:6.1f} {one.median:6.1f} {one.p90:6.1f} {one.bias:+6.1f} {one.pairs:>5} {order} {ceiling} {regret} {one.false_no_fit:>7}"
+            f"{one.dataset:38} {one.part:20} {one.n:>4} {one.mape:6.1f} {one.median:6.1f} {one.p90:6.1f} {one.bias:+6.1f} {one.pairs:>5} {order} {regret} {one.false_no_fit:>7}"
         )
     return "\n".join(lines)
 
@@ -168,8 +138,8 @@ def validate_command(files: Sequence[Path], as_json: bool = False, cross: bool =
                 f"{one.row.dataset:24} {one.row.key:44} measured {one.row.seconds:9.3f} s  predicted {one.seconds:9.3f} s  {100 * one.error:+6.1f} %"
             )
     print(
-        "seconds per step, percent; `refused` counts runs that took place but would have been called too big (should be 0)\n"
-        "`order` is the share of pairs ranked as measured, `of` what an exactly right model would reach under the scatter of these runs"
+        "seconds per step, percent; `order` is the share of pairs ranked as measured\n"
+        "`refused` counts runs that took place but would have been called too big (should be 0)"
     )
     print(as_text(scores))
     return 0

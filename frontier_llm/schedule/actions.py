@@ -29,7 +29,10 @@ class Kind(Enum):
     @property
     def computes(self) -> bool:
         """True for the kinds that occupy the device, False for communication."""
-        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        return self in _COMPUTES
+
+
+_COMPUTES = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
 
 
 @dataclass(frozen=True, slots=True)

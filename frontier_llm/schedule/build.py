@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 
 from frontier_llm.errors import LayoutError, Problem, suggest
 from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule
 from frontier_llm.schedule.channels import channel_of, chunk_at_peer, peer_of, received_by, sent_by
 
 Order = list[Action]
+Rule = Callable[[Action, int, int, int], Kind | None]
 
 
 @lru_cache(maxsize=32)
@@ -144,7 +145,9 @@ def _communicate(orders: Sequence[Order], stage: int, stages: int, chunks: int) 
     posted: set[tuple[Kind, int, int]] = set()
     played: Order = []
     order = orders[stage]
-    needs = [*(received_by(action, stage, stages, chunks) for action in order), None]  # nothing follows the last
+    sends = _each(sent_by, order, stage, stages, chunks)
+    needs = [*_each(received_by, order, stage, stages, chunks), None]  # nothing follows the last
+    streams = {kind: channel_of(kind, stage, stages) for kind in Kind if not kind.computes}
 
     def post_for(index: int) -> None:
         """Receives, up to the one that the action at `index` waits for."""
@@ -154,10 +157,10 @@ def _communicate(orders: Sequence[Order], stage: int, stages: int, chunks: int) 
             posted.add((kind, receive.microbatch, receive.chunk))
             played.append(receive)
 
-    for index, action in enumerate(order):
-        send, ahead = sent_by(action, stage, stages, chunks), needs[index + 1]
+    for index, (action, send) in enumerate(zip(order, sends, strict=True)):
+        ahead = needs[index + 1]
         post_for(index)
-        if not (send and ahead and channel_of(send, stage, stages) is channel_of(ahead, stage, stages)):
+        if not (send and ahead and streams[send] is streams[ahead]):
             post_for(index + 1)
         played.append(action)
         if send:
@@ -171,8 +174,12 @@ def _arrivals(orders: Sequence[Order], kind: Kind, stage: int, chunks: int) -> O
     stages = len(orders)
     peer = peer_of(kind, stage, stages)
     send = Kind.SEND_FORWARD if kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD
-    return [
-        Action(kind, action.microbatch, chunk_at_peer(send, peer, action.chunk, stages))
-        for action in orders[peer]
-        if sent_by(action, peer, stages, chunks) is send
-    ]
+    here = [chunk_at_peer(send, peer, chunk, stages) for chunk in range(chunks)]
+    sends = _each(sent_by, orders[peer], peer, stages, chunks)
+    return [Action(kind, action.microbatch, here[action.chunk]) for action, sent in zip(orders[peer], sends, strict=True) if sent is send]
+
+
+def _each(rule: Rule, order: Order, stage: int, stages: int, chunks: int) -> list[Kind | None]:
+    """`rule` for every action: asked once per kind and chunk, which is all that it depends on."""
+    answers = {(kind, chunk): rule(Action(kind, 0, chunk), stage, stages, chunks) for kind, chunk in product(Kind, range(chunks))}
+    return [answers[action.kind, action.chunk] for action in order]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 from frontier_llm.schedule.actions import Action, Kind, Schedule
 from frontier_llm.schedule.channels import chunk_at_peer, peer_of, received_by
@@ -57,6 +59,14 @@ class _Link:
             self.arrival_s[message] = self.free_s
 
 
+class _Wire(NamedTuple):
+    """Where the actions of one kind and chunk find their messages."""
+
+    link: _Link | None  # None: a compute action that waits for none
+    first: int  # of the link's messages; the microbatch counts on from here
+    target: int  # the stage that a send may wake
+
+
 def simulate(schedule: Schedule, duration: Callable[[int, Action], float], send_s: float | Callable[[int, int], float] = 0.0) -> Timeline:
     """Play the schedule. `duration(stage, action)` gives the seconds of a compute action.
 
@@ -77,9 +87,22 @@ class _Player:
         self.inbox = {
             kind: [_Link(messages, seconds(peer_of(kind, stage, stages), stage)) for stage in range(stages)] for kind in _SENDS_TO.values()
         }
+        self.wires = [
+            {(kind, chunk): self._wire(kind, chunk, stage) for kind, chunk in product(Kind, range(schedule.chunks))}
+            for stage in range(stages)
+        ]
         self.position, self.clock_s = [0] * stages, [0.0] * stages
         self.start_s: tuple[list[float], ...] = tuple([] for _ in range(stages))
         self.end_s: tuple[list[float], ...] = tuple([] for _ in range(stages))
+
+    def _wire(self, kind: Kind, chunk: int, stage: int) -> _Wire:
+        """Looked up once, not for each of a schedule's 100,000 actions."""
+        stages, chunks, microbatches = self.schedule.stages, self.schedule.chunks, self.schedule.microbatches
+        if kind in _SENDS_TO:
+            target = peer_of(kind, stage, stages)
+            return _Wire(self.inbox[_SENDS_TO[kind]][target], chunk_at_peer(kind, stage, chunk, stages) * microbatches, target)
+        arrives = kind if kind in self.inbox else received_by(Action(kind, 0, chunk), stage, stages, chunks)
+        return _Wire(self.inbox[arrives][stage] if arrives else None, chunk * microbatches, stage)
 
     def play(self) -> Timeline:
         """All stages, each as far as it gets, until none is left."""
@@ -91,33 +114,29 @@ class _Player:
 
     def _advance(self, stage: int, runnable: set[int]) -> None:
         """Play one stage until it waits for a message that was not sent yet; note which stages its sends make runnable."""
-        stages, chunks, microbatches = self.schedule.stages, self.schedule.chunks, self.schedule.microbatches
-        actions, clock_s, duration = self.schedule.actions[stage], self.clock_s[stage], self.duration
+        actions, clock_s, duration, wires = self.schedule.actions[stage], self.clock_s[stage], self.duration, self.wires[stage]
         starts_s, ends_s = self.start_s[stage], self.end_s[stage]
         position = self.position[stage]
         while position < len(actions):
             action = actions[position]
-            kind, message = action.kind, action.chunk * microbatches + action.microbatch
-            if kind in _SENDS_TO:
-                target = peer_of(kind, stage, stages)
-                link = self.inbox[_SENDS_TO[kind]][target]
-                message = chunk_at_peer(kind, stage, action.chunk, stages) * microbatches + action.microbatch
-                link.sent_s[message] = clock_s
-                link.meet(message)
-                runnable.add(target)
-            elif kind in self.inbox:
-                link = self.inbox[kind][stage]
-                link.posted_s[message] = clock_s
-                link.meet(message)
-            else:
-                needs = received_by(action, stage, stages, chunks)
-                if needs:
-                    arrival_s = self.inbox[needs][stage].arrival_s[message]
+            kind = action.kind
+            link, first, target = wires[kind, action.chunk]
+            message = first + action.microbatch
+            if link is None or kind.computes:
+                if link is not None:
+                    arrival_s = link.arrival_s[message]
                     if arrival_s is None:
                         break
                     clock_s = max(clock_s, arrival_s)
                 starts_s.append(clock_s)
                 clock_s += duration(stage, action)
                 ends_s.append(clock_s)
+            elif kind in _SENDS_TO:
+                link.sent_s[message] = clock_s
+                link.meet(message)
+                runnable.add(target)
+            else:
+                link.posted_s[message] = clock_s
+                link.meet(message)
             position += 1
         self.position[stage], self.clock_s[stage] = position, clock_s

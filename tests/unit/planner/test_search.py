@@ -18,10 +18,10 @@ from frontier_llm.costs.memory import peak_memory
 from frontier_llm.costs.workload import FSDP, SCHEDULES, model_numbers
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.planner.candidates import AXIS_ORDERS, count, enumerate_layouts, legal_device_counts, parse_fixed
+from frontier_llm.planner.candidates import count, enumerate_layouts, legal_device_counts, parse_fixed
 from frontier_llm.planner.report import breakdown, layout_words
 from frontier_llm.planner.search import RESOLUTION, default_global_batch, search, simulate_layout, smallest_machine
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology import AXIS_ORDERS, plan_problems
 
 FRONTIER = rates(load_machine("frontier"))
 ORNL = rates(load_machine("frontier"), "megatron-deepspeed")
