@@ -251,9 +251,9 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
         manifest_of(tmp_path, **changes)
         with pytest.raises(BackendError, match="other kernel sources"):
             prebuilt.read_manifest("gfx90a", tmp_path)
-    for triton in ("3.2.0", "4.0.0", "?"):
+    for triton in ("3.4.0", "4.0.0", "?"):
         manifest_of(tmp_path, tools={"triton": triton})
-        with pytest.raises(BackendError, match=r"compiled by Triton(.|\n)*'triton>=3.4,<4' && python setup.py build_ops --arch gfx90a"):
+        with pytest.raises(BackendError, match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && python setup.py build_ops --arch gfx90a"):
             prebuilt.read_manifest("gfx90a", tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(BackendError, match="unreadable manifest"):
