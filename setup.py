@@ -164,7 +164,7 @@ setup(
             "types-PyYAML",
             "megatron-core==0.16.1",
             "mpi4py",
-            "triton>=3.4,<4",  # compiles and interprets the GPU kernels without a GPU
+            "triton>=3.5,<4",  # compiles and interprets the GPU kernels without a GPU
         ],
         "data": ["pyarrow", "zstandard"],
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation

@@ -14,4 +14,4 @@ if [[ "$branch" != "release/1.$minor."* ]]; then
 fi
 cd "$(fetch https://github.com/ROCm/apex.git "$branch")"
 APEX_BUILD_AMP_C=1 APEX_BUILD_FUSED_LAYER_NORM=1 "$python" -m pip install --no-build-isolation --no-deps .
-"$python" -c 'import amp_C, fused_layer_norm_cuda; print("apex is built")'
+"$python" -c 'import torch, amp_C, fused_layer_norm_cuda; print("apex is built")'

@@ -140,12 +140,12 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             "cross_entropy_stats",
             "loss",
-            _arguments("logits:*T:16 targets:*i64 stats:*fp32 rows:i32 columns:i32:16 row_stride:i32:16 first_vocab:i32"),
+            _arguments("logits:*T:16 targets:*i64 stats:*fp32 rows:i32 columns:i32 row_stride:i32:16 first_vocab:i32"),
         ),
         Kernel(
             "cross_entropy_backward",
             "loss",
-            _arguments("logits:*T:16 targets:*i64 logsumexp:*fp32 grad_loss:*fp32 columns:i32:16 row_stride:i32:16 first_vocab:i32"),
+            _arguments("logits:*T:16 targets:*i64 logsumexp:*fp32 grad_loss:*fp32 columns:i32 row_stride:i32:16 first_vocab:i32"),
         ),
         Kernel(
             "adamw",

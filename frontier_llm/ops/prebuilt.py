@@ -28,8 +28,8 @@ GPU_DIR = NATIVE_DIR / "gpu"
 LAUNCHER = NATIVE_DIR / "libgpu_launcher.so"
 Argument = Tensor | int | float | None
 
-# Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes.
-TRITON_FROM, TRITON_BEFORE = (3, 4), (4, 0)
+# Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes (3.4 has one).
+TRITON_FROM, TRITON_BEFORE = (3, 5), (4, 0)
 
 _SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are Q
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -183,11 +183,13 @@ class PrebuiltKernels:
         """Launch on torch's current device and stream; raises BackendError with the driver's own words."""
         if 0 in grid:
             return
+        where = f"GPU launch of {kernel} ({_DTYPE_NAMES.get(dtype, dtype)}, {variant}) on grid {grid}"
+        chosen = self._variants.get((kernel, _DTYPE_NAMES.get(dtype, ""), variant))
+        if chosen is None:
+            raise BackendError("there is no code object for this", "use bf16 or fp16, or set ops.* to sdpa or reference", where)
         device = torch.cuda.current_device()
-        chosen = self._variants[kernel, _DTYPE_NAMES[dtype], variant]
         values = [address_or_number(*declared, value, device) for declared, value in zip(chosen.arguments, arguments, strict=True)]
         unaligned = [chosen.arguments[index][0] for index in chosen.by16 if values[index] % 16]
-        where = f"GPU launch of {kernel} ({_DTYPE_NAMES[dtype]}, {variant}) on grid {grid}"
         code = chosen.codes.get(not unaligned)
         if code is None:
             raise BackendError(f"{', '.join(unaligned)}: not a multiple of 16, which the code object assumes", where=where)

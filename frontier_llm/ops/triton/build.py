@@ -12,15 +12,16 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
-from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, variants
+from frontier_llm.ops.code_object import check_launch, read
+from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, Kernel, variants
 from frontier_llm.ops.prebuilt import MANIFEST_VERSION, check_triton, source_digest
 
 
@@ -40,8 +41,8 @@ class CodeObject:
     warps: int
     threads: int  # of a block
     shared_bytes: int
-    registers: int  # of a thread; AMD: vector registers with the accumulation registers
-    spills: int  # registers spilled to memory
+    registers: int  # this and spills: see code_object.Declared
+    spills: int
     matrix_instructions: int  # MFMA, MMA or WGMMA in the code
 
 
@@ -86,6 +87,7 @@ def compile_one(item: Work, folder: Path) -> CodeObject:
     amd = architecture.backend == "hip"
     kernel, variant = KERNELS[item.kernel], variants(item.kernel, item.architecture)[item.variant]
     function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel.name)
+    check_order(kernel, [name for name in function.arg_names if name not in variant.constants])
     signature = kernel.signature(item.dtype)
     by16 = {
         (function.arg_names.index(argument.name),): [["tt.divisibility", 16]]
@@ -101,67 +103,46 @@ def compile_one(item: Work, folder: Path) -> CodeObject:
     compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]
+    declared, symbol, threads = read(binary), compiled.metadata.name, compiled.metadata.num_warps * architecture.wave
+    check_launch(declared, item.architecture, symbol, list(signature.values()), threads, compiled.metadata.shared)
+    check_extras(compiled.metadata)
     file = f"{item.name}.{suffix}"
     (folder / file).write_bytes(binary)
     assembly: str = compiled.asm["amdgcn" if amd else "ptx"]
-    check_launch(assembly, list(signature.values()), compiled.metadata)
     return CodeObject(
         kernel=kernel.name,
         dtype=item.dtype,
         variant=item.variant,
         aligned=item.aligned,
-        symbol=compiled.metadata.name,
+        symbol=symbol,
         file=file,
         sha256=hashlib.sha256(binary).hexdigest(),
         arguments=[[argument.name, signature[argument.name], argument.by16] for argument in kernel.arguments],
         constants=dict(variant.constants),
         warps=variant.warps,
-        threads=compiled.metadata.num_warps * architecture.wave,
+        threads=threads,
         shared_bytes=compiled.metadata.shared,
-        **(_amd_facts(assembly) if amd else _nvidia_facts(assembly, folder / file)),
+        registers=declared.registers,
+        spills=declared.spills,
+        matrix_instructions=len(re.findall(r"\bv_mfma_|\b(?:wgmma\.mma_async|mma\.sync)\b", assembly)),
     )
 
 
-def check_launch(assembly: str, kinds: list[str], metadata: Any) -> None:
-    """The kernel wants what csrc/gpu_launcher.cpp gives: these arguments and two scratch pointers that it does not use, one block at a time.
+def check_order(kernel: Kernel, taken: Sequence[str]) -> None:
+    """The launcher gives arguments in the table's order, the source takes them in its own: raises BackendError where the two differ."""
+    given = [argument.name for argument in kernel.arguments]
+    if taken != given:
+        what = f"the source takes ({', '.join(taken)}), the launcher gives ({', '.join(given)})"
+        raise BackendError(what, "give both the same order", f"{kernel.name} in kernel_table.py")
 
-    The sizes are read from the assembly: AMD's metadata or NVIDIA's PTX. Raises BackendError for anything else.
-    """
-    wanted = [{"i32": 4, "fp32": 4}.get(kind, 8) for kind in kinds] + [8, 8]
-    amd = [int(size) for size in re.findall(r"\.size: +(\d+)\n +\.value_kind: +(?:global_buffer|by_value)", assembly)]
-    nvidia = [int(bits) // 8 for bits in re.findall(r"^\s*\.param \.[bufs](\d+)", assembly, re.MULTILINE)]
-    fix = "use the Triton that docs/ops.md names"
-    if (found := amd or nvidia) != wanted:
-        raise BackendError(f"the compiler gave arguments of {found} bytes where the launcher passes {wanted}", fix)
-    # cluster or cooperative launches, tensor-memory descriptors, scratch memory
+
+def check_extras(metadata: Any) -> None:
+    """Refuses what csrc/gpu_launcher.cpp does not give: cluster or cooperative launches, tensor-memory descriptors, scratch memory."""
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tensordesc_meta")
     asked = [name for name in extras if getattr(metadata, name, None)]
     if asked or getattr(metadata, "num_ctas", 1) != 1:
-        raise BackendError(f"the kernel wants {', '.join(asked) or 'clusters of blocks'}, which the launcher does not give", fix)
-
-
-def _amd_facts(assembly: str) -> dict[str, int]:
-    """Registers, spills and MFMA count from the assembler text's metadata."""
-    numbers = {
-        name: int(value) for name, value in re.findall(r"\.(vgpr_count|agpr_count|vgpr_spill_count|sgpr_spill_count): +(\d+)", assembly)
-    }
-    return {
-        "registers": numbers["vgpr_count"],
-        "spills": numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"],
-        "matrix_instructions": assembly.count("v_mfma_"),
-    }
-
-
-def _nvidia_facts(ptx: str, cubin: Path) -> dict[str, int]:
-    """The same from the PTX, and from cuobjdump, which comes with Triton; its STACK is bytes of a thread."""
-    from triton.backends import nvidia
-
-    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    usage = subprocess.run([cuobjdump, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout  # noqa: S603 - fixed tool, our file
-    registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
-    assert registers and stack
-    matrix = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)\b", ptx))
-    return {"registers": int(registers.group(1)), "spills": int(stack.group(1)) // 4, "matrix_instructions": matrix}
+        what = f"the kernel wants {', '.join(asked) or 'clusters of blocks'}, which the launcher does not give"
+        raise BackendError(what, "use the Triton that docs/ops.md names")
 
 
 def tool_versions() -> dict[str, str]:

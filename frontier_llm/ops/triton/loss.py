@@ -1,4 +1,8 @@
-"""One vocabulary shard's part of the cross-entropy; the logits are read in their own type, never copied to fp32."""
+"""One vocabulary shard's part of the cross-entropy; the logits are read in their own type, never copied to fp32.
+
+Vocabularies are no multiples of 16 (GPT-2's has 50257 words), but rows are padded and so aligned: blocks that lie in the row are read without
+a mask, in 16-byte accesses; the mask of the last block would forbid them.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,26 @@ import triton.language as tl
 
 
 @triton.jit
+def _seen(value, top, total):
+    """Running maximum and sum of exp(logit - maximum) with one more block (arXiv:1805.02867)."""
+    new_top = tl.maximum(top, tl.max(value))  # a NaN may be passed over here, but not in the sum
+    return new_top, total * tl.exp(top - new_top) + tl.sum(tl.exp(value - new_top))
+
+
+@triton.jit
 def cross_entropy_stats(logits, targets, stats, rows, columns, row_stride, first_vocab, BLOCK: tl.constexpr):
-    """stats [3, rows]: max, sum of exp(logit - max) in one pass by rescaling (arXiv:1805.02867), logit of the target or 0."""
+    """stats [3, rows]: max, sum of exp(logit - max) in one pass, logit of the target or 0."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * row_stride
+    lanes = tl.arange(0, BLOCK)
     top = -float("inf")
     total = 0.0
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        value = tl.load(start + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-        new_top = tl.maximum(top, tl.max(value))  # a NaN may be passed over here, but not in the sum
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(value - new_top))
-        top = new_top
+    whole = columns // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        top, total = _seen(tl.load(start + first + lanes).to(tl.float32), top, total)
+    if whole < columns:
+        rest = tl.load(start + whole + lanes, mask=whole + lanes < columns, other=-float("inf"))
+        top, total = _seen(rest.to(tl.float32), top, total)
     tl.store(stats + row, top)
     tl.store(stats + rows + row, total)
     column = tl.load(targets + row) - first_vocab
@@ -27,13 +39,21 @@ def cross_entropy_stats(logits, targets, stats, rows, columns, row_stride, first
 
 
 @triton.jit
+def _gradient(value, column, target, logsumexp, grad_loss):
+    return (tl.exp(value.to(tl.float32) - logsumexp) - tl.where(column == target, 1.0, 0.0)) * grad_loss
+
+
+@triton.jit
 def cross_entropy_backward(logits, targets, logsumexp, grad_loss, columns, row_stride, first_vocab, BLOCK: tl.constexpr):
     """logits = (exp(logits - logsumexp) - onehot) * grad_loss, in place."""
     row = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     at = logits + row.to(tl.int64) * row_stride + column
-    value = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
-    hit = column == tl.load(targets + row) - first_vocab
-    grad = (tl.exp(value - tl.load(logsumexp + row)) - tl.where(hit, 1.0, 0.0)) * tl.load(grad_loss + row)
-    tl.store(at, grad.to(logits.dtype.element_ty), mask=inside)
+    target, total, scale = tl.load(targets + row) - first_vocab, tl.load(logsumexp + row), tl.load(grad_loss + row)
+    if first + BLOCK <= columns:
+        tl.store(at, _gradient(tl.load(at), column, target, total, scale).to(logits.dtype.element_ty))
+    else:
+        inside = column < columns
+        value = tl.load(at, mask=inside, other=-float("inf"))
+        tl.store(at, _gradient(value, column, target, total, scale).to(logits.dtype.element_ty), mask=inside)

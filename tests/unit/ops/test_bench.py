@@ -12,7 +12,7 @@ from frontier_llm.config import load_model
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import select_ops
-from frontier_llm.ops.bench import compare, gemm_rate
+from frontier_llm.ops.bench import compare, gemm_rate, seconds_of
 from frontier_llm.ops.face import GROUPS
 from frontier_llm.ops.listing import kernel_report
 
@@ -41,6 +41,26 @@ def test_bench_times_both_sides_and_survives_a_broken_op():
         assert timings[op, "ours"].seconds > 0 and timings[op, "eager"].seconds > 0
     assert "no such kernel" in timings["swiglu", "ours"].error and timings["swiglu", "eager"].seconds > 0
     assert gemm_rate("cpu", torch.float32, 32) > 0
+
+
+def test_a_gpu_is_timed_by_its_own_clock_while_the_host_is_ahead(monkeypatch):
+    said = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            said.append("event")
+
+        def elapsed_time(self, _end):
+            return 20.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    assert seconds_of(lambda: said.append("run"), "cuda") == 0.002
+    assert said == ["sleep", "event", *["run"] * 10, "event", "wait"]
 
 
 def test_kernels_prints_the_report_or_how_to_build(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import struct
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import prebuilt
+from frontier_llm.ops import code_object, prebuilt
 from frontier_llm.ops.kernel_table import ARCHITECTURES, HEAD_DIMS, KERNELS, variants
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install --no-deps triton")
@@ -46,6 +47,7 @@ def test_every_variant_is_there_and_fits_the_machine(gfx90a):
     assert len(built) == len(manifest["kernels"])
     for line in built.values():
         fits(line, "gfx90a")
+        wants_what_the_launcher_gives(line, gfx90a, "gfx90a")
     for name in ("d64", "d128"):  # one wave computes while the other multiplies
         line = built["attention_forward", "bf16", name, True]
         assert ARCHITECTURES["gfx90a"].waves_per_simd(line["warps"], line["registers"], line["shared_bytes"]) >= 2
@@ -90,45 +92,117 @@ def test_the_other_architectures_too(architecture, tmp_path):
         printed = subprocess.run(command, check=True, env=environment, timeout=280, capture_output=True, text=True).stdout
         folder, lines = tmp_path, [json.loads(line) for line in printed.splitlines()]
         assert len(lines) == 5
-    machine = {"gfx942": (224, 0x4C), "sm_80": (190, 80), "sm_90": (190, 90)}[architecture]
     for line in lines:
         fits(line, architecture)
-        assert elf_machine((folder / line["file"]).read_bytes()) == machine, line["file"]
+        wants_what_the_launcher_gives(line, folder, architecture)
 
 
-def elf_machine(image):
-    """(e_machine, architecture in e_flags); NVIDIA's number is in the second byte since ABI 8, before in the first."""
-    assert image[:4] == b"\x7fELF"
-    machine, flags = int.from_bytes(image[18:20], "little"), int.from_bytes(image[48:52], "little")
-    return machine, flags >> 8 & 0xFF if machine == 190 and image[8] >= 8 else flags & 0xFF
+def wants_what_the_launcher_gives(line, folder, architecture):
+    declared = code_object.read((folder / line["file"]).read_bytes())
+    kinds = [kind for _, kind, _ in line["arguments"]]
+    code_object.check_launch(declared, architecture, line["symbol"], kinds, line["threads"], line["shared_bytes"])
+    assert (declared.registers, declared.spills) == (line["registers"], line["spills"]), line["file"]
+
+
+def elf(machine, flags, sections):
+    """A file of these sections, as far as `code_object` looks at it."""
+    sections = {**sections, ".shstrtab": b"\0".join([name.encode() for name in (*sections, ".shstrtab")]) + b"\0"}
+    image, headers = bytearray(64), []
+    for name, content in sections.items():
+        headers.append(struct.pack("<IIQQQQ24x", sections[".shstrtab"].index(name.encode()), 1, 0, 0, len(image), len(content)))
+        image += content
+    image[:9], image[18:20] = b"\x7fELF\2\1\1\0\x08", struct.pack("<H", machine)
+    image[40:52], image[58:64] = struct.pack("<QI", len(image), flags), struct.pack("<3H", 64, len(headers), len(headers) - 1)
+    return bytes(image + b"".join(headers))
+
+
+def packed(value):
+    """msgpack as LLVM writes it, of short strings and lists."""
+    if isinstance(value, str):
+        return bytes([0xA0 | len(value)] if len(value) < 32 else [0xD9, len(value)]) + value.encode()
+    if isinstance(value, bool | int):
+        return bytes([0xC2 + value] if isinstance(value, bool) else [value] if value < 128 else [0xCD, *value.to_bytes(2, "big")])
+    if isinstance(value, list):
+        return bytes([0x90 | len(value)]) + b"".join(map(packed, value))
+    return bytes([0x80 | len(value)]) + b"".join(packed(item) for pair in value.items() for item in pair)
+
+
+# a kernel of a pointer and a number on four warps, as both vendors' tools describe it: (offset, bytes, is a pointer)
+PARAMETERS = [(0, 8, True), (8, 4, False), (16, 8, True), (24, 8, True)]
+
+
+def amd_image(parameters=PARAMETERS, threads=256, **changes):
+    kinds = {True: "global_buffer", False: "by_value"}
+    arguments = [{".offset": offset, ".size": size, ".value_kind": kinds[pointer]} for offset, size, pointer in parameters]
+    arguments.append({".offset": 32, ".size": 4, ".value_kind": "hidden_block_count_x"})
+    kernel = {".args": arguments, ".symbol": "f.kd", ".max_flat_workgroup_size": threads, ".wavefront_size": 64, ".vgpr_count": 20}
+    kernel |= {".vgpr_spill_count": 0, ".sgpr_spill_count": 1, ".uses_dynamic_stack": False, ".group_segment_fixed_size": 0, **changes}
+    metadata = packed({"amdhsa.kernels": [kernel], "amdhsa.target": "amdgcn-amd-amdhsa--gfx90a"})
+    return elf(224, 0x3F, {".note": struct.pack("<3I", 7, len(metadata), 32) + b"AMDGPU\0\0" + metadata})
+
+
+def nvidia_image(parameters=PARAMETERS, threads=128):
+    def attribute(number, payload):
+        return struct.pack("<BBH", 4, number, len(payload)) + payload
+
+    info = b"".join(
+        attribute(0x17, struct.pack("<IHHI", 0, index, offset, size << 18 | 0x1F000 | 0x400 * pointer))
+        for index, (offset, size, pointer) in reversed(list(enumerate(parameters)))
+    )
+    offset, size, _ = parameters[-1]
+    info += struct.pack("<BBH", 3, 0x1B, 255) + attribute(0x10, struct.pack("<3I", threads, 1, 1))
+    info += attribute(0x0A, struct.pack("<IHH", 1, 0x210, offset + size))
+    usage = attribute(0x2F, struct.pack("<2I", 1, 20)) + attribute(0x12, struct.pack("<2I", 1, 4))
+    return elf(190, 90 << 8, {".nv.info": usage, ".nv.info.f": info})
+
+
+@pytest.mark.parametrize(("architecture", "image", "threads"), [("gfx90a", amd_image, 256), ("sm_90", nvidia_image, 128)])
+def test_what_the_launcher_does_not_give_is_refused(architecture, image, threads):
+    def check(declared, kinds=("*bf16", "i32"), architecture=architecture, symbol="f", threads=threads, shared_bytes=0):
+        code_object.check_launch(declared, architecture, symbol, kinds, threads, shared_bytes)
+
+    declared = code_object.read(image())
+    check(declared)
+    assert (declared.registers, declared.spills) == (20, 1)
+    for kinds, difference in (
+        (("*bf16", "i64"), "argument 1"),  # another size
+        (("*bf16",), "number of arguments"),  # one less
+        (("i32", "*bf16"), "argument 0"),  # another order
+        (("i64", "i32"), "argument 0"),  # a number for a pointer
+    ):
+        with pytest.raises(BackendError, match=difference):
+            check(declared, kinds)
+    for changes in ({"architecture": "gfx942"}, {"symbol": "g"}, {"threads": 512}, {"shared_bytes": 2**20}):
+        with pytest.raises(BackendError, match="code object of"):
+            check(declared, **changes)
+    for planted in ([*PARAMETERS, (32, 8, True)], PARAMETERS[:-1], [(0, 8, True), (12, 4, False), *PARAMETERS[2:]]):
+        with pytest.raises(BackendError, match="the code object says"):
+            check(code_object.read(image(planted)))
+    for broken in (b"text", b"\x7fELF", image()[:-200], elf(62, 0, {}), amd_image(**{".group_segment_fixed_size": 64})):
+        with pytest.raises(BackendError, match="code object"):
+            code_object.read(broken)
 
 
 @needs_triton
-def test_code_objects_are_for_the_architecture_and_export_their_symbol(gfx90a):
-    for line in prebuilt.read_manifest("gfx90a", gfx90a)["kernels"]:
-        image = (gfx90a / line["file"]).read_bytes()
-        assert elf_machine(image) == (224, 0x3F)  # EM_AMDGPU, EF_AMDGPU_MACH_AMDGCN_GFX90A
-        assert f"{line['symbol']}.kd".encode() in image
+def test_what_triton_asks_beside_the_arguments_is_refused():
+    from frontier_llm.ops.triton.build import check_extras
 
-
-AMD = "".join(f"      - .offset: 0\n        .size: {size}\n        .value_kind: global_buffer\n" for size in (8, 4, 8, 8))
-NVIDIA = (
-    "\t.param .u64 .ptr .global .align 16 f_param_0,\n\t.param .u32 f_param_1,\n" + "\t.param .u64 .ptr .global .align 1 f_param_2,\n" * 2
-)
-
-
-@pytest.mark.parametrize("assembly", [AMD, NVIDIA])
-def test_what_the_launcher_does_not_give_is_refused(assembly):
-    from frontier_llm.ops.triton.build import check_launch
-
-    plain = SimpleNamespace(num_ctas=1, global_scratch_size=0, profile_scratch_size=0, launch_pdl=False, tensordesc_meta=[])
-    check_launch(assembly, ["*bf16", "i32"], plain)
-    for kinds in (["*bf16", "i64"], ["*bf16"], ["i32", "*bf16"]):
-        with pytest.raises(BackendError, match="arguments of"):
-            check_launch(assembly, kinds, plain)
+    plain = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, "launch_pdl": False, "tensordesc_meta": []}
+    check_extras(SimpleNamespace(**plain))
     for change in ({"global_scratch_size": 8}, {"num_ctas": 2}, {"launch_cooperative_grid": True}, {"tensordesc_meta": ["x"]}):
         with pytest.raises(BackendError, match="which the launcher does not give"):
-            check_launch(assembly, ["*bf16", "i32"], SimpleNamespace(**{**vars(plain), **change}))
+            check_extras(SimpleNamespace(**{**plain, **change}))
+
+
+@needs_triton
+def test_arguments_in_another_order_than_the_sources_are_refused():
+    """Two of one size that change places are the same to the code object."""
+    from frontier_llm.ops.triton.build import check_order
+
+    names = [argument.name for argument in KERNELS["swiglu_forward"].arguments]
+    check_order(KERNELS["swiglu_forward"], names)
+    with pytest.raises(BackendError, match=r"takes \(out, x, columns\), the launcher gives \(x, out, columns\)"):
+        check_order(KERNELS["swiglu_forward"], [names[1], names[0], names[2]])
 
 
 def test_occupancy():
@@ -177,9 +251,9 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
         manifest_of(tmp_path, **changes)
         with pytest.raises(BackendError, match="other kernel sources"):
             prebuilt.read_manifest("gfx90a", tmp_path)
-    for triton in ("3.2.0", "4.0.0", "?"):
+    for triton in ("3.4.0", "4.0.0", "?"):
         manifest_of(tmp_path, tools={"triton": triton})
-        with pytest.raises(BackendError, match=r"compiled by Triton(.|\n)*'triton>=3.4,<4' && python setup.py build_ops --arch gfx90a"):
+        with pytest.raises(BackendError, match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && python setup.py build_ops --arch gfx90a"):
             prebuilt.read_manifest("gfx90a", tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(BackendError, match="unreadable manifest"):

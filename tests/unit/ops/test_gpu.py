@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import AdamWUpdate, Scores, reference
+from frontier_llm.ops import AdamWUpdate, Scores, reference, torch_linear
 from frontier_llm.ops.no_jit import allow_jit, forbid_jit
 from frontier_llm.ops.providers import PROVIDERS
 
@@ -125,4 +125,7 @@ def test_tensors_of_two_types_are_refused(gpu):
 def test_weight_gradient(gpu, dtype):
     main, grad, x = torch.ones(70, 90, device="cuda"), normal(300, 70, dtype=dtype), normal(300, 90, dtype=dtype)
     PROVIDERS["torch"].load()["accumulate_weight_gradient_"](main, grad, x)
-    torch.testing.assert_close(main.double(), 1 + grad.double().t() @ x.double(), rtol=1e-3, atol=1e-3)
+    # torch for ROCm before September 2025 rounds the product once
+    rounds = dtype != torch.float32 and torch_linear._way(dtype, main.device) is torch_linear._rounded_product
+    tolerance = STEP[dtype] if rounds else 1e-3
+    torch.testing.assert_close(main.double(), 1 + grad.double().t() @ x.double(), rtol=tolerance, atol=tolerance)

@@ -68,3 +68,18 @@ def test_the_product_that_adds_itself_comes_first(monkeypatch: pytest.MonkeyPatc
     got, exact = added()
     torch.testing.assert_close(got, exact)
     assert calls == [(16, 16), (3, 5)]  # the question, then the gradient
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (8,)])
+def test_rows_of_an_odd_width_begin_at_multiples_of_sixteen(shape: tuple[int, ...]) -> None:
+    """A vocabulary of 50257 logits must not make every product and pass over them read number by number."""
+    x, weight = torch.randn(shape), torch.randn(21, 8)
+    with torch.no_grad():
+        out = torch_linear.linear(x, weight, None)
+        torch.testing.assert_close(out, x @ weight.t())
+        assert out.stride()[-2:] == (32, 1)[-len(shape) :] and not out._is_view()
+        bias = torch.randn(21)
+        torch.testing.assert_close(torch_linear.linear(x, weight, bias), x @ weight.t() + bias)
+    weight.requires_grad_()
+    torch_linear.linear(x, weight, None).sum().backward()
+    assert weight.grad is not None

@@ -1,0 +1,87 @@
+"""A training step of the models that this is for, on tensors of full size without memory (meta): every launch reaches the driver.
+
+torch refuses operations between meta and CPU tensors as it does between GPU and CPU ones, so a tensor made on the wrong device is found too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.comm import serial_mesh
+from frontier_llm.config import BatchConfig, PrecisionConfig, RunConfig, TrainConfig, load_model
+from frontier_llm.data.loader import Microbatch
+from frontier_llm.ops import Ops, torch_linear
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.kernel_table import KERNELS
+from frontier_llm.ops.providers import functions_of
+from frontier_llm.optim import engines
+from frontier_llm.topology import make_plan
+from frontier_llm.train import build
+from frontier_llm.train.feed import Feed
+from tests.unit.ops.fake_gpu import fake_gpu, skipped
+
+pytestmark = skipped
+
+
+class Source:
+    """Microbatches of one token and, where it is asked for, of one document."""
+
+    microbatches = 1
+
+    def __init__(self, rows, sequence, documents):
+        self._rows, self._sequence, self.reset_at_documents = rows, sequence, documents
+
+    def microbatch(self, _step, _index):
+        tokens = np.zeros((self._rows, self._sequence + 1), np.int64)
+        documents = np.zeros((self._rows, self._sequence), np.int32)
+        return Microbatch(tokens, documents, documents == 0) if self.reset_at_documents else Microbatch(tokens)
+
+
+@pytest.fixture(scope="module", params=["gfx90a", "sm_90"])
+def kernels(request, tmp_path_factory):
+    """Behind the training's ops; what would need numbers is left out."""
+    with fake_gpu(request.param, tmp_path_factory.mktemp("code")) as (kernels, *_), pytest.MonkeyPatch.context() as patch:
+        functions = functions_of(torch_linear) | functions_of(GpuOps(kernels))
+        patch.setattr(build, "select_ops", lambda *_: Ops(**functions))
+        patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
+        patch.setattr(engines, "initial_rows", lambda *_: None)
+        patch.setattr(Feed, "count_targets", lambda *_: 1)
+        patch.setattr(Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device))
+        yield kernels
+
+
+@pytest.mark.parametrize(
+    ("model", "micro_batch", "sequence", "documents", "kinds"),
+    [
+        ("gpt-22b", 2, 2048, False, {"gelu_forward", "layernorm-8192", "d128"}),
+        ("gpt-175b", 4, 2048, True, {"gelu_forward", "norm_forward_long", "d128-extras"}),  # rows longer than a block
+        ("llama-2-70b", 1, 8192, True, {"swiglu_forward", "rope", "rmsnorm-8192", "d128-extras"}),  # groups of heads
+        ("mpt-30b", 1, 8192, False, {"gelu_forward", "layernorm-8192", "d128-extras"}),  # ALiBi
+        ("llama-15m", 3, 256, False, {"swiglu_forward", "rope", "rmsnorm-2048", "d64"}),
+    ],
+)
+def test_a_step_is_all_aligned_launches_on_one_device(kernels, model, micro_batch, sequence, documents, kinds):
+    """No launch falls back to the code for any alignment, which reads a number at a time (docs/ops.md)."""
+    shapes = load_model(model, {"layers": 2, "sequence_length": sequence})
+    config = RunConfig(
+        model=shapes,
+        batch=BatchConfig(global_batch=micro_batch, micro_batch=micro_batch),
+        precision=PrecisionConfig(dtype="bf16"),
+        train=TrainConfig(steps=10),
+    )
+    kernels._functions.clear()
+    source = Source(micro_batch, sequence, documents)
+    state = build.build_state(config, make_plan(config, 1), serial_mesh(), torch.device("meta"), source)
+    state.sync.begin()
+    loss = state.pipeline.run(state.feed.step(0), 1.0)
+    state.sync.finish()
+    norm = state.optimizer.gradient_norm()
+    state.optimizer.step(1e-4, grad_scale=0.5)
+    assert loss.is_meta and norm.is_meta
+    launched = [path.name.rpartition("-") for _, path in kernels._functions]
+    assert [name for name, _, aligned in launched if aligned != "True"] == []
+    always = {name for name in KERNELS if name.startswith(("attention", "cross_entropy", "adamw", "squares", "accumulate"))}
+    for kind in always | kinds:
+        assert any(kind in name for name, *_ in launched), kind
