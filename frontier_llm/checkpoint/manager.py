@@ -263,7 +263,8 @@ class CheckpointManager:
     def _report_drift(self, manifest: Manifest, where: str) -> None:
         changes = drift.config_changes(drift.with_defaults(manifest.config), self._config)
         drift.check_allowed(changes, self._allow_changes, where)
-        for change in [*changes, *drift.environment_changes(manifest.environment, self._environment)]:
+        elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
+        for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")
 
     def close(self, audit: bool = True) -> None:

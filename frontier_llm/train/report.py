@@ -165,7 +165,9 @@ def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points 
         marker = "." if len(points) == 1 else ""  # a line of one point would not be seen
         axes.plot([x for x, _ in points], [y for _, y in points], style, marker=marker, color=color, label=record.name, linewidth=1.4)
         if dots is not None and (held_out := dots(record)):
-            axes.plot([x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="_" if index else "held out")  # "_": not in the legend
+            axes.plot(
+                [x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="_" if index else "held out"
+            )  # "_": not in the legend
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)

@@ -54,7 +54,16 @@ def test_the_page_needs_nothing_from_elsewhere(page):
 
 def test_the_page_says_what_the_runs_did(page):
     text = page.read_text()
-    for expected in ("4.100", "8.370 at step 0", "1.940", "TP2 x PP2 x DP1", "TP1 x PP2 x DP2", "layers 0-2", "train.steps=1000", "return x &lt; 3"):
+    for expected in (
+        "4.100",
+        "8.370 at step 0",
+        "1.940",
+        "TP2 x PP2 x DP1",
+        "TP1 x PP2 x DP2",
+        "layers 0-2",
+        "train.steps=1000",
+        "return x &lt; 3",
+    ):
         assert expected in text, expected
 
 
