@@ -105,7 +105,10 @@ class HuggingFaceTokenizer:
         names: list[str] = []
         config = path.with_name("tokenizer_config.json")
         if config.is_file():
-            declared = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            try:
+                declared = dict(json.loads(config.read_text(encoding="utf-8"))).get("eos_token")
+            except (ValueError, TypeError) as error:
+                raise DataError(f"holds no JSON object: {error}", where=str(config), fix="fetch the file again, or remove it") from error
             declared = declared.get("content") if isinstance(declared, dict) else declared
             names = [declared] if isinstance(declared, str) else []
         for name in (*names, *END_OF_DOCUMENT_NAMES):

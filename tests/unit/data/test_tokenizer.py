@@ -85,6 +85,10 @@ def test_directory_and_declared_end_of_document(tmp_path: Path) -> None:
     for declared in ("<finis>", {"content": "<finis>"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
         assert load_tokenizer(tmp_path).eod == 0
+    for damaged in ('{"eos_token":', "[1]"):
+        (tmp_path / "tokenizer_config.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"tokenizer_config\.json: holds no JSON object"):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "content"), [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")])
