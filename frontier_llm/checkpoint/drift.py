@@ -16,6 +16,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, Problem, suggest
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
+_INITIAL_WEIGHTS = ("model", "train.seed")  # all that counts before the first step, e.g. of imported weights
 _HARMLESS = (
     "model.name",
     "data.cache_dir",
@@ -69,10 +70,11 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config  # of a version with other keys: compared as it is
 
 
-def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
-    """Every key whose value differs, in the current configuration's order."""
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True) -> list[Change]:
+    """Every key whose value differs, in the current configuration's order; `begun` is False before any sample has been trained on."""
     before, after = dict(_flatten(saved)), dict(_flatten(current))
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
+    mathematics = mathematics if begun else _INITIAL_WEIGHTS
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
     return [
         Change(key, before.get(key, _ABSENT), after.get(key, _ABSENT), _under(key, mathematics) and not _under(key, _HARMLESS))

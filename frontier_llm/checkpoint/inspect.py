@@ -42,10 +42,11 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
     for step in folder.complete_steps(directory):
         path = directory / folder.step_name(step)
         try:
-            saved = folder.read_manifest(path)[0].config
+            saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
             continue  # the run itself reports it and takes the one before
-        return check_allowed(config_changes(with_defaults(saved), config.model_dump(mode="json")), allowed, str(path))
+        changes = config_changes(with_defaults(saved.config), config.model_dump(mode="json"), saved.progress.consumed_samples > 0)
+        return check_allowed(changes, allowed, str(path))
 
 
 def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:
