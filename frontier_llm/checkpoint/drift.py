@@ -10,9 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, Problem, suggest
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
+_INITIAL_WEIGHTS = ("model", "train.seed")  # all that counts before the first step, e.g. of imported weights
 _HARMLESS = (
     "model.name",
     "data.cache_dir",
@@ -58,10 +62,19 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
-def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
-    """Every key whose value differs, in the current configuration's order."""
+def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing."""
+    try:
+        return RunConfig.model_validate(config).model_dump(mode="json")
+    except ValidationError:
+        return config  # of a version with other keys: compared as it is
+
+
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True) -> list[Change]:
+    """Every key whose value differs, in the current configuration's order; `begun` is False before any sample has been trained on."""
     before, after = dict(_flatten(saved)), dict(_flatten(current))
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
+    mathematics = mathematics if begun else _INITIAL_WEIGHTS
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
     return [
         Change(key, before.get(key, _ABSENT), after.get(key, _ABSENT), _under(key, mathematics) and not _under(key, _HARMLESS))
@@ -84,10 +97,9 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
     refused = [change for change in changes if change.mathematics and not _under(change.key, allowed)]
     if refused:
         flags = " ".join(f"--allow-change {change.key}" for change in refused)
-        raise CheckpointError(
-            [Problem(where, f"the run would change its mathematics: {change}", "") for change in refused[:-1]]
-            + [Problem(where, f"the run would change its mathematics: {refused[-1]}", f"restore the values, or add {flags}")]
-        )
+        fix = f"restore the values, add {flags}, or start anew with another train.run_dir"
+        what = "the run would change its mathematics: {}".format
+        raise CheckpointError([*(Problem(where, what(change)) for change in refused[:-1]), Problem(where, what(refused[-1]), fix)])
     unknown = [key for key in allowed if not any(_under(change.key, [key]) for change in changes)]
     if unknown and changes:
         names = [change.key for change in changes]

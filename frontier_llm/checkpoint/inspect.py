@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import numpy as np
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import shard as shard_file
-from frontier_llm.checkpoint.drift import Change, config_changes, environment_changes
+from frontier_llm.checkpoint.drift import Change, check_allowed, config_changes, environment_changes, with_defaults
 from frontier_llm.checkpoint.load import DTYPES
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest
+from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.optim import KINDS
 from frontier_llm.topology import Rectangle
@@ -34,6 +35,18 @@ def find(path: Path) -> list[Path]:
     if not found:
         raise CheckpointError("holds no complete checkpoint", "name a run directory, its checkpoints folder or a step_… folder", str(path))
     return found
+
+
+def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:
+    """Raise, before any rank starts, the CheckpointError with which a run in `directory` would refuse to go on as `config`."""
+    for step in folder.complete_steps(directory):
+        path = directory / folder.step_name(step)
+        try:
+            saved = folder.read_manifest(path)[0]
+        except DamagedCheckpoint:
+            continue  # the run itself reports it and takes the one before
+        changes = config_changes(with_defaults(saved.config), config.model_dump(mode="json"), saved.progress.consumed_samples > 0)
+        return check_allowed(changes, allowed, str(path))
 
 
 def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
@@ -262,9 +260,10 @@ class CheckpointManager:
         return list(problems), all(answer["damaged"] for answer in gathered)
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
-        changes = drift.config_changes(_with_defaults(manifest.config), self._config)
+        changes = drift.config_changes(drift.with_defaults(manifest.config), self._config, manifest.progress.consumed_samples > 0)
         drift.check_allowed(changes, self._allow_changes, where)
-        for change in [*changes, *drift.environment_changes(manifest.environment, self._environment)]:
+        elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
+        for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")
 
     def close(self, audit: bool = True) -> None:
@@ -274,11 +273,3 @@ class CheckpointManager:
         finally:
             if self._lock is not None:
                 self._lock.release()
-
-
-def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing."""
-    try:
-        return RunConfig.model_validate(config).model_dump(mode="json")
-    except ValidationError:
-        return config  # of a version with other keys: compared as it is

@@ -6,6 +6,7 @@ makes a step-0 checkpoint, tensor by tensor, from which training starts on any l
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -125,9 +126,15 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
     if run.position != "learned":
         free.add("sequence_length")  # training may go on with another context
     ours, theirs = _resolved(run), _resolved(imported)
+
+    def written(value: object) -> str:  # as a run file has it
+        return value if isinstance(value, str) else json.dumps(value)
+
     return [
         Problem(
-            f"model.{field}", f"is {ours[field]!r}, the weights are of a model with {theirs[field]!r}", f"set model.{field}={theirs[field]}"
+            f"model.{field}",
+            f"is {written(ours[field])}, the weights are of a model with {written(theirs[field])}",
+            f"set model.{field}={written(theirs[field])}",
         )
         for field in ours
         if field not in free and ours[field] != theirs[field]

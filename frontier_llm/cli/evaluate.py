@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was scored."""
     from frontier_llm.inference.tasks import read_task, requests
 
-    # every file is read and refused here, in one process, before ranks start
+    # every file is read and refused here, in one process, before ranks start; what would fail at the very end too
+    if args.output and not os.access(Path(args.output).absolute().parent, os.W_OK):
+        raise ConfigError(f"{args.output} cannot be written", where="--output", fix="give a file in a directory that is there and writable")
     pools = _named(args.shots_from, "--shots-from")
     for name, path in _named(args.task, "--task").items():
         requests(read_task(name, path, args.limit), args.shots, read_task(name, pools[name]) if name in pools else None)

@@ -79,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[name][0])
-    parser = Parser(prog="frontier-llm")
-    module.add_parser(parser.add_subparsers(dest="command", required=True))
     try:
+        module = importlib.import_module(COMMANDS[name][0])
+        parser = Parser(prog="frontier-llm")
+        module.add_parser(parser.add_subparsers(dest="command", required=True))
         parsed = _parse(parser, arguments)
         return int(module.run(parsed) or 0)
     except FrontierError as error:

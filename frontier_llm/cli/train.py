@@ -12,7 +12,7 @@ from frontier_llm import log
 from frontier_llm.cli.arguments import add_resume, add_run, examples, resume_flags
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, FrontierError, Problem
-from frontier_llm.units import format_bytes
+from frontier_llm.units import format_bytes, plural
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = place.world_size if place else local_world_size(config)
     if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
         check(config, world_size)
+        _check_resume(config, args.allow_change)
     if args.check:
         return 0
     if place is None and world_size > 1:
@@ -80,14 +81,22 @@ def check(config: RunConfig, world_size: int) -> None:
     from frontier_llm.topology import make_plan, plan_problems
 
     problems = [*plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
-    problems += [*_run_dir_problems(Path(config.train.run_dir)), *_tensorboard_problems(config)]
-    problems += _space_problems(config, world_size)
+    problems += _tensorboard_problems(config)
+    problems += _run_dir_problems(Path(config.train.run_dir)) or _space_problems(config, world_size)
     if problems:
         raise ConfigError(problems)
     plan = make_plan(config, world_size)
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
-    log.info(f"{config.model.name}: {plan.describe()}, {world_size} ranks")
+    log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
+
+
+def _check_resume(config: RunConfig, allowed: list[str]) -> None:
+    checkpoints = Path(config.train.run_dir) / "checkpoints"
+    if any(checkpoints.glob("step_*")):  # importing torch takes two seconds
+        from frontier_llm.checkpoint.inspect import check_resume
+
+        check_resume(checkpoints, config, allowed)
 
 
 def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
@@ -123,13 +132,19 @@ def _tensorboard_problems(config: RunConfig) -> list[Problem]:
 
 
 def _run_dir_problems(run_dir: Path) -> list[Problem]:
+    others = run_dir / "config.yaml"
+    if others.is_file() and not any((run_dir / name).exists() for name in ("plan.json", "checkpoints")):
+        what = f"{others} is not from a run, and a run there would overwrite it"
+        return [Problem("train.run_dir", what, "rename that file, or choose another directory")]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".writable"
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        return [Problem("train.run_dir", f"{run_dir} cannot be written: {error.strerror}", "choose a directory you can write to")]
+        file = next((path for path in (run_dir, *run_dir.parents) if path.is_file()), None)
+        why = f"{file} is a file" if file else error.strerror
+        return [Problem("train.run_dir", f"{run_dir} cannot be written: {why}", "choose a directory you can write to")]
     return []
 
 

@@ -19,10 +19,10 @@ from frontier_llm.cluster import hostlist, slurm
 from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment
 from frontier_llm.cluster.run_dir import write_atomically
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.errors import FrontierError
 
 REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to change something: trying again is useless
-INTERRUPTED = 75  # EX_TEMPFAIL: a rank saved at a signal and is not done
 STUCK = 70  # EX_SOFTWARE: a rank's watchdog ended it, because another did not move
 # what a rank says when another one is gone; its own traceback is not the cause
 _SECONDARY = re.compile(
@@ -145,8 +145,8 @@ def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
     before = _fates(takewhile(lambda line: _KILLING not in line, said))
     killed = [task for task, (_, how) in before.items() if not how.startswith("Exited")]
     first_fate = next((how for _, how in fates.values()), "")
-    if f"exit code {INTERRUPTED}" in first_fate or _TOLD_TO_SAVE in first_fate:
-        return Outcome("interrupted", INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
+    if f"exit code {EXIT_INTERRUPTED}" in first_fate or _TOLD_TO_SAVE in first_fate:
+        return Outcome("interrupted", EXIT_INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
     rank, secondary, message = first_traceback(log_dir)
     if rank is None or secondary:  # the cause left no traceback of its own: a killed rank or a dead node
         speakers = [] if secondary else [task for task, (_, how) in fates.items() if f"exit code {STUCK}" not in how]

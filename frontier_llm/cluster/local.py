@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -24,8 +25,11 @@ from typing import IO, BinaryIO
 
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED
+from frontier_llm.errors import FrontierError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # from our terminal or scheduler to the ranks
+_ERROR_HEAD = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
 TAIL_LINES = 40  # of a log without a Python traceback
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -109,8 +113,8 @@ class _Ranks:
             return 0
         if self.forwarded is not None and first.signal == self.forwarded.name:
             print(f"ranks ended by {first.signal}", file=sys.stderr, flush=True)
-            return first.exit_code
-        self._report(first)
+        elif first.exit_code != EXIT_INTERRUPTED:  # a save at a signal is no failure, and rank 0 has told it
+            self._report(first)
         return first.exit_code
 
     def _start(self) -> None:
@@ -180,22 +184,25 @@ class _Ranks:
         self._signal_all(signal.Signals(number))
 
     def _report(self, first: RankExit) -> None:
-        """Others first, the cause last, because the end of the output is what people read."""
-        for end in self.exits:
-            if end is not first and end.exit_code:
-                print(f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr)
+        """Others first, the cause last, because the end of the output is what people read. A refusal that rank 0 has told stays the end."""
         lines = failure_lines(Path(first.log))
         record = {**asdict(first), "message": "\n".join(lines), "secondary": [asdict(end) for end in self.exits if end is not first]}
         (self.log_dir / "failure.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if first.exit_code == FrontierError.exit_code and lines == failure_lines(self.log_dir / "rank_0.log"):
+            return
+        for end in self.exits:
+            if end is not first and end.exit_code:
+                print(f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr)
         print("\n".join([*lines, "", f"{first.describe()}; it failed first ({first.log})"]), file=sys.stderr, flush=True)
 
 
 def failure_lines(log: Path) -> list[str]:
-    """The last Python traceback of a log, with the exceptions it was raised from, or the log's last lines."""
+    """The last Python traceback of a log, with the exceptions it was raised from; else the last refusal, else the log's last lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
-        return lines[-TAIL_LINES:]
+        refused = [number for number, line in enumerate(lines) if _ERROR_HEAD.fullmatch(line)]
+        return lines[refused[-1] :] if refused else lines[-TAIL_LINES:]
     start = starts.pop()
     while starts and any(line.startswith(_CHAIN) for line in lines[max(0, start - 3) : start]):
         start = starts.pop()

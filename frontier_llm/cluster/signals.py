@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+# A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
+EXIT_INTERRUPTED = 75
 DEFAULT_SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.errors import DataError, Problem
+from frontier_llm.errors import DataError, closest
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -203,10 +203,12 @@ def _require_files(prefix: str) -> None:
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not os.path.isfile(path)]
     if not missing:
         return
-    fix = "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
+    siblings = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
+    near = closest(prefix, siblings)
+    fix = f"did you mean {near!r}?" if near else "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
     if prefix.endswith((".bin", ".idx")):
         fix = f"give the path without its ending: {prefix[:-4]}"
-    raise DataError([Problem(str(path), "no such file", fix) for path in missing])
+    raise DataError("no such file" + "".join(f", nor {path.name}" for path in missing[1:]), where=str(missing[0]), fix=fix)
 
 
 def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]:

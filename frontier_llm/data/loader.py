@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.config import DataConfig, DataSource, RunConfig
-from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.indexed import IndexedDataset, idx_path
 from frontier_llm.data.meta import DatasetMeta, read_meta
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples
 from frontier_llm.data.tokenizer import load_tokenizer
-from frontier_llm.errors import DataError, FrontierError, Problem
+from frontier_llm.errors import DataError, FrontierError, Problem, closest
 
 KEPT_BYTES = 64 << 20
 VALIDATION_SEED_OFFSET = 1  # the validation stream's order has a seed of its own
@@ -197,6 +197,10 @@ def data_problems(run: RunConfig) -> list[Problem]:
         sources = _sources(run.data, split)
         if sources is None or isinstance(sources, str):
             continue
+        mistyped = [source.path for source in sources if _is_almost_synthetic(source.path)]
+        if mistyped:
+            problems.append(Problem(f"data.{split}", f"{mistyped[0]!r} is no dataset", f"did you mean data.{split}=synthetic?"))
+            continue
         try:
             open_samples(run, split)
         except FrontierError as error:
@@ -209,6 +213,10 @@ def data_problems(run: RunConfig) -> list[Problem]:
                 continue
             problems.extend(_mismatch(run, source.path, meta, digest))
     return problems
+
+
+def _is_almost_synthetic(path: str) -> bool:
+    return bool(closest(path.lower(), ["synthetic"])) and not idx_path(path).exists()
 
 
 def _mismatch(run: RunConfig, path: str, meta: DatasetMeta | None, digest: str | None) -> list[Problem]:

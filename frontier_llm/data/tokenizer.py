@@ -7,8 +7,12 @@ Text is only ever text: a document that contains "<s>" or "<|endoftext|>" never 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,7 +105,10 @@ class HuggingFaceTokenizer:
         names: list[str] = []
         config = path.with_name("tokenizer_config.json")
         if config.is_file():
-            declared = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            try:
+                declared = dict(json.loads(config.read_text(encoding="utf-8"))).get("eos_token")
+            except (ValueError, TypeError) as error:
+                raise DataError(f"holds no JSON object: {error}", where=str(config), fix="fetch the file again, or remove it") from error
             declared = declared.get("content") if isinstance(declared, dict) else declared
             names = [declared] if isinstance(declared, str) else []
         for name in (*names, *END_OF_DOCUMENT_NAMES):
@@ -168,7 +175,7 @@ def train_sentencepiece(
         raise DataError("the corpus holds no text", fix="check the input paths")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    written = io.BytesIO()
     options: dict[str, Any] = {
         "model_type": "bpe", "vocab_size": vocab_size, "byte_fallback": True, "character_coverage": 0.9995,
         "normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False,
@@ -176,16 +183,16 @@ def train_sentencepiece(
         "unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, "num_threads": 1, "minloglevel": 2,
     }  # fmt: skip
     try:
-        with temporary.open("wb") as model:
-            sentencepiece.SentencePieceTrainer.train(sentence_iterator=_chain(first, lines), model_writer=model, **options)
-        temporary.replace(path)
+        with _ended_by_ctrl_c():
+            sentencepiece.SentencePieceTrainer.train(sentence_iterator=_chain(first, lines), model_writer=written, **options)
     except RuntimeError as error:
         raise DataError(
             f"sentencepiece refused: {str(error).rpartition('] ')[2]}",
             fix=f"give more text, or fewer than {vocab_size} pieces (at least 300)",
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(written.getvalue())
+    temporary.replace(path)
     return SentencePieceTokenizer(path)
 
 
@@ -203,13 +210,27 @@ def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, s
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
-    model.train_from_iterator(_chain(first, texts), trainer)
+    with _ended_by_ctrl_c():
+        model.train_from_iterator(_chain(first, texts), trainer)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     model.save(str(temporary))
     temporary.replace(path)
     return HuggingFaceTokenizer(path)
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Training is one call into C++ or Rust that hears no signal for half a minute: Ctrl-C ends the process itself; nothing is on disk yet."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _chain(first: str, rest: Iterable[str]) -> Iterator[str]:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from frontier_llm.errors import ConfigError, Problem
 
+CANDIDATES = 1024  # tokens that are put in order at first, and 16 times as many while a filter keeps them all
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -54,15 +56,40 @@ class Sampler:
         logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
         if sampling.temperature == 0:
             return logits_BV.argmax(-1)
-        ordered_BV, order_BV = (logits_BV / sampling.temperature).sort(dim=-1, descending=True, stable=True)
-        probabilities_BV = keep_likely(ordered_BV, sampling.top_k, sampling.top_p, sampling.min_p)
-        cumulative_BV = probabilities_BV.cumsum(-1)
+        order_BK, probabilities_BK = self._kept(logits_BV / sampling.temperature)
+        cumulative_BK = probabilities_BK.cumsum(-1)
         draws_B = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators])
         # below the last kept token's cumulative sum, so that rounding cannot choose a token of probability 0
-        thresholds_B1 = draws_B.to(cumulative_BV)[:, None] * cumulative_BV[:, -1:]
-        place_B1 = torch.searchsorted(cumulative_BV, thresholds_B1, right=True)
-        last_B1 = (probabilities_BV > 0).sum(-1, keepdim=True) - 1
-        return order_BV.gather(1, place_B1.minimum(last_B1))[:, 0]
+        thresholds_B1 = draws_B.to(cumulative_BK)[:, None] * cumulative_BK[:, -1:]
+        place_B1 = torch.searchsorted(cumulative_BK, thresholds_B1, right=True)
+        return order_BK.gather(1, place_B1.minimum(_last(probabilities_BK)))[:, 0]
+
+    def _kept(self, scaled_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids of the K likeliest tokens, likeliest first; their probabilities, 0 where a filter drops them), none that is kept beyond K."""
+        sampling, V = self._sampling, scaled_BV.shape[1]
+        log_total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
+        width = max(CANDIDATES, sampling.top_k + 1)
+        while True:
+            order_BK = _likeliest(scaled_BV, min(width, V))
+            ordered_BK = scaled_BV.gather(1, order_BK)
+            probabilities_BK = keep_likely(ordered_BK, sampling.top_k, sampling.top_p, sampling.min_p, log_total_B1)
+            # else among those left out there may be kept ones, or equals of the last kept one
+            if width >= V or bool((ordered_BK.gather(1, _last(probabilities_BK)) > ordered_BK[:, -1:]).all()):
+                return order_BK, probabilities_BK
+            width *= 16
+
+
+def _last(probabilities_BK: Tensor) -> Tensor:
+    """Place of the last token with a probability, (B, 1)."""
+    return (probabilities_BK > 0).sum(-1, keepdim=True) - 1
+
+
+def _likeliest(logits_BV: Tensor, count: int) -> Tensor:
+    """Ids of the `count` highest logits, highest first, of equal ones the lowest id first."""
+    if count == logits_BV.shape[1]:
+        return logits_BV.argsort(dim=-1, descending=True, stable=True)
+    ids_BK = logits_BV.topk(count).indices.sort(-1).values
+    return ids_BK.gather(1, logits_BV.gather(1, ids_BK).argsort(dim=-1, descending=True, stable=True))
 
 
 def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
@@ -72,20 +99,22 @@ def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
-def keep_likely(ordered_BV: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+def keep_likely(ordered_BK: Tensor, top_k: int, top_p: float, min_p: float, log_total_B1: Tensor) -> Tensor:
     """Probabilities, highest first, with 0 for all but the top k, of these the smallest head whose mass reaches p (arXiv:1904.09751),
     and of these the ones at least min_p times as likely as the first (arXiv:2407.01082).
+    `log_total_B1` is the logarithm of the sum of all logits' exponentials, of which `ordered_BK` are the highest.
     """
     if top_k:
-        ordered_BV = ordered_BV.clone()
-        ordered_BV[:, top_k:] = -torch.inf
-    probabilities_BV = ordered_BV.softmax(-1)
+        ordered_BK = ordered_BK.clone()
+        ordered_BK[:, top_k:] = -torch.inf
+        log_total_B1 = ordered_BK.logsumexp(-1, keepdim=True)
+    probabilities_BK = (ordered_BK - log_total_B1).exp()
     if top_p < 1:
-        before_BV = probabilities_BV.cumsum(-1) - probabilities_BV
-        probabilities_BV = torch.where(before_BV < top_p, probabilities_BV, 0)
+        before_BK = probabilities_BK.cumsum(-1) - probabilities_BK
+        probabilities_BK = torch.where(before_BK < top_p, probabilities_BK, 0)
     if min_p:
-        probabilities_BV = torch.where(probabilities_BV >= min_p * probabilities_BV[:, :1], probabilities_BV, 0)
-    return probabilities_BV
+        probabilities_BK = torch.where(probabilities_BK >= min_p * probabilities_BK[:, :1], probabilities_BK, 0)
+    return probabilities_BK
 
 
 def _row_seed(seed: int, row: int) -> int:

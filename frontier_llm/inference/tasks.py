@@ -88,7 +88,10 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
     """
     examples = (pool or task).prompts
     if shots and len(examples) < shots + (pool is None):
-        raise DataError(f"holds {len(examples)} questions, too few for {shots} examples", where=(pool or task).path, fix="lower --shots")
+        beside = " beside the question itself" if pool is None else ""
+        raise DataError(
+            f"holds {len(examples)} questions, too few for {shots} examples{beside}", where=(pool or task).path, fix="lower --shots"
+        )
     random, result = Random(seed), []  # noqa: S311  # which examples are shown is no secret
     for number, prompt in enumerate(task.prompts):
         drawn = random.sample(examples, shots + (pool is None)) if shots else []

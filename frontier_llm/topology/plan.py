@@ -98,7 +98,7 @@ def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:
             Problem(
                 "batch.global_batch",
                 f"{batch.global_batch} is not a multiple of micro_batch {batch.micro_batch} x dp {dp} = {step}",
-                f"use {' or '.join(map(str, valid))}",
+                f"set batch.global_batch={' or '.join(map(str, valid))}, or lower batch.micro_batch or parallel.data",
             )
         )
     return problems

@@ -20,6 +20,7 @@ from frontier_llm.machine.env import MACHINES
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.topology import ParallelPlan, make_plan
 from frontier_llm.train.build import TrainState, build_state
+from frontier_llm.units import plural
 
 
 @contextmanager
@@ -66,7 +67,10 @@ def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
     nodes = -(-place.world_size // place.local_world_size)
     wanted = machine_environment(machine, nodes)
     kept = adopt({variable.name: variable.value for variable in wanted})
-    log.info(f"environment for {machine} on {nodes} nodes: " + ", ".join(f"{v.name} ({v.reason})" for v in wanted if v.name not in kept))
+    log.info(
+        f"environment for {machine} on {plural(nodes, 'node')}: "
+        + ", ".join(f"{v.name} ({v.reason})" for v in wanted if v.name not in kept)
+    )
     for variable in wanted:
         if variable.name in kept:
             log.info(f"kept {variable.name}={kept[variable.name]}, which you exported, over {variable.value}: {variable.reason}")

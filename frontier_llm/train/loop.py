@@ -13,7 +13,7 @@ from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
-from frontier_llm.cluster.signals import SignalWatcher
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump
 from frontier_llm.data.loader import open_batches
@@ -26,8 +26,6 @@ from frontier_llm.train.metrics import Metrics, metrics_of
 from frontier_llm.train.progress import progress_of, restore
 from frontier_llm.train.step import StepResult, local_gradients, train_step
 
-# The job saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
-EXIT_INTERRUPTED = 75
 START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -139,7 +140,7 @@ class Metrics:
         share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""
         why = "a spike" if result.spike else "loss or gradient not finite"
         skipped = f"  SKIPPED: {why}" if result.skipped else ""
-        eta = f"  ETA {format_seconds(eta_s)}" if eta_s else ""
+        eta = f"  ETA {format_seconds(math.ceil(eta_s))}" if eta_s else ""
         log.info(
             f"step {step}/{self._config.train.steps}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3f}  "
             f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "

@@ -6,7 +6,7 @@ import html
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class RunRecord:
     evaluations: list[dict[str, Any]]
     operations: dict[str, dict[str, Any]]  # of rank 0 in the last attempt that came to its end (Ledger.summary)
     world_size: int
+    name: str  # of its curves
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -67,12 +68,23 @@ def read_run(directory: Path) -> RunRecord:
     operations: dict[str, dict[str, Any]] = next(
         (row["operations"] for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication"), {}
     )
-    return RunRecord(directory, config, plan, steps, evaluations, operations, world_size)
+    return RunRecord(directory, config, plan, steps, evaluations, operations, world_size, label(plan))
+
+
+def _told_apart(records: list[RunRecord]) -> list[RunRecord]:
+    """Runs of one layout are named by their directories."""
+    layouts = [record.name for record in records]
+    names = [record.directory.resolve().name for record in records]
+    own = names if len(set(names)) == len(names) else [str(record.directory) for record in records]
+    return [
+        record if layouts.count(record.name) == 1 else replace(record, name=f"{name}, {record.name}")
+        for record, name in zip(records, own, strict=True)
+    ]
 
 
 def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None) -> Path:
     """One page over one or several runs of the same model (their curves share the axes); returns `output`."""
-    records = [read_run(run) for run in runs]
+    records = _told_apart([read_run(run) for run in runs])
     first = records[0]
     parts = [
         f"<h1>{_text(first.config.model.name)}</h1>",
@@ -82,7 +94,7 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
         *(f"<figure>{svg}</figure>" for svg in _curves(records)),
         "</div>",
         *(_layout(record) for record in records),
-        *(communication_section(label(record.plan), record.operations) for record in records if record.operations),
+        *(communication_section(record.name, record.operations) for record in records if record.operations),
         _table(records),
     ]
     if sample:
@@ -112,9 +124,9 @@ def _tiles(records: Sequence[RunRecord]) -> str:
     tiles = []
     if len(first.evaluations) > 1:
         before, after = first.evaluations[0], first.evaluations[-1]
-        tiles.append((f"{after['loss']:.3f}", f"held-out loss (untrained {before['loss']:.3f})"))
+        tiles.append((f"{after['loss']:.3f}", f"held-out loss ({before['loss']:.3f} at step {before['step']})"))
         if "bits_per_byte" in after:
-            tiles.append((f"{after['bits_per_byte']:.3f}", f"bits per byte (untrained {before['bits_per_byte']:.3f})"))
+            tiles.append((f"{after['bits_per_byte']:.3f}", f"bits per byte ({before['bits_per_byte']:.3f} at step {before['step']})"))
     if first.steps:
         last = first.steps[-1]
         tiles.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
@@ -150,9 +162,12 @@ def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points 
     for index, record in enumerate(records):
         color, style = COLORS[index % len(COLORS)], ("-", "--", ":", "-.")[index % 4]
         points = lines(record)
-        axes.plot([x for x, _ in points], [y for _, y in points], style, color=color, label=label(record.plan), linewidth=1.4)
+        marker = "." if len(points) == 1 else ""  # a line of one point would not be seen
+        axes.plot([x for x, _ in points], [y for _, y in points], style, marker=marker, color=color, label=record.name, linewidth=1.4)
         if dots is not None and (held_out := dots(record)):
-            axes.plot([x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="held out")
+            axes.plot(
+                [x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="_" if index else "held out"
+            )  # "_": not in the legend
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
@@ -208,7 +223,8 @@ def _layout(record: RunRecord) -> str:
     svg = drawing.getvalue()
     picture = f"<figure>{svg[svg.index('<svg') :]}</figure>" if grid.pp > 1 else ""
     note = "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units.</p>" if picture else ""
-    return f"<h2>Layout {_text(plan.describe())}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
+    whose = "" if record.name == label(plan) else f", {record.name.removesuffix(f', {label(plan)}')}"
+    return f"<h2>Layout {_text(plan.describe() + whose)}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
 
 
 def _table(records: Sequence[RunRecord]) -> str:

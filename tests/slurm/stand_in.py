@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 
 from frontier_llm.cluster import job, run_dir
-from frontier_llm.cluster.attempt import INTERRUPTED
 from frontier_llm.cluster.rank_env import discover, environ
-from frontier_llm.cluster.signals import SignalWatcher
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.config import load_run
 
 
@@ -60,7 +59,7 @@ def train(words: list[str]) -> int:
         done = step >= config.train.steps
         print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as frontier_llm/cli/train.py
-    return 0 if done else INTERRUPTED
+    return 0 if done else EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

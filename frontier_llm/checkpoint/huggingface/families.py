@@ -39,6 +39,9 @@ class ConfigJson(Fields):
         kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
         if kind not in kinds:
             self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
+        factor = {**scaling, **new}.get("factor", 1)
+        if kind == "default" and factor != 1:
+            self.refuse("rope_parameters.factor", factor, "none without a rope_type")
         stretched = ConfigJson({**scaling, **new}, f"{self.where}: rope_parameters") if kind in kinds and kind != "default" else None
         theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
         fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
@@ -88,7 +91,8 @@ class Family:
 
 def _read_llama(f: ConfigJson) -> ModelConfig:
     bias = f.get("attention_bias", False)
-    f.only("mlp_bias", bias, default=False)
+    if f.get("mlp_bias", False) != bias:
+        f.refuse("attention_bias", bias, f"the same as mlp_bias, {not bias}")
     return _read_llama_like(f, bias)
 
 

@@ -70,9 +70,13 @@ def _weight_map(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     if index.is_file():
         try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            outside = [file for file in weight_map.values() if Path(file).name != file]
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"is damaged: {error!r}", where=str(index), fix="fetch the index again") from error
+        if outside:
+            raise CheckpointError(f"names {outside[0]!r}, which is no file beside it", where=str(index), fix="fetch the index again")
+        return weight_map
     if (directory / SINGLE).is_file():
         try:
             with safe_open(str(directory / SINGLE), framework="pt") as handle:
@@ -81,10 +85,12 @@ def _weight_map(directory: Path) -> dict[str, str]:
             raise CheckpointError(f"is damaged: {error}", where=str(directory / SINGLE), fix="fetch the file again") from error
     pickles = [path.name for path in directory.glob("*.bin")] + [path.name for path in directory.glob("*.pt")]
     why = f"; {pickles[0]} is a pickle, which can run code and is never opened" if pickles else ""
-    fix = "convert it where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
-    raise CheckpointError(
-        f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix if pickles else "give the model's directory"
-    )
+    fix = "give the model's directory"
+    if next(directory.glob("*.safetensors"), None):
+        fix = f"fetch {INDEX} too: it says which shard holds what"
+    elif pickles:
+        fix = "convert it where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
+    raise CheckpointError(f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,13 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     """Our shape of a Hugging Face model, from its config.json alone."""
     content, where = _read_config(Path(directory)), str(Path(directory) / CONFIG)
     family = family_of(content, where)
-    model = family.read(ConfigJson(content, where))
+    fields = ConfigJson(content, where)
+    fields.only("quantization_config", None)
+    try:
+        model = family.read(fields)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        what = f"holds a value of another kind than expected: {error}"
+        raise CheckpointError([*fields.problems, Problem(where, what, "restore the config.json that came with the weights")]) from error
     refusals = family.refusals(model)
     if refusals:
         raise CheckpointError([Problem(where, f"{family.architecture}: {reason}", "see docs/huggingface.md") for reason in refusals])

@@ -161,6 +161,23 @@ def test_which_changes_are_mathematics(change: dict, refused: bool, tmp_path: Pa
         assert other.manager.load_latest().step == 2
 
 
+@pytest.mark.parametrize(("change", "refused"), [
+    ({"train": {"steps": 200}, "optimizer": {"lr": 1e-5}, "data": {"seed": 5}, "batch": {"global_batch": 16}}, False),
+    ({"train": {"seed": 1}}, True),
+    ({"model": {"rope_theta": 500.0}}, True),
+])  # fmt: skip
+def test_before_the_first_step_only_the_weights_are_given(change: dict, refused: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(0)
+    run.manager.close()
+    other = Run(tmp_path, config=changed(**change))
+    if refused:
+        with pytest.raises(CheckpointError, match="would change its mathematics"):
+            other.manager.load_latest()
+    else:
+        assert other.manager.load_latest().step == 0
+
+
 def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)

@@ -46,6 +46,17 @@ def test_the_first_page_names_every_command_once(capsys: pytest.CaptureFixture[s
     assert max(map(len, page.splitlines())) <= 90
 
 
+def test_ctrl_c_while_a_command_is_being_imported_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["plan"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("prog", PARSERS)
 def test_every_argument_is_explained(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = PARSERS[prog]

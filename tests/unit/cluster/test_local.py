@@ -68,6 +68,26 @@ def test_first_failure_is_told_last_and_stops_the_others(
     assert record["rank"] == 1 and "the cause" in record["message"]
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("print('saved', flush=True); sys.exit(75)", ["saved"]),  # at a signal: no failure
+        (
+            r"sys.exit(print('10:00 a word\nfrontier-llm train: error\nlr: is wrong', flush=True) or 2)",
+            ["frontier-llm train: error", "lr: is wrong"],
+        ),
+    ],
+    ids=["interrupted", "refused"],
+)
+def test_what_all_ranks_say_alike_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, told: list[str]) -> None:
+    # rank 0 is the last to end, when the others have been collected
+    start = "import os, sys, time; wait = lambda: time.sleep(0 if os.environ['RANK'] != '0' else 1)"
+    assert run(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{start}\nwait()\n{code}", tmp_path, grace_s=30) in (2, 75)
+    out, err = capfd.readouterr()
+    assert [line for line in out.splitlines() if line in told] == told
+    assert err == ""
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
         import os, signal, time
@@ -171,3 +191,5 @@ def test_failure_lines_keep_the_chain_and_fall_back_to_the_tail(tmp_path: Path) 
     assert failure_lines(log) == [*first, *chain, *second]
     log.write_text("\n".join(f"line {number}" for number in range(100)))
     assert failure_lines(log)[0] == "line 60"
+    log.write_text("noise\nfrontier-llm train: error\nlr: is wrong\n    fix: mend it\n")
+    assert failure_lines(log) == ["frontier-llm train: error", "lr: is wrong", "    fix: mend it"]

@@ -192,6 +192,8 @@ def test_legacy_format_is_recognised(small: Path) -> None:
 def test_missing_files_and_given_endings(small: Path) -> None:
     with pytest.raises(DataError, match=r"(?s)nowhere\.bin: no such file.*nowhere\.idx"):
         IndexedDataset(small.with_name("nowhere"))
+    with pytest.raises(DataError, match=rf"did you mean '{small}'"):
+        IndexedDataset(f"{small}.idy")
     with pytest.raises(DataError, match=r"without its ending: .*/d$"):
         IndexedDataset(f"{small}.bin")
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -82,6 +85,10 @@ def test_directory_and_declared_end_of_document(tmp_path: Path) -> None:
     for declared in ("<finis>", {"content": "<finis>"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
         assert load_tokenizer(tmp_path).eod == 0
+    for damaged in ('{"eos_token":', "[1]"):
+        (tmp_path / "tokenizer_config.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"tokenizer_config\.json: holds no JSON object"):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "content"), [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")])
@@ -125,3 +132,21 @@ def test_model_without_byte_fallback_still_loads(tmp_path: Path) -> None:
 
 def test_take_bytes() -> None:
     assert list(take_bytes(["é" * 4, "b" * 4, "c"], 9)) == ["é" * 4, "b" * 4]
+
+
+@pytest.mark.parametrize(("train", "name"), [("train_sentencepiece", "t.model"), ("train_huggingface", "t.json")])
+def test_ctrl_c_ends_training_at_once_and_leaves_nothing(tmp_path: Path, train: str, name: str) -> None:
+    code = f"""
+import os, signal
+from frontier_llm.data.tokenizer import {train}
+
+def texts():
+    yield "the first text"
+    os.kill(os.getpid(), signal.SIGINT)
+    yield "another text"
+
+{train}(texts(), {str(tmp_path / name)!r}, 300)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert list(tmp_path.iterdir()) == []

@@ -122,6 +122,7 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
         (["generate", "{room}/run", "--tensor=3"], "set parallel.tensor to one of [1, 2]"),
         (["evaluate", "{room}/hf"], "there is nothing to evaluate"),
         (["evaluate", "{room}/run", "--task=piqa"], "NAME=FILE"),
+        (["evaluate", "{room}/run", "--output={room}/none/o.json"], "o.json cannot be written"),
         (["evaluate", "{room}/run", "--data={room}/none"], "no such file"),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml", "model.heads=8"], "set model.heads=4"),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml"], "step_00000000 already"),

@@ -42,9 +42,28 @@ def test_kept_probabilities_equal_transformers(seed: int, top_k: int, top_p: flo
     if min_p:
         expected_BV = warpers.MinPLogitsWarper(min_p)(context_BS, expected_BV)
     ordered_BV, order_BV = (penalise(x_BV, seen_BV, penalty) / 0.6).sort(-1, descending=True)
-    kept_BV = keep_likely(ordered_BV, top_k, top_p, min_p)
+    kept_BV = keep_likely(ordered_BV, top_k, top_p, min_p, ordered_BV.logsumexp(-1, keepdim=True))
     kept_BV = torch.zeros_like(kept_BV).scatter_(1, order_BV, kept_BV / kept_BV.sum(-1, keepdim=True))
     assert torch.allclose(kept_BV, expected_BV.softmax(-1), atol=1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 999),
+    levels=st.sampled_from([3, 12, 10_000]),  # few: many equal logits, whose order is by id
+    top_k=st.integers(0, 9),
+    top_p=st.sampled_from([0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+def test_ordering_a_few_candidates_draws_what_ordering_all_does(seed: int, levels: int, top_k: int, top_p: float, min_p: float) -> None:
+    x_BV = (logits(seed, rows=16) * levels).round() / levels
+    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = []
+        for candidates in (V, 1, 5):
+            patch.setattr("frontier_llm.inference.sampling.CANDIDATES", candidates)
+            drawn.append(Sampler(sampling, range(16)).choose(x_BV, unseen(16)).tolist())
+    assert drawn[0] == drawn[1] == drawn[2]
 
 
 def test_draws_follow_the_distribution() -> None:

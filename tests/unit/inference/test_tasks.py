@@ -231,7 +231,7 @@ def test_examples_never_contain_the_question_and_may_come_from_another_file(tmp_
         assert request.context.count(f"query{request.item}") == 1 and request.context.count("query") == 6
     pool = read_task("mine", write_lines(tmp_path / "pool.jsonl", [{"query": "pool", "choices": ["x"], "gold": 0}] * 2))
     assert all(request.context.startswith("pool x\npool x\nquery") for request in requests(task, 2, pool))
-    with pytest.raises(DataError, match="too few for 6 examples"):
+    with pytest.raises(DataError, match="too few for 6 examples beside the question itself"):
         requests(task, shots=6)
 
 

@@ -63,7 +63,9 @@ def losses(run_dir: Path) -> dict[int, float]:
         (["parallel.pipeline=5"], ["5 stages", "4 layers"]),
         (["parallel.data=3", "batch.global_batch=8"], ["batch.global_batch", "6 or 12"]),
         (["data.train=[{path: /nowhere/text}]"], ["/nowhere/text"]),
+        (["data.train=syntetic"], ["data.train: 'syntetic' is no dataset", "did you mean data.train=synthetic?"]),
         (["train.run_dir=/proc/run"], ["train.run_dir", "cannot be written"]),
+        (["train.run_dir=/proc/version/run"], ["/proc/version/run cannot be written: /proc/version is a file"]),
         (["comm.algorithms=nope"], ["comm.algorithms", "no algorithm file 'nope'", "frontier"]),
         (["machine=fronteir"], ["no machine file", "did you mean 'frontier'"]),
         (["train.steps"], ["train.steps", "key=value"]),
@@ -77,6 +79,14 @@ def test_bad_input_is_refused_before_ranks_start(run_file, tmp_path, arguments, 
     for words in expected:
         assert words in done.stderr
     assert not (tmp_path / "run" / "logs").exists(), "no rank was started"
+
+
+def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path):
+    own = run_file.rename(tmp_path / "config.yaml")
+    done = train(own, f"train.run_dir={tmp_path}", "--check")
+    assert done.returncode == 2 and "config.yaml is not from a run, and a run there would overwrite it" in done.stderr
+    (tmp_path / "checkpoints").mkdir()
+    assert train(own, f"train.run_dir={tmp_path}", "--check").returncode == 0  # a run has been there
 
 
 def test_every_problem_is_reported_at_once(run_file, tmp_path):
@@ -95,6 +105,13 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
     again = train(run_file, f"train.run_dir={whole}")
     assert again.returncode == 0 and "resuming after step 4" in again.stderr
+    changed = [f"train.run_dir={parts}", "optimizer.lr=2e-3", "parallel.tensor=2"]
+    logs = (parts / "logs" / "rank_0.log").stat()
+    refused = train(run_file, *changed)
+    assert refused.returncode == 2 and refused.stderr.count("optimizer.lr: 0.001 → 0.002") == 1
+    assert "add --allow-change optimizer.lr" in refused.stderr
+    assert (parts / "logs" / "rank_0.log").stat() == logs, "no rank was started"
+    assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--check").returncode == 0
 
 
 def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):

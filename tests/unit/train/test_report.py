@@ -54,7 +54,16 @@ def test_the_page_needs_nothing_from_elsewhere(page):
 
 def test_the_page_says_what_the_runs_did(page):
     text = page.read_text()
-    for expected in ("4.100", "8.370", "1.940", "TP2 x PP2 x DP1", "TP1 x PP2 x DP2", "layers 0-2", "train.steps=1000", "return x &lt; 3"):
+    for expected in (
+        "4.100",
+        "8.370 at step 0",
+        "1.940",
+        "TP2 x PP2 x DP1",
+        "TP1 x PP2 x DP2",
+        "layers 0-2",
+        "train.steps=1000",
+        "return x &lt; 3",
+    ):
         assert expected in text, expected
 
 
@@ -62,6 +71,15 @@ def test_the_page_shows_the_latencies_of_each_axis(page):
     text = page.read_text()
     assert "<td>dp</td><td>reduce_scatter</td><td>8</td><td>3.0 MiB</td>" in text
     assert text.count("10 calls below 64 us") == 2 and text.count("6 calls below 256 us") == 2  # both operations, in both runs
+
+
+def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
+    (tmp_path / "deeper").mkdir()
+    runs = [make_run(tmp_path / "warm"), make_run(tmp_path / "cold")]
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    assert all(text.count(f"<!-- {name}, TP2 x PP2 x DP1 -->") == 4 for name in ("warm", "cold"))  # in the legend of each figure
+    runs.append(make_run(tmp_path / "deeper" / "cold"))
+    assert f"<!-- {runs[2]}, TP2 x PP2 x DP1 -->" in write_report(runs, tmp_path / "report.html").read_text()
 
 
 def test_a_browser_draws_it_without_errors(page, tmp_path):

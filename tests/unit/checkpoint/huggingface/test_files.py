@@ -224,6 +224,15 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
     ("variant", "values", "word"),
     [
         ("llama-gqa", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "rope_fraction"),
+        ("llama-gqa", {"rope_parameters": None, "rope_scaling": {"factor": 2.0}}, "rope_parameters.factor: 2.0 has no counterpart"),
+        ("llama-gqa", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            "llama-gqa",
+            {"attention_bias": True},
+            "attention_bias: True has no counterpart here\n    fix: supported: the same as mlp_bias, False",
+        ),
+        ("llama-gqa", {"hidden_size": "48"}, "holds a value of another kind than expected"),
+        ("llama-gqa", {"num_attention_heads": 0}, "holds a value of another kind than expected"),
         ("llama-gqa", {"num_key_value_heads": 4}, "kv_heads"),
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}}, "low_freq_factor: is missing"),
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "high_freq_factor": 1.0}}, "not above low_freq_factor"),
@@ -288,6 +297,16 @@ def test_missing_shards_are_all_named(tmp_path: Path) -> None:
     shards[2].unlink()
     message = refusal(tmp_path)
     assert shards[0].name in message and shards[2].name in message and shards[1].name not in message
+
+
+def test_shards_without_their_index_and_an_index_that_points_elsewhere(tmp_path: Path) -> None:
+    saved("llama-gqa", tmp_path, max_shard_size="40KB")
+    index = (tmp_path / INDEX).read_text()
+    (tmp_path / INDEX).unlink()
+    assert f"fetch {INDEX} too" in refusal(tmp_path)
+    first = min(tmp_path.glob("model-*.safetensors")).name
+    (tmp_path / INDEX).write_text(index.replace(first, f"../{first}"))
+    assert f"names '../{first}', which is no file beside it" in refusal(tmp_path)
 
 
 def test_a_truncated_shard_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from frontier_llm.checkpoint.huggingface import HuggingFaceModel, export_hugging
 from frontier_llm.checkpoint.weights import CheckpointWeights, compare_models, write_checkpoint
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainConfig, load_model
+from frontier_llm.config.load import parse_overrides
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import CheckpointError
 from frontier_llm.model import initial_rows
@@ -146,10 +147,19 @@ def test_a_run_that_has_begun_is_not_overwritten(tmp_path: Path) -> None:
         write_checkpoint(source, shapes, config, 1 << 30)
 
 
+LLAMA_3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_sequence_length": 8}
+
+
 def test_every_field_in_which_a_run_differs_is_named() -> None:
     imported = load_model("llama-tiny", {"heads": 8, "rope_theta": 500.0})
     problems = compare_models(load_model("llama-tiny", {"vocab_multiple": 128, "sequence_length": 64, "init_std": 0.1}), imported)
     assert {problem.where for problem in problems} == {"model.heads", "model.head_dim", "model.rope_theta"}
+    stretched = load_model("llama-tiny", {"rope_scaling": LLAMA_3_SCALING})
+    (problem,) = compare_models(stretched, load_model("llama-tiny"))
+    assert problem.fix == "set model.rope_scaling=null"  # as YAML has it
+    (problem,) = compare_models(load_model("llama-tiny"), stretched)
+    key, _, value = problem.fix.removeprefix("set ").partition("=")
+    assert parse_overrides([f"{key}={value}"]) == {"model": {"rope_scaling": LLAMA_3_SCALING}}
     assert compare_models(load_model("gpt-tiny", {"sequence_length": 64}), load_model("gpt-tiny"))  # learned positions
 
 
