@@ -33,9 +33,9 @@ import torch
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.cluster.launchers import RankEnv, free_port
-from frontier_llm.cluster.signals import SignalWatcher
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.config import RunConfig, load_model
-from frontier_llm.train.loop import EXIT_INTERRUPTED, train
+from frontier_llm.train.loop import train
 from tests.faults.runs import Run
 
 SAVE_POINTS = [

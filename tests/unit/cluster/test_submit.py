@@ -148,7 +148,7 @@ def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys:
 def test_data_that_is_not_there_is_found_before_the_queue(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
     assert main(words) == 2
-    assert "tokens.idx: no such file" in capsys.readouterr().err and fake_slurm.read_text() == ""
+    assert "tokens.bin: no such file, nor tokens.idx" in capsys.readouterr().err and fake_slurm.read_text() == ""
 
 
 def test_a_run_directory_off_the_scratch_is_pointed_out(
