@@ -231,23 +231,17 @@ def _degree(text: str) -> float:
     return 8.0 if "D:" in text else max(_number(text.split("/")[-1], 1.0), 1.0)
 
 
+# what a source calls its sharding → `Workload.zero`; the first word that occurs counts
+ZERO_OF = {"grad_op": 2, "hsdp": 1, "fsdp": 3, "zero-1": 1, "distributed": 1}
+
+
 def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: float) -> dict[str, float]:
     shard, recompute = row["zero_or_shard"].lower(), row["recompute"].lower()
     llama = "lama" in row["model"]
     # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
     half = recompute.startswith(("selective layer", "selective op"))
     mode = 2 if recompute.startswith("full") or half else 1 if recompute.startswith("selective") else 0
-    zero = (
-        2
-        if "grad_op" in shard
-        else 1
-        if "hsdp" in shard
-        else 3
-        if "fsdp" in shard
-        else 1
-        if "zero-1" in shard or "distributed" in shard
-        else 0
-    )
+    zero = next((value for word, value in ZERO_OF.items() if word in shard), 0)
     per_virtual = _number(row["layers_per_virtual_stage"])
     fp32_gradients = "fp32 grad" in row["precision"]
     return {
