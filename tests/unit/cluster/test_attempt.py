@@ -62,7 +62,7 @@ def test_a_killed_rank_beats_the_survivors_that_speak(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["Killed", "Segmentation fault (core dumped)", "Bus error", "Aborted"])
-@pytest.mark.parametrize("survivor", ["", TRACE.format("RuntimeError: Connection closed by peer")])
+@pytest.mark.parametrize("survivor", ["", TRACE.format("RuntimeError: Connection closed by peer")], ids=["silence", "a survivor"])
 def test_a_rank_that_a_signal_ends_makes_its_host_suspect(tmp_path: Path, how: str, survivor: str) -> None:
     write(tmp_path, 0, survivor, 100)
     outcome = diagnose(139, [f"srun: error: n2: task 12: {how}", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
