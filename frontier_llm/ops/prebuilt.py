@@ -173,6 +173,7 @@ class PrebuiltKernels:
             variant.codes[line["aligned"]] = _code(folder, line)
         self._constants = {(k, v): next(iter(variant.codes.values())).constants for (k, _, v), variant in self._variants.items()}
         self._functions: dict[tuple[int, Path], int] = {}
+        self._images: list[bytes] = []  # no driver promises to have copied a code object that it has loaded
         self._library = _open_driver(ARCHITECTURES[architecture].backend)
 
     def block(self, kernel: str, variant: str, name: str) -> int:
@@ -209,6 +210,7 @@ class PrebuiltKernels:
         image = code.path.read_bytes()
         if self._library.frontier_gpu_load(device, image, code.symbol, code.shared_bytes, ctypes.byref(function), error, 512):
             raise BackendError(error.value.decode(), build_command(self.architecture), str(code.path))
+        self._images.append(image)
         assert function.value is not None
         return function.value
 
