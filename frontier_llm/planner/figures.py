@@ -67,7 +67,7 @@ def _html(found: Search, machine: Machine, stack: str, numbers: Rates, paths: li
     title = html.escape(f"{found.model.name} on {found.nodes} nodes of {machine.name}")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f'<body style="font-family:sans-serif;max-width:1200px;margin:auto;padding:0 1rem"><h1>{title}</h1><p>Every figure is simulated.</p>{pictures}'
+        f'<body style="font-family:sans-serif;max-width:1200px;margin:auto;padding:0 1rem"><h1>{title}</h1><p>Simulated, but for the points that a legend calls measured.</p>{pictures}'
         f"<h2>report</h2><pre>{words}</pre></body></html>\n"
     )
 
