@@ -64,7 +64,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
-        self._stacks = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")  # removed with the pool
 
     def run(self, world_size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`work(rank, *args)` on ranks 0 … world_size-1 of a fresh gloo world; the results by rank.
@@ -136,7 +136,7 @@ class RankPool:
         return replies, sorted(waiting.values())
 
     def _stack_file(self, rank: int) -> Path:
-        return self._stacks / f"rank{rank}.txt"
+        return Path(self._stacks.name) / f"rank{rank}.txt"
 
     def _stack(self, rank: int) -> str:
         """Where a silent rank stands."""
