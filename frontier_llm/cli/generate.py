@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the draws (default: 0)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts continued at once (default: 8)")
     parser.add_argument("--no-cache", action="store_true", help="recompute every position for every token, to check the cache")
 
 
@@ -85,7 +86,7 @@ def _generate(args: argparse.Namespace) -> int:
         if live:
             _write(prompts[0])
         show = (lambda row, piece: _write(piece)) if live else (lambda row, piece: None)
-        completions = complete(model, tokenizer, prompts, sampling, args.stop or (), show, use_cache=not args.no_cache)
+        completions = complete(model, tokenizer, prompts, sampling, args.stop or (), show, not args.no_cache, args.batch_size)
     if prints and args.json:
         print(json.dumps([asdict(completion) for completion in completions], ensure_ascii=False, indent=1))
     elif live:

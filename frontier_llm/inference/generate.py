@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import broadcast_
+from frontier_llm.config import ModelConfig
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.inference.cache import KeyValueCache
 from frontier_llm.inference.model import InferenceModel
@@ -36,16 +37,17 @@ def generate(model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: 
 
 @torch.inference_mode()
 def stream(
-    model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True
+    model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True, first_row: int = 0
 ) -> Iterator[list[int | None]]:
     """Yield each new token of every row as it is chosen (None for rows that have ended); a stop token is yielded too.
 
+    Row n draws what row `first_row` + n of one great batch would draw.
     Raises ConfigError for an empty prompt, one that fills the context, or a token outside the vocabulary.
     """
-    _check(model, prompts)
+    check_prompts(model.config, prompts)
     batch = _Batch(model, prompts, sampling)
     cache = model.new_cache(len(prompts), batch.slots) if use_cache else None
-    sampler = Sampler(sampling, range(len(prompts)))
+    sampler = Sampler(sampling, range(first_row, first_row + len(prompts)))
     while not all(batch.ended):
         x_BH = batch.last_hidden(cache)
         tokens_B = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
@@ -101,9 +103,10 @@ class _Batch:
         return new
 
 
-def _check(model: InferenceModel, prompts: Sequence[Sequence[int]]) -> None:
+def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises ConfigError with every prompt that is empty, fills the context or holds a token outside the vocabulary."""
     problems = []
-    S, V = model.config.sequence_length, model.config.vocab_size
+    S, V = model.sequence_length, model.vocab_size
     for row, prompt in enumerate(prompts):
         where = f"prompt {row}"
         if not prompt:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from frontier_llm.data.tokenizer import Tokenizer
-from frontier_llm.inference.generate import stream
+from frontier_llm.inference.generate import check_prompts, stream
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampling
 
@@ -31,23 +31,28 @@ def complete(
     stops: Sequence[str] = (),
     on_text: Callable[[int, str], object] = lambda row, piece: None,
     use_cache: bool = True,
+    batch_size: int = 8,
 ) -> list[TextCompletion]:
-    """Complete every prompt in one batch; `on_text` is told each new piece of a row's text, whole characters only.
+    """Complete every prompt, `batch_size` at once; `on_text` is told each new piece of a row's text, whole characters only.
 
-    An empty prompt starts a new document. Collective over tp and pp; every rank returns the same.
+    An empty prompt starts a new document. What a row becomes does not depend on its batch: each has draws of its own.
+    Collective over tp and pp; every rank returns the same. Raises ConfigError, before the first token, for a prompt that does not fit.
     """
     rows = [_Row(tokenizer, stops, prompt) for prompt in prompts]
     sampling = replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eod))
     ids = [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
-    for tokens in stream(model, ids, sampling, use_cache):
-        for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            if token is not None and not row.stopped:
-                row.add(token, token in sampling.stop_tokens)
-                row.report(number, on_text)
-        if all(row.stopped for row in rows):
-            break
-    for number, row in enumerate(rows):
-        row.report(number, on_text, last=True)
+    check_prompts(model.config, ids)
+    for first in range(0, len(rows), batch_size):
+        batch = range(first, min(first + batch_size, len(rows)))
+        for tokens in stream(model, ids[batch.start : batch.stop], sampling, use_cache, first):
+            for number, token in zip(batch, tokens, strict=True):
+                if token is not None and not rows[number].stopped:
+                    rows[number].add(token, token in sampling.stop_tokens)
+                    rows[number].report(number, on_text)
+            if all(rows[number].stopped for number in batch):
+                break
+        for number in batch:
+            rows[number].report(number, on_text, last=True)
     return [TextCompletion(row.prompt, row.text, "stop" if row.stopped else "length", len(row.tokens)) for row in rows]
 
 

@@ -54,6 +54,13 @@ def test_greedy_equals_transformers_on_the_exported_model(name: str, tmp_path: P
         assert list(row.tokens) == expected[0, len(prompt) :].tolist()
 
 
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    model = tiny("llama-tiny")
+    together = list(zip(*stream(model, prompts(LENGTHS), SAMPLED), strict=True))
+    alone = [tuple(tokens for (tokens,) in stream(model, [prompt], SAMPLED, first_row=row)) for row, prompt in enumerate(prompts(LENGTHS))]
+    assert alone == together
+
+
 def test_a_stop_token_ends_its_row_alone_and_is_not_text() -> None:
     model = tiny("llama-tiny")
     free = generate(model, prompts(LENGTHS), GREEDY)

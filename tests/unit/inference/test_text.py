@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from frontier_llm.config import load_model
 from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.errors import ConfigError
 from frontier_llm.inference import text as room
 from frontier_llm.inference.sampling import Sampling
 from frontier_llm.inference.text import complete
 
 BYTES = load_tokenizer("bytes")
+MODEL = SimpleNamespace(config=load_model("llama-tiny"))
 
 
 def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None:
     """Let the model say these tokens."""
 
-    def stream(model: Any, prompts: Any, sampling: Sampling, use_cache: bool) -> Iterator[list[int | None]]:
-        ended = [False] * len(rows)
-        for place in range(max(map(len, rows))):
-            tokens = [None if ended[row] or place >= len(said) else said[place] for row, said in enumerate(rows)]
+    def stream(model: Any, prompts: Any, sampling: Sampling, use_cache: bool, first_row: int) -> Iterator[list[int | None]]:
+        batch = rows[first_row : first_row + len(prompts)]
+        ended = [False] * len(batch)
+        for place in range(max(map(len, batch))):
+            tokens = [None if ended[row] or place >= len(said) else said[place] for row, said in enumerate(batch)]
             ended = [done or token in sampling.stop_tokens for done, token in zip(ended, tokens, strict=True)]
             yield tokens
 
@@ -31,7 +36,7 @@ def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None
 def run(monkeypatch: pytest.MonkeyPatch, said: str, stops: Sequence[str] = (), eod: bool = False) -> tuple[Any, list[str]]:
     play(monkeypatch, [[*said.encode(), *([BYTES.eod] if eod else [])]])
     pieces: list[str] = []
-    completion = complete(None, BYTES, ["p"], Sampling(), stops, lambda row, piece: pieces.append(piece))[0]  # type: ignore[arg-type]
+    completion = complete(MODEL, BYTES, ["p"], Sampling(), stops, lambda row, piece: pieces.append(piece))[0]  # type: ignore[arg-type]
     return completion, pieces
 
 
@@ -58,7 +63,14 @@ def test_the_beginning_of_a_stop_string_is_shown_once_it_is_none(monkeypatch: py
     assert completion.text == "".join(pieces) == "a<en>b<e"
 
 
-def test_rows_end_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_rows_end_on_their_own(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, [[*b"abc"], [*b"xSTOPyyy"], [BYTES.eod]])
-    texts = complete(None, BYTES, ["p", "q", "r"], Sampling(), ["STOP"])  # type: ignore[arg-type]
+    texts = complete(MODEL, BYTES, ["p", "q", "r"], Sampling(), ["STOP"], batch_size=batch_size)  # type: ignore[arg-type]
     assert [(entry.text, entry.finish_reason) for entry in texts] == [("abc", "length"), ("x", "stop"), ("", "stop")]
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, [[*b"abc"], [*b"abc"]])
+    with pytest.raises(ConfigError, match="prompt 1: 32 tokens leave no room"):
+        complete(MODEL, BYTES, ["p", "q" * 32], Sampling(), on_text=lambda row, piece: pytest.fail("began"), batch_size=1)  # type: ignore[arg-type]
