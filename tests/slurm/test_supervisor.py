@@ -93,7 +93,7 @@ def test_crash_is_retried_and_its_traceback_comes_last(cluster: LocalSlurm, tmp_
 def test_refused_config_ends_at_once(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, 1, 2, ("train.steps=3", "batch.global_batch=3"), {})
     assert run.wait()["ExitCode"] == "2:0"
-    assert "batch.global_batch" in run.text() and "use 2 or 4" in run.text()
+    assert "batch.global_batch" in run.text() and "set batch.global_batch=2 or 4" in run.text()
     assert not (run.directory / "attempts.jsonl").exists()
 
 

@@ -146,6 +146,7 @@ def test_real_full_disk(tmp_path: Path) -> None:
             run.save(6)
         assert run.manager.load_latest(strict=True).step == 4
         run.check(4)
+        run.manager.close()  # else its lock's heartbeat would warn in the middle of later tests that the directory is gone
     finally:
         subprocess.run(["umount", "-l", str(mounted)], check=True)
 
