@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from frontier_llm.cli.bench import print_json
 
-        print_json({"copy_bytes_per_s": ceiling, "ops": [asdict(result) for result in results]})
+        rows = [asdict(result) | ({"seconds": None} if result.error else {}) for result in results]  # JSON has no nan
+        print_json({"copy_bytes_per_s": ceiling, "ops": rows})
         return 0
     print(
         f"{args.model}, microbatch {args.micro_batch}, {args.dtype} on {args.device}, {torch.get_num_threads()} threads; copy {ceiling / 1e9:.0f} GB/s"

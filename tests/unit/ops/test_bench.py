@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 
 from frontier_llm.cli.main import main
@@ -12,7 +13,7 @@ from frontier_llm.config import load_model
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import select_ops
-from frontier_llm.ops.bench import compare, gemm_rate, seconds_of
+from frontier_llm.ops.bench import Timing, compare, gemm_rate, seconds_of
 from frontier_llm.ops.face import GROUPS
 from frontier_llm.ops.listing import kernel_report
 
@@ -41,6 +42,14 @@ def test_bench_times_both_sides_and_survives_a_broken_op():
         assert timings[op, "ours"].seconds > 0 and timings[op, "eager"].seconds > 0
     assert "no such kernel" in timings["swiglu", "ours"].error and timings["swiglu", "eager"].seconds > 0
     assert gemm_rate("cpu", torch.float32, 32) > 0
+
+
+def test_json_holds_no_nan_for_what_cannot_run(capsys, monkeypatch):
+    failed = Timing("attention", "sdpa-cudnn", float("nan"), 0, 0.0, "RuntimeError: no viable backend")
+    monkeypatch.setattr("frontier_llm.ops.bench.compare", lambda *_: [failed, replace(failed, way="ours", seconds=0.5, error="")])
+    assert main(["bench", "ops", "--model", "llama-tiny", "--json"]) == 0
+    ops = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["ops"]
+    assert [(row["way"], row["seconds"]) for row in ops] == [("sdpa-cudnn", None), ("ours", 0.5)]
 
 
 def test_a_gpu_is_timed_by_its_own_clock_while_the_host_is_ahead(monkeypatch):
