@@ -81,8 +81,9 @@ def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalS
 
 STEPS = 50
 SLICED = ("parallel.tensor=2", "parallel.pipeline=1", "batch.global_batch=4", f"train.steps={STEPS}", "train.save_interval=10")
-# every step takes at least this long, so that a fault hits a run that still trains, on a fast machine too
-SLOW = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:0.8"}
+# every step takes at least this long, so that a run whose node is killed at step 10 still trains when Slurm gives the node up: 33 s later
+# with SLURMD_TIMEOUT_S of 20, and a requeued job starts some 25 s after that
+SLOW = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:2"}
 
 
 def loss_column(directory: Path) -> list[tuple[int, str]]:
@@ -114,7 +115,7 @@ def undisturbed(directory: Path) -> list[tuple[int, str]]:
 @scenario(nodes=2)
 def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tmp_path: Path) -> None:
     # Slurm looks at its clocks every 30 s: the signal comes 60 to 90 s after the start, and 50 steps of 2 s outlast that
-    env = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:2", "FRONTIER_LLM_SIGNAL_LEAD_S": "90"}
+    env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "90"}
     options = ("--nodes=2", "--ntasks-per-node=1", "--time=3", "--signal=USR1@90")
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=SLICED, env=env)
     seen: set[str] = set()
@@ -153,7 +154,7 @@ def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(cluster: Local
 @scenario(nodes=2)
 def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
     """One rank has no peer whose death would end it: after its node is declared dead it trains on, beside the requeued job."""
-    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=4", "train.steps=100", "train.save_interval=10")
+    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=4", "train.steps=70", "train.save_interval=10")
     env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, "--nodes=1", "--ntasks-per-node=1", words=words, env=env)
     run, stale_log = tmp_path / "run", tmp_path / "run" / "logs" / "attempt_0001" / "rank_0.log"
@@ -165,6 +166,6 @@ def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Pa
     text = (tmp_path / "job.out").read_text()
     assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1, text
     assert run_dir.holder(run)["host"] != host
-    assert run_dir.latest_step(run) == 100
+    assert run_dir.latest_step(run) == 70
     # in a process of its own: another test may be reading this one's output
     subprocess.run([sys.executable, "-m", "frontier_llm.cli.main", "checkpoint", "verify", str(run)], cwd=ROOT, check=True, timeout=120)
