@@ -185,15 +185,15 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
 
 @scenario(nodes=4)
 def test_dead_node_without_a_spare_requeues_on_the_others(cluster: LocalSlurm, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path, 3, 1, ("train.steps=100", "batch.global_batch=6"), {"STAND_IN_STEP_S": "0.5"})
-    run.wait_step(3)
+    run = Run(cluster, tmp_path, 3, 1, ("train.steps=160", "batch.global_batch=6"), {"STAND_IN_STEP_S": "0.5"})
+    run.wait_step(3)  # the other steps take 78 s, and Slurm gives a silent node up after some 33
     cluster.kill_node("n1")
     assert run.wait(300)["JobState"] == "COMPLETED", run.text()
     made = run_dir.attempts(run.directory)
     assert [attempt.cause for attempt in made] == ["node failure", "finished"]
     assert made[1].nodes == ("n0", "n2", "n3")
     steps = [row["step"] for row in run_dir.read_jsonl(run.directory / "metrics.jsonl")]
-    assert steps == list(range(1, 101))
+    assert steps == list(range(1, 161))
 
 
 @scenario(nodes=4)
