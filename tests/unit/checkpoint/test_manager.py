@@ -140,6 +140,19 @@ def test_changed_mathematics_must_be_allowed(tmp_path: Path, capfd: pytest.Captu
     assert "parallel.tensor: 1 → 2" in said and "torch: '2.10.0' → '2.13.0'" in said
 
 
+def resume_changed(change: dict, refused: bool, step: int, tmp_path: Path) -> None:
+    """A run saved at `step` is continued with `change`, or refuses it."""
+    run = Run(tmp_path)
+    run.save(step)
+    run.manager.close()
+    other = Run(tmp_path, config=changed(**change))
+    if refused:
+        with pytest.raises(CheckpointError, match="would change its mathematics"):
+            other.manager.load_latest()
+    else:
+        assert other.manager.load_latest().step == step
+
+
 @pytest.mark.parametrize(("change", "refused"), [
     ({"train": {"steps": 200}}, True),  # cosine over the whole run: every learning rate moves
     ({"train": {"steps": 200, "seed": 1}, "optimizer": {"schedule": "constant"}}, True),
@@ -150,15 +163,7 @@ def test_changed_mathematics_must_be_allowed(tmp_path: Path, capfd: pytest.Captu
     ({"data": {"seed": 5}}, True),
 ])  # fmt: skip
 def test_which_changes_are_mathematics(change: dict, refused: bool, tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.save(2)
-    run.manager.close()
-    other = Run(tmp_path, config=changed(**change))
-    if refused:
-        with pytest.raises(CheckpointError, match="would change its mathematics"):
-            other.manager.load_latest()
-    else:
-        assert other.manager.load_latest().step == 2
+    resume_changed(change, refused, 2, tmp_path)
 
 
 @pytest.mark.parametrize(("change", "refused"), [
@@ -167,15 +172,7 @@ def test_which_changes_are_mathematics(change: dict, refused: bool, tmp_path: Pa
     ({"model": {"rope_theta": 500.0}}, True),
 ])  # fmt: skip
 def test_before_the_first_step_only_the_weights_are_given(change: dict, refused: bool, tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.save(0)
-    run.manager.close()
-    other = Run(tmp_path, config=changed(**change))
-    if refused:
-        with pytest.raises(CheckpointError, match="would change its mathematics"):
-            other.manager.load_latest()
-    else:
-        assert other.manager.load_latest().step == 0
+    resume_changed(change, refused, 0, tmp_path)
 
 
 def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
