@@ -3,12 +3,21 @@
 Scores are kept in base 2: log2(e) is folded into the scale, because exp2 is one instruction on both vendors' hardware.
 EXTRAS compiles ALiBi and documents in; without them only the diagonal blocks are masked. Loads past the sequence read its last
 position instead of being masked: causality hides what they bring, and lane masks would take the scalar registers of CDNA.
+
+fp16 probabilities are lifted by 2^14 before they are multiplied, and the product lowered again: at most 1, they would mostly be
+subnormal in long rows (below 6.1e-5), and MI200's matrix instructions take subnormals for zero (docs/numerics.md).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _lift(dtype: tl.constexpr):
+    """log2 of what probabilities are multiplied by in products of this type."""
+    return 14.0 if dtype == tl.float16 else 0.0
 
 
 @triton.jit
@@ -42,7 +51,7 @@ def _forward_block(q_MD, k, v, k_s, v_s, first, row, sequence, head_dim, scale2,
         scores, row[:, None], column[None, :], slope2, row_document[:, None], column_document[None, :], DIAGONAL, EXTRAS
     )
     new_top = tl.maximum(top, tl.max(scores, 1))
-    p = tl.exp2(scores - new_top[:, None])
+    p = tl.exp2(scores - (new_top - _lift(v.dtype.element_ty))[:, None])
     shrink = tl.exp2(top - new_top)
     v_ND = tl.load(v + read * v_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     out_MD = tl.dot(p.to(v_ND.dtype), v_ND, out_MD * shrink[:, None])
@@ -81,7 +90,7 @@ def attention_forward(q, k, v, slopes, documents, o, logsumexp, scale, sequence,
     total = tl.where(total == 0.0, 1.0, total)  # rows past the sequence
     to = o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :]
     tl.store(to, (out_MD / total[:, None]).to(o.dtype.element_ty), mask=inside)
-    tl.store(logsumexp + (b * heads + a) * sequence + row, top + tl.log2(total), mask=row < sequence)
+    tl.store(logsumexp + (b * heads + a) * sequence + row, top - _lift(q.dtype.element_ty) + tl.log2(total), mask=row < sequence)
 
 
 @triton.jit
@@ -117,7 +126,7 @@ def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g
     )
     p_NM = tl.exp2(scores - lse[None, :])
     g_MD = tl.load(grad_o + wide * g_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-    gv_ND = tl.dot(p_NM.to(g_MD.dtype), g_MD, gv_ND)
+    gv_ND = tl.dot((p_NM * 2.0 ** _lift(g_MD.dtype)).to(g_MD.dtype), g_MD, gv_ND)
     ds_NM = p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - tl.load(delta + read)[None, :])
     return tl.dot(ds_NM.to(q_MD.dtype), q_MD, gk_ND), gv_ND
 
@@ -161,7 +170,7 @@ def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad
                                           False, EXTRAS, BLOCK_M, BLOCK_D)  # fmt: skip
     to = b * gk_b + head * gk_a + column.to(tl.int64)[:, None] * gk_s + d[None, :]
     tl.store(grad_k + to, (gk_ND * scale).to(grad_k.dtype.element_ty), mask=inside)
-    tl.store(grad_v + to, gv_ND.to(grad_v.dtype.element_ty), mask=inside)
+    tl.store(grad_v + to, (gv_ND * 2.0 ** -_lift(v.dtype.element_ty)).to(grad_v.dtype.element_ty), mask=inside)
 
 
 @triton.jit

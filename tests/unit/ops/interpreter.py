@@ -27,6 +27,15 @@ from frontier_llm.ops.prebuilt import _POINTED, address_or_number  # noqa: E402
 interpreter.GridExecutor._init_args_hst = lambda self, arguments, named: (arguments, named)
 interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
 
+
+def _operand(x):
+    """MI200's matrix instructions take subnormal numbers for zero; what one GPU does must harm on none."""
+    return interpreter.TensorHandle(np.where(abs(x.data) < np.finfo(x.data.dtype).tiny, 0, x.data).astype(x.data.dtype), x.dtype)
+
+
+_exact_dot = interpreter.interpreter_builder.create_dot
+interpreter.interpreter_builder.create_dot = lambda a, b, *rest: _exact_dot(_operand(a), _operand(b), *rest)
+
 VIRTUAL_BYTES = 2**30  # larger tensors are memory that was reserved and never touched
 
 

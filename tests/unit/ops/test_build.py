@@ -54,6 +54,12 @@ def test_every_variant_is_there_and_fits_the_machine(gfx90a):
     assert shipped["tools"]["triton"]
 
 
+@needs_triton
+def test_code_objects_do_not_say_where_they_were_built(gfx90a):
+    """So that the same sources and tools give the same files everywhere, and the manifest's digests say whether they did."""
+    assert not [path.name for path in gfx90a.glob("*.hsaco") if b"frontier_llm/ops" in path.read_bytes()]
+
+
 def fits(line, architecture):
     machine, key = ARCHITECTURES[architecture], (line["kernel"], line["dtype"], line["variant"], line["aligned"])
     # NVIDIA's 255 registers are less than CDNA's 512: ptxas may put a few words on the stack, more of them in the unaligned fallback
