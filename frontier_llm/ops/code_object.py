@@ -89,7 +89,7 @@ def check_launch(declared: Declared, architecture: str, symbol: str, kinds: Sequ
         raise BackendError("; ".join(differences), "use the Triton that docs/ops.md names", f"code object of {symbol}")
 
 
-def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
+def sections(image: bytes) -> Iterator[tuple[str, bytes]]:
     """Name and content of each section of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count, names_index = struct.unpack_from("<3H", image, 58)
@@ -102,7 +102,7 @@ def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_amd(image: bytes) -> Declared:
-    note = dict(_sections(image))[".note"]
+    note = dict(sections(image))[".note"]
     owner_bytes, size, kind = struct.unpack_from("<3I", note)
     if kind != _NT_AMDGPU_METADATA:
         raise ValueError(f"a note of kind {kind}")
@@ -153,12 +153,12 @@ def _unpack(data: bytes, at: int) -> tuple[Any, int]:
 
 
 def _read_nvidia(image: bytes) -> Declared:
-    sections = dict(_sections(image))
-    (symbol,) = (name.removeprefix(".nv.info.") for name in sections if name.startswith(".nv.info."))
+    content = dict(sections(image))
+    (symbol,) = (name.removeprefix(".nv.info.") for name in content if name.startswith(".nv.info."))
     (flags,) = struct.unpack_from("<I", image, 48)
     found: dict[int, list[bytes]] = {}
     for name in (".nv.info", f".nv.info.{symbol}"):
-        for attribute, payload in _attributes(sections[name]):
+        for attribute, payload in _attributes(content[name]):
             found.setdefault(attribute, []).append(payload)
     parameters = {}
     for payload in found[_PARAMETER]:
