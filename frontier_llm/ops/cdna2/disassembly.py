@@ -44,7 +44,7 @@ class Descriptor:
     group_id_registers: tuple[int, ...]  # of the grid's x, y, z as far as they are asked for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A kernel that can be run."""
 
