@@ -119,7 +119,8 @@ def _read_amd(image: bytes) -> Declared:
     begin = 12 + -(-owner_bytes // 4) * 4
     metadata, _ = _unpack(note[begin : begin + size], 0)
     (kernel,) = metadata["amdhsa.kernels"]
-    own, hidden = [], []
+    own: list[dict[str, Any]] = []
+    hidden: list[dict[str, Any]] = []
     for argument in kernel[".args"]:
         (hidden if argument[".value_kind"].startswith("hidden_") else own).append(argument)
     parameters = tuple(Parameter(a[".offset"], a[".size"], a[".value_kind"] == "global_buffer") for a in own)

@@ -11,8 +11,8 @@ _SMALLEST = np.float32(2.0**-126)  # the smallest normal number
 
 def flush(x: Array) -> Array:
     """float32 or float16 with subnormal numbers made zeros of their sign."""
-    smallest = np.finfo(x.dtype).smallest_normal
-    return np.where(np.abs(x) < smallest, np.copysign(x.dtype.type(0), x), x)
+    small = np.abs(x) < np.finfo(x.dtype).smallest_normal
+    return np.where(small, np.copysign(x.dtype.type(0), x), x) if small.any() else x
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
@@ -45,7 +45,7 @@ def to_integer(x: Array, kind: type[np.int32] | type[np.uint32]) -> Array:
     return np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0), limits.min, limits.max).astype(kind)
 
 
-def scale_exponent(x: Array, by: Array) -> Array:
+def scale_exponent(x: Array, by: Array | int) -> Array:
     """x * 2**by, rounded once."""
     return np.ldexp(x.astype(np.float64), np.clip(by, -1000, 1000)).astype(np.float32)
 
@@ -67,7 +67,7 @@ def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Ar
         (numerator == 0) | (denominator == 0), apart, denominator_small, inverse_small & quotient_small, inverse_small, quotient_small,
         _exponent(numerator) <= 23,
     ]  # fmt: skip
-    up, down = scale_exponent(x, np.int64(64)), scale_exponent(x, np.int64(-64))
+    up, down = scale_exponent(x, 64), scale_exponent(x, -64)
     nan = np.full_like(up, np.nan)
     some = [nan, np.where(is_denominator, up, x), up, np.where(is_denominator, up, x), down, np.where(is_numerator, up, x), up]
     flags = [False, True, False, True, False, True, False]

@@ -15,6 +15,7 @@ from frontier_llm.ops.driver import SLOT_BYTES
 from .disassembly import Program, disassemble
 from .global_memory import Memory
 from .simulator import Counts, run
+from .state import Array
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class SimulatedGpu:
         self.launches.append(Launch(digest, program.symbol, grid, run(program, grid, threads, shared_bytes, arguments, memory)))
 
 
-def as_bytes(tensor: Tensor):  # type: ignore[no-untyped-def]  # numpy's array of bytes
+def as_bytes(tensor: Tensor) -> Array:
     """The memory from a tensor's first to its last element, gaps of a view included, as an array of bytes that shares it."""
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return torch.as_strided(tensor.detach(), (span,), (1,)).view(torch.uint8).numpy()

@@ -58,11 +58,11 @@ class LocalMemory:
             what = f"{size} bytes at {int(addresses[wave, lane])} of {self._bytes} bytes of LDS"
             raise Violation(f"an LDS access outside of what the launch gives: {what}", wave, lane)
         group = waves.group[waves.waves]
-        wave = np.broadcast_to((self.epoch[group] * _WAVES + waves.waves % self._waves_per_group)[:, None], addresses.shape)
+        stamps = np.broadcast_to((self.epoch[group] * _WAVES + waves.waves % self._waves_per_group)[:, None], addresses.shape)
         base = np.broadcast_to(group[:, None], addresses.shape)[waves.lanes]
         inside = addresses[waves.lanes]
         cells = (base * self._cells + inside // _CELL)[:, None] + np.arange(-(-size // _CELL))
-        return base * self._bytes + inside, cells, np.broadcast_to(wave[waves.lanes][:, None], cells.shape)
+        return base * self._bytes + inside, cells, np.broadcast_to(stamps[waves.lanes][:, None], cells.shape)
 
     def _refuse_others(self, waves: Waves, found: Array, stamps: Array, what: str, accesses: Array | None = None) -> None:
         others = _by_another(found, stamps)

@@ -21,7 +21,7 @@ from .state import LANES, VCC, Array, Waves
 
 WAVES_AT_ONCE: Final = 64  # what numpy works on at a time: large enough to hide its overhead, small enough for the caches
 STEPS_AT_MOST: Final = 20_000_000  # of one lot of workgroups: an endless loop ends here
-_CONDITIONS: Final[dict[str, Callable[[Waves], Array]]] = {
+_CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
     "s_branch": lambda waves: np.ones(len(waves.waves), bool),
     "s_cbranch_scc0": lambda waves: ~waves.scc[waves.chosen],
     "s_cbranch_scc1": lambda waves: waves.scc[waves.chosen],

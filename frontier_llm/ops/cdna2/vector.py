@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -152,7 +153,7 @@ def _mixed(instruction: Instruction, operands: list[Operand]) -> Step:
             plain = Operand(source.text, source.vector, source.register, source.count)
             read = part(plain, f"WORD_{upper:d}", "f16", reader(plain, "u32", per_lane=True))
             sign = np.float32(-1 if source.negate else 1)
-            reads.append(lambda waves, read=read, sign=sign: read(waves).astype(np.float32) * sign)
+            reads.append(partial(_widened, read, sign))
         else:
             reads.append(reader(source, "f16" if half else "f32", per_lane=True))
     target = instruction.mnemonic.removeprefix("v_fma_mix")
@@ -169,6 +170,10 @@ def _mixed(instruction: Instruction, operands: list[Operand]) -> Step:
     if target not in ("_f32", "lo_f16", "hi_f16"):
         raise Unknown("instruction")
     return run
+
+
+def _widened(read: Read, sign: np.float32, waves: Waves) -> Array:
+    return read(waves).astype(np.float32) * sign
 
 
 def _compare(name: str, operands: list[Operand]) -> Step:
@@ -210,10 +215,8 @@ def _multiply_add(kind: str) -> Callable[[list[Operand]], Step]:
         def run(waves: Waves) -> None:
             product, addend = a(waves).astype(dtype) * b(waves).astype(dtype), c(waves)
             total = product + addend
-            if wide == "u64":
-                highest = total < addend
-            else:
-                highest = np.where((product < 0) == (addend < 0), product < 0, total < 0)
+            signed = np.where((product < 0) == (addend < 0), product < 0, total < 0)
+            highest = total < addend if wide == "u64" else signed
             _write(waves, destination, split(total, wide))
             waves.write_mask(carry.register, waves.lanes & highest)
 
@@ -239,7 +242,8 @@ def _refine(operands: list[Operand]) -> Step:
     reads = _reads(sources, ["f32"] * 3)
 
     def run(waves: Waves) -> None:
-        value = div_fmas(*(read(waves) for read in reads), as_lanes(waves.mask(VCC)))
+        a, b, c = (read(waves) for read in reads)
+        value = div_fmas(a, b, c, as_lanes(waves.mask(VCC)))
         _write(waves, destination, split(value, "f32"))
 
     return run
