@@ -84,7 +84,7 @@ def units(got: Tensor, expected: Tensor) -> float:
     """The largest error in units in the last place of the largest element; NaN is infinitely wrong."""
     error = (got.double() - expected.double()).abs().max().item()
     scale = expected.abs().max().item() or 1.0
-    return error / scale / torch.finfo(got.dtype).eps if error == error else float("inf")  # noqa: PLR0124 NaN
+    return error / scale / torch.finfo(got.dtype).eps if error == error else float("inf")
 
 
 def _cross_entropy(logits: Tensor, ops: GpuOps) -> list[Pair]:
