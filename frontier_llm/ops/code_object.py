@@ -32,6 +32,15 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """One argument that AMD's driver fills by itself, by the metadata's name for it: hidden_block_count_x …"""
+
+    kind: str
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class Declared:
     """A kernel's own account of how it must be launched and of what it uses."""
 
@@ -43,6 +52,7 @@ class Declared:
     wave: int
     registers: int  # of a thread; AMD: vector registers with the accumulation registers
     spills: int  # AMD: registers; NVIDIA: words on a thread's stack
+    hidden: tuple[Hidden, ...] = ()
 
 
 def read(image: bytes) -> Declared:
@@ -109,7 +119,10 @@ def _read_amd(image: bytes) -> Declared:
     begin = 12 + -(-owner_bytes // 4) * 4
     metadata, _ = _unpack(note[begin : begin + size], 0)
     (kernel,) = metadata["amdhsa.kernels"]
-    own = [argument for argument in kernel[".args"] if not argument[".value_kind"].startswith("hidden_")]
+    own: list[dict[str, Any]] = []
+    hidden: list[dict[str, Any]] = []
+    for argument in kernel[".args"]:
+        (hidden if argument[".value_kind"].startswith("hidden_") else own).append(argument)
     parameters = tuple(Parameter(a[".offset"], a[".size"], a[".value_kind"] == "global_buffer") for a in own)
     if kernel[".uses_dynamic_stack"] or kernel[".group_segment_fixed_size"]:
         raise ValueError("a kernel with a dynamic stack, or with shared memory that is not the launcher's to give")
@@ -122,6 +135,7 @@ def _read_amd(image: bytes) -> Declared:
         wave=kernel[".wavefront_size"],
         registers=kernel[".vgpr_count"],
         spills=kernel[".vgpr_spill_count"] + kernel[".sgpr_spill_count"],
+        hidden=tuple(Hidden(a[".value_kind"], a[".offset"], a[".size"]) for a in hidden),
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops.native import NATIVE_DIR
@@ -34,8 +36,11 @@ class Driver(Protocol):
         """A handle of the function in a code object; raises LaunchError. `image` must outlive it."""
         ...
 
-    def launch(self, device: int, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, slots: bytes) -> None:
-        """Run a loaded function; `slots` are its arguments, SLOT_BYTES each. Raises LaunchError."""
+    def launch(
+        self, device: int, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, slots: bytes,
+        tensors: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, `tensors` those that they point to. Raises LaunchError."""
         ...
 
 
@@ -57,7 +62,10 @@ class GpuDriver:
         assert function.value is not None
         return function.value
 
-    def launch(self, device: int, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, slots: bytes) -> None:
+    def launch(
+        self, device: int, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, slots: bytes,
+        tensors: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
         """Launch on torch's current stream."""
         error, dims = ctypes.create_string_buffer(512), (ctypes.c_uint32 * 3)(*grid)
         stream, count = torch.cuda.current_stream().cuda_stream, len(slots) // SLOT_BYTES

@@ -123,7 +123,8 @@ class PrebuiltKernels:
         function = self._functions.get((device, code.path))
         if function is None:
             function = self._functions[device, code.path] = self._load(device, code)
-        self._driver.launch(device, function, grid, code.threads, code.shared_bytes, slots)
+        tensors = {name: value for (name, _), value in zip(chosen.arguments, arguments, strict=True) if isinstance(value, Tensor)}
+        self._driver.launch(device, function, grid, code.threads, code.shared_bytes, slots, tensors)
 
     def _load(self, device: int, code: _Code) -> int:
         image = code.path.read_bytes()

@@ -13,12 +13,17 @@ from .disassembly import Descriptor, Instruction
 from .global_memory import Memory
 from .local_memory import LocalMemory
 from .operands import Operand, Read, Unknown, operand, reader
-from .scalar import Step
 from .state import LANES, Array, Waves
 
-_SIZES: Final = {"ushort": (np.uint16, 1), "short": (np.uint16, 1), "dword": (np.uint32, 1), "dwordx2": (np.uint32, 2),
+_SIZES: Final[dict[str, tuple[Any, int]]] = {"ushort": (np.uint16, 1), "short": (np.uint16, 1), "dword": (np.uint32, 1), "dwordx2": (np.uint32, 2),
                  "dwordx3": (np.uint32, 3), "dwordx4": (np.uint32, 4)}  # fmt: skip
-_LOCAL_SIZES: Final = {"u16": (np.uint16, 1), "b16": (np.uint16, 1), "b32": (np.uint32, 1), "b64": (np.uint32, 2), "b128": (np.uint32, 4)}
+_LOCAL_SIZES: Final[dict[str, tuple[Any, int]]] = {
+    "u16": (np.uint16, 1),
+    "b16": (np.uint16, 1),
+    "b32": (np.uint32, 1),
+    "b64": (np.uint32, 2),
+    "b128": (np.uint32, 4),
+}
 _GLOBAL = re.compile(r"(?P<space>global|buffer)_(?P<action>load|store)_(?P<size>[a-z]+(?:x\d)?)(?P<high>_d16_hi)?$")
 _LOCAL = re.compile(r"ds_(?P<action>read|write)(?P<two>2?)(?P<far>st64)?_(?P<size>[ub]\d+)$")
 _SCALAR = re.compile(r"s_load_dword(?:x(?P<count>\d+))?$")

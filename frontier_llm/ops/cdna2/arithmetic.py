@@ -11,8 +11,8 @@ _SMALLEST = np.float32(2.0**-126)  # the smallest normal number
 
 def flush(x: Array) -> Array:
     """float32 or float16 with subnormal numbers made zeros of their sign."""
-    smallest = np.finfo(x.dtype).smallest_normal
-    return np.where(np.abs(x) < smallest, np.copysign(x.dtype.type(0), x), x)
+    small = np.abs(x) < np.finfo(x.dtype).smallest_normal
+    return np.where(small, np.copysign(x.dtype.type(0), x), x) if small.any() else x
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
@@ -45,7 +45,7 @@ def to_integer(x: Array, kind: type[np.int32] | type[np.uint32]) -> Array:
     return np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0), limits.min, limits.max).astype(kind)
 
 
-def scale_exponent(x: Array, by: Array) -> Array:
+def scale_exponent(x: Array, by: Array | int) -> Array:
     """x * 2**by, rounded once."""
     return np.ldexp(x.astype(np.float64), np.clip(by, -1000, 1000)).astype(np.float32)
 
@@ -56,23 +56,21 @@ def _exponent(x: Array) -> Array:
 
 
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """x, which is one of the others, scaled such that their quotient can be refined; and whether the quotient must be scaled back."""
-    wide = denominator.astype(np.float64)
-    inverse_small = np.abs(1 / wide) < _SMALLEST
-    quotient_small = np.abs(numerator / wide) < _SMALLEST
+    """x, which is one of the others, scaled such that their quotient can be refined; and whether the quotient must be scaled back.
+
+    By the exponents, as GPUs do; AMD's pseudo-code asks whether quotients are subnormal, and would scale a large denominator up.
+    """
+    apart = _exponent(numerator) - _exponent(denominator)
+    far_above, far_below = apart >= 96, apart <= -96
+    inverse_small = _exponent(denominator) >= 253
+    tiny = (_exponent(denominator) == 0) | (_exponent(numerator) <= 23)
+    up, down = scale_exponent(x, 64), scale_exponent(x, -64)
     is_denominator, is_numerator = x == denominator, x == numerator
-    apart = _exponent(numerator) - _exponent(denominator) >= 96
-    denominator_small = np.abs(denominator) < _SMALLEST
-    cases = [
-        (numerator == 0) | (denominator == 0), apart, denominator_small, inverse_small & quotient_small, inverse_small, quotient_small,
-        _exponent(numerator) <= 23,
+    cases = [(numerator == 0) | (denominator == 0), far_above, far_below & inverse_small, far_below, inverse_small, tiny]
+    scaled = [
+        np.full_like(up, np.nan), np.where(is_denominator, up, x), np.where(is_denominator, down, x), np.where(is_numerator, up, x), down, up,
     ]  # fmt: skip
-    up, down = scale_exponent(x, np.int64(64)), scale_exponent(x, np.int64(-64))
-    nan = np.full_like(up, np.nan)
-    some = [nan, np.where(is_denominator, up, x), up, np.where(is_denominator, up, x), down, np.where(is_numerator, up, x), up]
-    flags = [False, True, False, True, False, True, False]
-    no = np.zeros(up.shape, bool)
-    return np.select(cases, some, np.broadcast_to(x, up.shape)), np.select(cases, [no | flag for flag in flags], no)
+    return np.select(cases, scaled, x), far_above | far_below
 
 
 def div_fmas(a: Array, b: Array, c: Array, scaled: Array) -> Array:

@@ -44,7 +44,7 @@ class Descriptor:
     group_id_registers: tuple[int, ...]  # of the grid's x, y, z as far as they are asked for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A kernel that can be run."""
 
@@ -59,7 +59,7 @@ def disassemble(image: bytes, symbol: str) -> Program:
         path = Path(folder) / "kernel.hsaco"
         path.write_bytes(image)
         command = [find_objdump(), "-d", "--mcpu=gfx90a", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)  # noqa: S603 a list
     if done.returncode:
         raise BackendError(f"llvm-objdump cannot read it: {done.stderr.strip()}", "take LLVM 14 or later", f"code object of {symbol}")
     return Program(symbol, parse(done.stdout), _descriptor(image, symbol))
@@ -99,7 +99,7 @@ def _instruction(text: str, address: int, words: list[str], index: dict[int, int
         target = index[address + 4 + 4 * ((offset ^ 0x8000) - 0x8000)]
     if name == "s_waitcnt":
         operands, tokens = [], [token.replace("(", ":").removesuffix(")") for token in rest.split()]
-    modifiers = dict(token.split(":", 1) if ":" in token else (token, "") for token in tokens)
+    modifiers = {name: value for name, _, value in (token.partition(":") for token in tokens)}
     base = name[: encoding.start()] if encoding else name
     return Instruction(address, base, encoding[1] if encoding else "", tuple(operands), modifiers, text, target)
 

@@ -40,13 +40,15 @@ class LocalMemory:
         return result
 
     def store(self, waves: Waves, addresses: Array, values: Array) -> None:
-        """Write values [wave, lane, count] of the active lanes; raises Violation."""
+        """Write values [wave, lane, count] of the active lanes; raises Violation. Writing what is there already is no race."""
         offsets, cells, stamps = self._place(waves, addresses, values.itemsize * values.shape[-1])
-        self._refuse_others(waves, self._written[cells], stamps, "writes what another wave wrote")
-        self._refuse_others(waves, self._read[cells], stamps, "writes what another wave read")
+        data, new = window(self._data, values.dtype.type, values.shape[-1]), values[waves.lanes]
+        changed = (data[offsets] != new).any(axis=1)
+        self._refuse_others(waves, self._written[cells], stamps, "writes what another wave wrote", changed)
+        self._refuse_others(waves, self._read[cells], stamps, "writes what another wave read", changed)
         self._written[cells] = stamps
-        self._refuse_others(waves, self._written[cells], stamps, "writes what another wave writes")
-        window(self._data, values.dtype.type, values.shape[-1])[offsets] = values[waves.lanes]
+        data[offsets] = new
+        self._refuse_others(waves, self._written[cells], stamps, "writes what another wave writes", (data[offsets] != new).any(axis=1))
 
     def _place(self, waves: Waves, addresses: Array, size: int) -> tuple[Array, Array, Array]:
         """Of the active lanes: offsets into the data, and the cells [access, cell] with the stamps that they would get."""
@@ -56,14 +58,16 @@ class LocalMemory:
             what = f"{size} bytes at {int(addresses[wave, lane])} of {self._bytes} bytes of LDS"
             raise Violation(f"an LDS access outside of what the launch gives: {what}", wave, lane)
         group = waves.group[waves.waves]
-        wave = np.broadcast_to((self.epoch[group] * _WAVES + waves.waves % self._waves_per_group)[:, None], addresses.shape)
+        stamps = np.broadcast_to((self.epoch[group] * _WAVES + waves.waves % self._waves_per_group)[:, None], addresses.shape)
         base = np.broadcast_to(group[:, None], addresses.shape)[waves.lanes]
         inside = addresses[waves.lanes]
         cells = (base * self._cells + inside // _CELL)[:, None] + np.arange(-(-size // _CELL))
-        return base * self._bytes + inside, cells, np.broadcast_to(wave[waves.lanes][:, None], cells.shape)
+        return base * self._bytes + inside, cells, np.broadcast_to(stamps[waves.lanes][:, None], cells.shape)
 
-    def _refuse_others(self, waves: Waves, found: Array, stamps: Array, what: str) -> None:
+    def _refuse_others(self, waves: Waves, found: Array, stamps: Array, what: str, accesses: Array | None = None) -> None:
         others = _by_another(found, stamps)
+        if accesses is not None:
+            others &= accesses[:, None]
         if others.any():
             access, cell = (int(index) for index in np.argwhere(others)[0])
             wave, lane = (int(index) for index in np.argwhere(waves.lanes)[access])

@@ -57,9 +57,6 @@ def _inputs(waves: Waves, source: Operand, half: type[np.float16] | None) -> Arr
     """A, or B transposed, as float64 [wave, row or column, k]."""
     words = waves.vector[source.register : source.register + 2, waves.chosen]  # [2, wave, lane]
     halves = np.ascontiguousarray(words.transpose(1, 2, 0)).view(np.uint16)  # [wave, lane, 4]
-    if half:
-        values = flush(halves.view(half))
-    else:
-        values = flush((halves.astype(np.uint32) << np.uint32(16)).view(np.float32))
+    values = flush(halves.view(half) if half else (halves.astype(np.uint32) << np.uint32(16)).view(np.float32))
     by_half = values.reshape(-1, 2, _M, _K // 2)  # lanes as (half of K, row)
     return by_half.swapaxes(1, 2).reshape(-1, _M, _K).astype(np.float64)

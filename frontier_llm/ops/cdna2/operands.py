@@ -141,6 +141,12 @@ def _words(source: Operand, width: int, per_lane: bool) -> Read:
     return {2: half, 4: one, 8: two}[width]
 
 
+def writable(destination: Operand, kind: str) -> None:
+    """Raises Unknown unless a result of that kind fits into the operand."""
+    if destination.register < 0 or destination.count != max(1, np.dtype(KINDS[kind]).itemsize // 4):
+        raise Unknown(f"{destination.text} for a result of kind {kind}")
+
+
 def split(values: Array, kind: str) -> list[Array]:
     """Values of a kind as the 32-bit words that registers hold, the low one first; 16-bit values are zero-extended."""
     typed = np.asarray(values).astype(KINDS[kind], copy=False)

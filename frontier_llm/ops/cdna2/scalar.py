@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from .disassembly import Descriptor, Instruction
-from .operands import Unknown, operand, reader, split
+from .operands import Unknown, operand, reader, split, writable
 from .state import EXEC, Array, Waves
 
 Step = Callable[[Waves], None]
@@ -121,8 +121,9 @@ def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
         return _saving(_SAVING[name], instruction, descriptor)
     op, texts = TABLE[name], list(instruction.operands)
     destination = operand(texts[0], descriptor) if op.result else None
-    if destination and "dst" not in op.sources:
-        texts.pop(0)
+    if destination:
+        writable(destination, op.result)
+        texts = texts if "dst" in op.sources else texts[1:]
     reads = [
         _short(text) if kind == "k16" else reader(operand(text, descriptor), op.result if kind == "dst" else kind, per_lane=False)
         for text, kind in zip(texts, op.sources, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from .state import LANES, VCC, Array, Waves
 
 WAVES_AT_ONCE: Final = 64  # what numpy works on at a time: large enough to hide its overhead, small enough for the caches
 STEPS_AT_MOST: Final = 20_000_000  # of one lot of workgroups: an endless loop ends here
-_CONDITIONS: Final[dict[str, Callable[[Waves], Array]]] = {
+_CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
     "s_branch": lambda waves: np.ones(len(waves.waves), bool),
     "s_cbranch_scc0": lambda waves: ~waves.scc[waves.chosen],
     "s_cbranch_scc1": lambda waves: waves.scc[waves.chosen],
@@ -71,7 +72,7 @@ def run(
 
     `trace` gets the indexes of the instructions that the first wave executes.
     """
-    compiled = [_compile(instruction, program.descriptor) for instruction in program.instructions]
+    compiled = _compiled(program)
     arguments = np.frombuffer(bytearray(kernarg), np.uint8)
     address = memory.add("the arguments", arguments)
     counts, waves_per_group, groups = Counts(), threads // LANES, grid[0] * grid[1] * grid[2]
@@ -81,6 +82,11 @@ def run(
         waves = _start(program.descriptor, ids, waves_per_group, shared_bytes, address)
         _Lot(program, compiled, waves, memory, counts, trace if first == 0 else None, first).execute()
     return counts
+
+
+@lru_cache(maxsize=256)
+def _compiled(program: Program) -> list[_Compiled]:
+    return [_compile(instruction, program.descriptor) for instruction in program.instructions]
 
 
 def _compile(instruction: Instruction, descriptor: Descriptor) -> _Compiled:

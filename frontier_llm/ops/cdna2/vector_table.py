@@ -124,14 +124,14 @@ TABLE: Final[dict[str, Vector]] = {
     "v_cvt_i32_f32": _op("i32 = f32", lambda a: to_integer(a, np.int32)),
     "v_cvt_u32_f32": _op("u32 = f32", lambda a: to_integer(a, np.uint32)),
 }
-_ORDERED: Final[dict[str, Callable[..., Any]]] = {
+_Predicate = Callable[..., Any]
+_ORDERED: Final[dict[str, _Predicate]] = {
     "lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-COMPARE: Final[dict[str, tuple[str, Callable[..., Any]]]] = {
-    f"v_cmp_{name}_{kind}": (kind, compare)
-    for name, compare in {**_ORDERED, "ne": np.not_equal}.items()
-    for kind in ("i32", "u32", "i64", "u64")
-}
+COMPARE: Final[dict[str, tuple[str, _Predicate]]] = {}
+for _kind in ("i32", "u32", "i64", "u64"):
+    COMPARE.update({f"v_cmp_{name}_{_kind}": (_kind, compare) for name, compare in _ORDERED.items()})
+    COMPARE[f"v_cmp_ne_{_kind}"] = _kind, np.not_equal
 for _kind in ("f32", "f64"):
     for _name, _compare in _ORDERED.items():
         COMPARE[f"v_cmp_{_name}_{_kind}"] = _kind, _compare

@@ -1,0 +1,210 @@
+"""Every GPU op at small odd shapes against the reference in float64: what runs the kernels is the caller's, a GPU or a simulator of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frontier_llm.errors import BackendError, FrontierError
+from frontier_llm.ops import reference
+from frontier_llm.ops.cdna2 import Counts
+from frontier_llm.ops.cdna2.driver import SimulatedGpu
+from frontier_llm.ops.face import AdamWUpdate, Scores
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.manifest import read_manifest
+from frontier_llm.ops.prebuilt import PrebuiltKernels
+
+Pair = tuple[Tensor, Tensor]  # what came out, and what should have
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape, forward and backward. `limit` is in units in the last place of the largest element: one rounding is half of one."""
+
+    op: str
+    shape: str
+    run: Callable[[GpuOps], list[Pair]]
+    limit: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case: the largest error in units in the last place, or what went wrong."""
+
+    op: str
+    dtype: str
+    shape: str
+    error: float
+    limit: float
+    files: tuple[str, ...]
+    instructions: int
+    waits: int
+    barriers: int
+    fault: str
+
+    @property
+    def ok(self) -> bool:
+        """Within the limit, without a fault."""
+        return not self.fault and self.error <= self.limit
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal numbers that depend on the shape and the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def against_reference(ops: Any, name: str, inputs: Sequence[Tensor | None], *args: Any) -> list[Pair]:
+    """Outputs and gradients of an op, each beside the reference's in float64."""
+    generator = torch.Generator().manual_seed(1)
+    ours = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    outputs = []
+    for op, given in ((getattr(ops, name), ours), (getattr(reference, name), wide)):
+        made = op(*given, *args)
+        outputs.append(made if isinstance(made, tuple) else (made,))
+    grads = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs[0]]
+    torch.autograd.backward(outputs[0], grads)
+    torch.autograd.backward(outputs[1], [grad.double() for grad in grads])
+    pairs = list(zip(*outputs, strict=True))
+    for a, b in zip(ours, wide, strict=True):
+        if a is not None and b is not None:
+            assert a.grad is not None and b.grad is not None
+            pairs.append((a.grad, b.grad))
+    return pairs
+
+
+def units(got: Tensor, expected: Tensor) -> float:
+    """The largest error in units in the last place of the largest element; NaN is infinitely wrong."""
+    error = (got.double() - expected.double()).abs().max().item()
+    scale = expected.abs().max().item() or 1.0
+    return error / scale / torch.finfo(got.dtype).eps if error == error else float("inf")
+
+
+def _cross_entropy(logits: Tensor, ops: GpuOps) -> list[Pair]:
+    columns = logits.shape[1]
+    targets = torch.tensor([100, 100 + columns - 1, 99, 100 + columns, -1, 100])  # of this shard, and of others
+    stats = reference.cross_entropy_stats(logits.double(), targets, 100)
+    logsumexp, grad_loss = stats[0] + stats[1].log(), torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
+    expected = reference.cross_entropy_backward_(logits.double(), targets, 100, logsumexp, grad_loss)
+    pairs = [(ops.cross_entropy_stats(logits, targets, 100), stats)]
+    return [*pairs, (ops.cross_entropy_backward_(logits.clone(), targets, 100, logsumexp.float(), grad_loss), expected)]
+
+
+def _adamw(dtype: torch.dtype, count: int, ops: GpuOps) -> list[Pair]:
+    ours = [normal(count, seed=seed) for seed in range(4)]
+    ours[3].abs_()
+    wide, weights = [x.double() for x in ours], torch.empty(count, dtype=dtype)
+    update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.25)
+    ops.adamw_(ours[0], ours[1], ours[2], ours[3], weights, update)
+    reference.adamw_(wide[0], wide[1], wide[2], wide[3], wide[0], update)
+    return [*((ours[index], wide[index]) for index in (0, 2, 3)), (weights, wide[0])]
+
+
+def _sums(dtype: torch.dtype, count: int, ops: GpuOps) -> list[Pair]:
+    main, grad = normal(count), normal(count, dtype=dtype, seed=1)
+    expected = main.double() + grad.double()
+    ops.accumulate_(main, grad)
+    return [(main, expected), (ops.sum_of_squares(grad).float(), grad.double().square().sum())]
+
+
+def _embedding(dtype: torch.dtype, columns: int, ops: GpuOps) -> list[Pair]:
+    ids, rows = torch.tensor([[3, 7], [9, 3], [2, 7]]), normal(3, 2, columns, dtype=dtype)
+    table, wide = torch.zeros(5, columns), torch.zeros(5, columns, dtype=torch.float64)
+    ops.embedding_backward_(table, ids, rows, 3)
+    reference.embedding_backward_(wide, ids, rows, 3)
+    return [(table, wide)]
+
+
+def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, head_dim: int, extras: bool, ops: GpuOps) -> list[Pair]:
+    q = normal(sequence, 1, heads, head_dim, dtype=dtype)
+    k, v = (normal(sequence, 1, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    slopes = 2.0 ** -torch.arange(1, heads + 1) if extras else None
+    documents = (torch.arange(sequence) // 50)[None] if extras else None
+    return against_reference(ops, "attention", (q, k, v), Scores(head_dim**-0.5, slopes, documents))
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Every op in every variant, first with sizes that are multiples of 16, then without; all code objects of a type are among them."""
+    one = 32.0 if dtype is torch.float32 else 1.0  # fp32 results are sums of rounded numbers
+
+    def case(op: str, shape: str, run: Callable[[GpuOps], list[Pair]], limit: float = one) -> Case:
+        return Case(op, shape, run, limit)
+
+    def compared(op: str, shape: str, inputs: Sequence[Tensor | None], *args: Any) -> Case:
+        return case(op, shape, lambda ops: against_reference(ops, op, inputs, *args))
+
+    for odd in (0, 3):
+        for rows, columns in ((35, 80 - odd), (3, 2064 - odd), (3, 8208 - odd)):
+            x, weight, bias = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype), normal(columns, dtype=dtype, seed=3)
+            # multiples of 1/4: their sum is exact, so that the reference norms the same numbers
+            whole, residual = ((normal(rows, columns, seed=seed) * 4).round().div(4).to(dtype) for seed in (0, 1))
+            yield compared("rms_norm", f"{rows} x {columns}", (x, weight), 1e-5)
+            yield compared("add_norm", f"{rows} x {columns}, layernorm", (whole, residual, weight, bias), 1e-5, "layernorm")
+        for head_dim, half in ((80, 32), (128, 64), (256, 128)):
+            angle = normal(5, half - odd)
+            x = normal(5, 2, 3, head_dim - odd, dtype=dtype)
+            yield compared("rope", f"5 x 2 x 3 x {head_dim - odd}, {half - odd} angles", (x,), angle.cos(), angle.sin())
+        width = 1104 - odd
+        yield compared("swiglu", f"3 x {width}", (2 * normal(3, 2, width, dtype=dtype),))
+        for approximate in (False, True):
+            inputs = (2 * normal(35, width, dtype=dtype), normal(width, dtype=dtype))
+            yield compared("gelu", f"35 x {width}{', tanh' if approximate else ''}", inputs, approximate)
+        for columns in (80 - odd, 5008 - odd):
+            yield case("cross_entropy", f"6 x {columns}", partial(_cross_entropy, 3 * normal(6, columns, dtype=dtype)))
+        yield case("adamw", f"{1504 - odd}", partial(_adamw, dtype, 1504 - odd))
+        yield case("accumulate, sum_of_squares", f"{66000 - odd}", partial(_sums, dtype, 66000 - odd))
+        yield case("embedding", f"6 x {1040 - odd}", partial(_embedding, dtype, 1040 - odd))
+    if dtype is not torch.float32:
+        for sequence, heads, kv_heads, head_dim in ((131, 4, 2, 64), (70, 2, 1, 128), (70, 1, 1, 80), (40, 1, 1, 256)):
+            for extras in (False, True):
+                shape = f"{sequence} x {heads}/{kv_heads} x {head_dim}{', ALiBi, documents' if extras else ''}"
+                # two products in a row, each of inputs rounded to the type
+                yield case("attention", shape, partial(_attention, dtype, sequence, heads, kv_heads, head_dim, extras), 2.0)
+
+
+def check(architecture: str, folder: Path | None = None, dtypes: Sequence[str] = tuple(DTYPES)) -> Iterator[Result]:
+    """Execute the code objects of an architecture in its simulator; raises BackendError for one that has none."""
+    if architecture != "gfx90a":
+        what = f"there is no simulator of {architecture}; there is one of gfx90a"
+        raise BackendError(what, "on a machine with the GPU: scripts/bench_gpu.sh", "ops check")
+    driver = SimulatedGpu()
+    kernels, manifest = PrebuiltKernels(architecture, folder, driver), read_manifest(architecture, folder)
+    files = {line["sha256"]: line["file"] for line in manifest["kernels"]}
+    ops = GpuOps(kernels)
+    for name in dtypes:
+        for case in cases(DTYPES[name]):
+            driver.launches.clear()
+            error, fault = 0.0, ""
+            try:
+                error = max(units(*pair) for pair in case.run(ops))
+            except FrontierError as problem:
+                fault = str(problem)
+            total = _total([launch.counts for launch in driver.launches])
+            executed = tuple(dict.fromkeys(files[launch.sha256] for launch in driver.launches))
+            yield Result(
+                case.op,
+                name,
+                case.shape,
+                error,
+                case.limit,
+                executed,
+                sum(total.values()),
+                total.get("waits", 0),
+                total.get("barriers", 0),
+                fault,
+            )
+
+
+def _total(counts: Sequence[Counts]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for name, value in count.instructions.items():
+            total[name] = total.get(name, 0) + value
+    return total
