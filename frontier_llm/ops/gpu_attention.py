@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.functional import pad
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops.face import Scores
 from frontier_llm.ops.kernel_table import HEAD_DIMS
 from frontier_llm.ops.prebuilt import Kernels
+
+ROWS_PER_PAD = 128  # of logsumexp, delta and documents; the kernels' _padded
 
 
 def attention(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
@@ -25,7 +28,9 @@ def attention(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, 
         sequence, batch, heads = q_SBaD.shape[:3]
         slopes_a = q_SBaD.new_zeros(heads) if slopes_a is None else slopes_a.detach()
         documents_BS = q_SBaD.new_zeros(batch, sequence) if documents_BS is None else documents_BS
-        slopes_a, documents_BS = slopes_a.float().contiguous(), documents_BS.int().contiguous()
+        # numbers of documents within a row are small, so exact in fp32, where a difference and its size are one instruction each
+        documents_BS = pad(documents_BS.float(), (0, _padded(sequence) - sequence), value=-1.0)
+        slopes_a = slopes_a.float().contiguous()
     return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scores.scale, slopes_a, documents_BS, kernels)
 
 
@@ -50,7 +55,7 @@ class _Attention(Function):
         q, k, v = _readable(q), _readable(k), _readable(v)
         sequence, batch, heads, head_dim = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        logsumexp = torch.empty(batch, heads, sequence, dtype=torch.float32, device=q.device)
+        logsumexp = torch.empty(batch, heads, _padded(sequence), dtype=torch.float32, device=q.device)
         variant = _variant(head_dim, documents is not None)
         grid = (-(-sequence // kernels.block("attention_forward", variant, "BLOCK_M")), batch * heads, 1)
         kernels.launch(
@@ -88,6 +93,11 @@ class _Attention(Function):
             *inputs, delta, grad_q, ctx.scale, *_sizes(q, k), *strides, *grad_q.stride()[:3],
         )  # fmt: skip
         return grad_q, grad_k, grad_v, None, None, None, None
+
+
+def _padded(sequence: int) -> int:
+    """Positions that per-row statistics have room for: a multiple of every block, so the kernels read them whole and unmasked."""
+    return -(-sequence // ROWS_PER_PAD) * ROWS_PER_PAD
 
 
 def _variant(head_dim: int, extras: bool) -> str:

@@ -6,8 +6,10 @@ The build reads this to compile, the runtime to launch: neither tunes nor guesse
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Variant:
     constants: dict[str, int]
     warps: int
     stages: int = 1
+    matrix: int = 0  # rows and columns of AMD's matrix instruction; 0: the compiler's choice
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def _attention(name: str, arguments: str) -> Kernel:
     return Kernel(name, "attention", _arguments(arguments), ("bf16", "fp16"), aligned_only=True)
 
 
-_ATTENTION_INPUTS = "q:*T:16 k:*T:16 v:*T:16 slopes:*fp32 documents:*i32"
+_ATTENTION_INPUTS = "q:*T:16 k:*T:16 v:*T:16 slopes:*fp32 documents:*fp32:16"
 _SIZES = "sequence:i32 heads:i32 group:i32 head_dim:i32:16"
 
 
@@ -145,7 +148,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel(
             "cross_entropy_backward",
             "loss",
-            _arguments("logits:*T:16 targets:*i64 logsumexp:*fp32 grad_loss:*fp32 columns:i32 row_stride:i32:16 first_vocab:i32"),
+            _arguments("logits:*T:16 targets:*i64 logsumexp:*fp32:16 grad_loss:*fp32 columns:i32 row_stride:i32:16 first_vocab:i32"),
         ),
         Kernel(
             "adamw",
@@ -164,45 +167,76 @@ KERNELS: dict[str, Kernel] = {
         ),
         _attention(
             "attention_forward",
-            f"{_ATTENTION_INPUTS} o:*T:16 logsumexp:*fp32 scale:fp32 {_SIZES} {_strides('q', 'k', 'v', 'o')}",
+            f"{_ATTENTION_INPUTS} o:*T:16 logsumexp:*fp32:16 scale:fp32 {_SIZES} {_strides('q', 'k', 'v', 'o')}",
         ),
         _attention(
             "attention_delta",
-            f"o:*T:16 grad_o:*T:16 delta:*fp32 sequence:i32 heads:i32 head_dim:i32:16 {_strides('o', 'g')}",
+            f"o:*T:16 grad_o:*T:16 delta:*fp32:16 sequence:i32 heads:i32 head_dim:i32:16 {_strides('o', 'g')}",
         ),
         _attention(
             "attention_grad_kv",
-            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32 delta:*fp32 grad_k:*T:16 grad_v:*T:16 scale:fp32 {_SIZES} "
+            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32:16 delta:*fp32:16 grad_k:*T:16 grad_v:*T:16 scale:fp32 {_SIZES} "
             f"{_strides('q', 'k', 'v', 'g', 'gk')}",
         ),
         _attention(
             "attention_grad_q",
-            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32 delta:*fp32 grad_q:*T:16 scale:fp32 {_SIZES} "
+            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32:16 delta:*fp32:16 grad_q:*T:16 scale:fp32 {_SIZES} "
             f"{_strides('q', 'k', 'v', 'g', 'gq')}",
         ),
     )
 }
 
-# (BLOCK_M, BLOCK_N, warps, stages) of the attention kernels by padded head dim: blocks as large as the registers hold, found by compiling
-# (tests/unit/ops/test_build.py holds them to it); scripts/tune_attention.py times the alternatives on a GPU. AMD: 64 KiB of LDS, so one stage.
-_AttentionBlocks = dict[str, dict[int, tuple[int, int, int, int]]]
+
+class Blocks(NamedTuple):
+    """How a variant of attention is cut: BLOCK_M queries and BLOCK_N keys at a time, and see `Variant`."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int = 1
+    matrix: int = 0
+
+
+# By kernel and variant; where documents and ALiBi ("-extras") have none, they take the blocks of the variant without them.
+# CDNA's are the best that `scripts/tune_attention.py simulate` found (docs/ops.md), NVIDIA's the largest that the registers hold. A block's outer
+# side must give each warp rows of its own: 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
+_AttentionBlocks = dict[str, dict[str, Blocks]]
+_DELTA = {"d64": Blocks(64, 0, 4), "d128": Blocks(64, 0, 4), "d256": Blocks(32, 0, 4)}
 _CDNA: _AttentionBlocks = {
-    "attention_forward": {64: (128, 64, 4, 1), 128: (128, 64, 4, 1), 256: (64, 32, 4, 1)},
-    "attention_grad_kv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
-    "attention_grad_q": {64: (128, 64, 4, 1), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
-    "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
+    "attention_forward": {
+        "d64": Blocks(128, 64, 4),
+        "d64-extras": Blocks(128, 32, 4, matrix=16),
+        "d128": Blocks(128, 32, 4, 2),
+        "d128-extras": Blocks(128, 32, 4),
+        "d256": Blocks(64, 32, 4, matrix=16),
+    },
+    "attention_grad_kv": {
+        "d64": Blocks(32, 64, 4, 2, matrix=16),
+        "d64-extras": Blocks(32, 128, 4, matrix=16),
+        "d128": Blocks(16, 64, 4, 2),
+        "d128-extras": Blocks(32, 64, 4, matrix=16),
+        "d256": Blocks(32, 64, 4, matrix=16),
+    },
+    "attention_grad_q": {
+        "d64": Blocks(128, 32, 4, 2),
+        "d64-extras": Blocks(128, 32, 4, matrix=16),
+        "d128": Blocks(128, 32, 4),
+        "d128-extras": Blocks(64, 64, 4, matrix=16),
+        "d256": Blocks(64, 16, 4, matrix=16),
+    },
+    "attention_delta": _DELTA,
 }
 _AMPERE: _AttentionBlocks = {
-    "attention_forward": {64: (128, 64, 8, 2), 128: (128, 32, 8, 1), 256: (64, 32, 8, 2)},
-    "attention_grad_kv": {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 1)},
-    "attention_grad_q": {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2)},
-    "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
+    "attention_forward": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(128, 32, 8), "d256": Blocks(64, 32, 8, 2)},
+    "attention_grad_kv": {"d64": Blocks(32, 128, 8, 2), "d128": Blocks(32, 64, 8, 2), "d256": Blocks(32, 32, 8)},
+    "attention_grad_q": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(64, 32, 4, 2), "d256": Blocks(64, 32, 8, 2)},
+    "attention_delta": _DELTA,
 }
 _HOPPER: _AttentionBlocks = {
-    "attention_forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-    "attention_grad_kv": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 32, 8, 1)},
-    "attention_grad_q": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-    "attention_delta": {64: (64, 0, 4, 1), 128: (64, 0, 4, 1), 256: (32, 0, 4, 1)},
+    "attention_forward": {"d64": Blocks(128, 64, 8, 3), "d128": Blocks(128, 64, 8, 3), "d256": Blocks(128, 32, 8, 2)},
+    "attention_grad_kv": {"d64": Blocks(64, 128, 8, 3), "d128": Blocks(32, 128, 8, 2), "d256": Blocks(32, 32, 8)},
+    "attention_grad_q": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(128, 64, 8, 2), "d256": Blocks(64, 32, 8, 2)},
+    "attention_delta": _DELTA,
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
@@ -216,14 +250,13 @@ def variants(kernel: str, architecture: str) -> dict[str, Variant]:
 
 def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[tuple[str, Variant]]:
     if kernel in attention:
-        for head_dim in HEAD_DIMS:
-            block_m, block_n, warps, stages = attention[kernel][head_dim]
-            if kernel == "attention_delta":
-                yield f"d{head_dim}", Variant({"BLOCK_M": block_m, "BLOCK_D": head_dim}, warps)
-                continue
-            for extras in (0, 1):
-                constants = {"EXTRAS": extras, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": head_dim}
-                yield f"d{head_dim}{'-extras' if extras else ''}", Variant(constants, warps, stages)
+        for head_dim, extras in itertools.product(HEAD_DIMS, (0,) if kernel == "attention_delta" else (0, 1)):
+            plain, name = f"d{head_dim}", f"d{head_dim}{'-extras' if extras else ''}"
+            blocks = attention[kernel].get(name) or attention[kernel][plain]
+            constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
+            if kernel != "attention_delta":
+                constants |= {"BLOCK_N": blocks.n, "EXTRAS": extras, "SOFT_BF16": int(wave == 64)}
+            yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix)
     elif kernel in ("norm_forward", "norm_backward"):
         for block in NORM_BLOCKS:
             for name, centred in (("rmsnorm", 0), ("layernorm", 1)):

@@ -21,48 +21,67 @@ def _lift(dtype: tl.constexpr):
 
 
 @triton.jit
-def _masked_scores(scores, row, column, slope2, row_document, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr):
+def _narrow(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
+    """x in the type that it is multiplied in. CDNA2 has no conversion to bf16: of the compiler's five instructions for a number, half hold on to
+    a NaN and to ties to even. Neither matters here (a NaN is also in the fp32 sums), and without them it is one and a half.
+    """
+    if SOFT_BF16 and dtype == tl.bfloat16:
+        return ((x.to(tl.uint32, bitcast=True) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _logits(products, scale2, tilt, row, column, row_document, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr):
     """Base-2 logits of one block: ALiBi added, -inf where column comes after row, about -1e20 where it is of another document.
 
-    `row` and its document, `column` and its document broadcast against each other, in either order.
+    `row` and its document, `column`, its document and its `tilt` broadcast against each other, in either order. ALiBi is slope * (column - row); its part
+    of the row is the same for a whole softmax, so only `tilt` = slope * (column - some position near by) is added to each number.
     The documents by arithmetic: a comparison's lane masks would spill the scalar registers of CDNA. A block that is all of other documents
     leaves garbage in the running sums, which the next visible block scales by exp2(-1e20) = 0; every row sees at least itself.
     """
+    scores = products * scale2
     if EXTRAS:
-        scores -= slope2 * (row - column).to(tl.float32)
-        scores -= 1e20 * tl.abs(row_document - column_document).to(tl.float32)
+        scores += tilt
+        scores -= 1e20 * tl.abs(row_document - column_document)
     if DIAGONAL:
         scores = tl.where(row >= column, scores, -float("inf"))
     return scores
 
 
 @triton.jit
-def _forward_block(q_MD, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents, row_document, top, total, out_MD,
-                   DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _padded(sequence):
+    """Positions for which logsumexp, delta and documents have room, so that blocks need no mask there: ROWS_PER_PAD of gpu_attention.py."""
+    return tl.cdiv(sequence, 128) * 128
+
+
+@triton.jit
+def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document, top, total, out_MD,
+                   DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     column = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     read = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
     k_ND = tl.load(k + read * k_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-    scores = tl.dot(q_MD, tl.trans(k_ND)) * scale2
-    column_document = column
+    tilt, column_document = column, column
     if EXTRAS:
-        column_document = tl.load(documents + tl.minimum(column, sequence - 1))
-    scores = _masked_scores(
-        scores, row[:, None], column[None, :], slope2, row_document[:, None], column_document[None, :], DIAGONAL, EXTRAS
-    )
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    p = tl.exp2(scores - (new_top - _lift(v.dtype.element_ty))[:, None])
+        tilt, column_document = slope2 * (column - first_row).to(tl.float32), tl.load(documents + column)
+    # the largest product has the largest score, so the others are scaled where they are subtracted from it: one instruction
+    inner, outer = (scale2, 1.0) if EXTRAS else (1.0, scale2)
+    scores = _logits(tl.dot(q_MD, tl.trans(k_ND)), inner, tilt[None, :], row[:, None], column[None, :], row_document[:, None],
+                     column_document[None, :], DIAGONAL, EXTRAS)  # fmt: skip
+    new_top = tl.maximum(top, tl.max(scores, 1) * outer)
+    p = tl.exp2(scores * outer - (new_top - _lift(v.dtype.element_ty))[:, None])
     shrink = tl.exp2(top - new_top)
     v_ND = tl.load(v + read * v_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-    out_MD = tl.dot(p.to(v_ND.dtype), v_ND, out_MD * shrink[:, None])
+    out_MD = tl.dot(_narrow(p, v_ND.dtype, SOFT_BF16), v_ND, out_MD * shrink[:, None])
     return new_top, total * shrink + tl.sum(p, 1), out_MD
 
 
 @triton.jit
 def attention_forward(q, k, v, slopes, documents, o, logsumexp, scale, sequence, heads, group, head_dim,
                       q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, o_s, o_b, o_a,
-                      EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """BLOCK_M queries of one head. logsumexp [B, a, S] is in base 2."""
+                      EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, and infinite past the sequence."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
     b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row = first_row + tl.arange(0, BLOCK_M)
@@ -76,65 +95,65 @@ def attention_forward(q, k, v, slopes, documents, o, logsumexp, scale, sequence,
     row_document = row
     if EXTRAS:
         slope2 = tl.load(slopes + a) * 1.4426950408889634
-        documents += b * sequence
-        row_document = tl.load(documents + row, mask=row < sequence, other=-2)
+        documents += b * _padded(sequence)
+        row_document = tl.load(documents + row)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, first_row, BLOCK_N):
-        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents, row_document,
-                                            top, total, out_MD, False, EXTRAS, BLOCK_N, BLOCK_D)  # fmt: skip
+        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document,
+                                            top, total, out_MD, False, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     for first in range(first_row, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
-        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents, row_document,
-                                            top, total, out_MD, True, EXTRAS, BLOCK_N, BLOCK_D)  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # rows past the sequence
+        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document,
+                                            top, total, out_MD, True, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     to = o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :]
     tl.store(to, (out_MD / total[:, None]).to(o.dtype.element_ty), mask=inside)
-    tl.store(logsumexp + (b * heads + a) * sequence + row, top - _lift(q.dtype.element_ty) + tl.log2(total), mask=row < sequence)
+    lse = top - _lift(q.dtype.element_ty) + tl.log2(total)
+    if EXTRAS:
+        lse -= slope2 * (row - first_row).to(tl.float32)
+    tl.store(logsumexp + (b * heads + a) * _padded(sequence) + row, tl.where(row < sequence, lse, float("inf")))
 
 
 @triton.jit
 def attention_delta(o, grad_o, delta, sequence, heads, head_dim, o_s, o_b, o_a, g_s, g_b, g_a,
                     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """delta [B, a, S] = rowsum(o * grad_o)."""
+    """delta [B, a, padded S] = rowsum(o * grad_o), 0 past the sequence."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = (row < sequence)[:, None] & (d < head_dim)[None, :]
     o_MD = tl.load(o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :], mask=inside, other=0.0).to(tl.float32)
     g_MD = tl.load(grad_o + b * g_b + a * g_a + row.to(tl.int64)[:, None] * g_s + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + (b * heads + a) * sequence + row, tl.sum(o_MD * g_MD, 1), mask=row < sequence)
+    tl.store(delta + (b * heads + a) * _padded(sequence) + row, tl.sum(o_MD * g_MD, 1))
 
 
 @triton.jit
-def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g_s, first, column, sequence, head_dim, scale2, slope2,
-                   documents, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr,
+def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g_s, first, first_column, column, sequence, head_dim, scale2, slope2,
+                   documents, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Scores are kept transposed, [N, M]: then they are the left operand of both products without a way through shared memory."""
     row = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    read = tl.minimum(row, sequence - 1)
-    wide = read.to(tl.int64)[:, None]
+    wide = tl.minimum(row, sequence - 1).to(tl.int64)[:, None]
     q_MD = tl.load(q + wide * q_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-    lse = tl.load(logsumexp + row, mask=row < sequence, other=float("inf"))  # e^(score - inf) = 0 past the end
-    scores = tl.dot(k_ND, tl.trans(q_MD)) * scale2
-    row_document = row
+    lse = tl.load(logsumexp + row)
+    tilt, row_document = column, row
     if EXTRAS:
-        row_document = tl.load(documents + read)
-    scores = _masked_scores(
-        scores, row[None, :], column[:, None], slope2, row_document[None, :], column_document[:, None], DIAGONAL, EXTRAS
-    )
+        tilt, row_document = slope2 * (column - first_column).to(tl.float32), tl.load(documents + row)
+        lse += slope2 * (row - first_column).to(tl.float32)
+    scores = _logits(tl.dot(k_ND, tl.trans(q_MD)), scale2, tilt[:, None], row[None, :], column[:, None], row_document[None, :],
+                     column_document[:, None], DIAGONAL, EXTRAS)  # fmt: skip
     p_NM = tl.exp2(scores - lse[None, :])
     g_MD = tl.load(grad_o + wide * g_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-    gv_ND = tl.dot((p_NM * 2.0 ** _lift(g_MD.dtype)).to(g_MD.dtype), g_MD, gv_ND)
-    ds_NM = p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - tl.load(delta + read)[None, :])
-    return tl.dot(ds_NM.to(q_MD.dtype), q_MD, gk_ND), gv_ND
+    gv_ND = tl.dot(_narrow(p_NM * 2.0 ** _lift(g_MD.dtype), g_MD.dtype, SOFT_BF16), g_MD, gv_ND)
+    ds_NM = p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - tl.load(delta + row)[None, :])
+    return tl.dot(_narrow(ds_NM, q_MD.dtype, SOFT_BF16), q_MD, gk_ND), gv_ND
 
 
 @triton.jit
 def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_k, grad_v, scale, sequence, heads, group, head_dim,
                       q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, g_s, g_b, g_a, gk_s, gk_b, gk_a,
-                      EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                      EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """grad_k and grad_v of BLOCK_N positions of one key/value head: all query heads that read it, all later queries.
 
     grad_k and grad_v have the same strides.
@@ -149,8 +168,8 @@ def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad
     v_ND = tl.load(v + b * v_b + head * v_a + column.to(tl.int64)[:, None] * v_s + d[None, :], mask=inside, other=0.0)
     column_document = column
     if EXTRAS:
-        documents += b * sequence
-        column_document = tl.load(documents + column, mask=column < sequence, other=-2)
+        documents += b * _padded(sequence)
+        column_document = tl.load(documents + column)
     gk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     gv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, group):
@@ -159,45 +178,42 @@ def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad
         if EXTRAS:
             slope2 = tl.load(slopes + a) * 1.4426950408889634
         q_a_start, g_a_start = q + b * q_b + a * q_a, grad_o + b * g_b + a * g_a
-        lse_start, delta_start = logsumexp + (b * heads + a) * sequence, delta + (b * heads + a) * sequence
+        lse_start, delta_start = logsumexp + (b * heads + a) * _padded(sequence), delta + (b * heads + a) * _padded(sequence)
         for first in range(first_column, tl.minimum(first_column + BLOCK_N, sequence), BLOCK_M):
-            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first, column,
-                                          sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
-                                          True, EXTRAS, BLOCK_M, BLOCK_D)  # fmt: skip
+            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first,
+                                          first_column, column, sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
+                                          True, EXTRAS, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
         for first in range(first_column + BLOCK_N, sequence, BLOCK_M):
-            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first, column,
-                                          sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
-                                          False, EXTRAS, BLOCK_M, BLOCK_D)  # fmt: skip
+            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first,
+                                          first_column, column, sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
+                                          False, EXTRAS, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
     to = b * gk_b + head * gk_a + column.to(tl.int64)[:, None] * gk_s + d[None, :]
     tl.store(grad_k + to, (gk_ND * scale).to(grad_k.dtype.element_ty), mask=inside)
     tl.store(grad_v + to, (gv_ND * 2.0 ** -_lift(v.dtype.element_ty)).to(grad_v.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents, row_document,
-                  DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document,
+                  DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     column = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    read = tl.minimum(column, sequence - 1)
-    wide = read.to(tl.int64)[:, None]
+    wide = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
     k_ND = tl.load(k + wide * k_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     v_ND = tl.load(v + wide * v_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
-    scores = tl.dot(q_MD, tl.trans(k_ND)) * scale2
-    column_document = column
+    tilt, column_document = column, column
     if EXTRAS:
-        column_document = tl.load(documents + read)
-    scores = _masked_scores(
-        scores, row[:, None], column[None, :], slope2, row_document[:, None], column_document[None, :], DIAGONAL, EXTRAS
-    )
+        tilt, column_document = slope2 * (column - first_row).to(tl.float32), tl.load(documents + column)
+    scores = _logits(tl.dot(q_MD, tl.trans(k_ND)), scale2, tilt[None, :], row[:, None], column[None, :], row_document[:, None],
+                     column_document[None, :], DIAGONAL, EXTRAS)  # fmt: skip
     p = tl.exp2(scores - lse[:, None])
     ds = p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None])
-    return tl.dot(ds.to(k_ND.dtype), k_ND, gq_MD)
+    return tl.dot(_narrow(ds, k_ND.dtype, SOFT_BF16), k_ND, gq_MD)
 
 
 @triton.jit
 def attention_grad_q(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_q, scale, sequence, heads, group, head_dim,
                      q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, g_s, g_b, g_a, gq_s, gq_b, gq_a,
-                     EXTRAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                     EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """grad_q of BLOCK_M queries of one head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
@@ -206,7 +222,7 @@ def attention_grad_q(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_
     inside = (row < sequence)[:, None] & (d < head_dim)[None, :]
     q_MD = tl.load(q + b * q_b + a * q_a + row.to(tl.int64)[:, None] * q_s + d[None, :], mask=inside, other=0.0)
     g_MD = tl.load(grad_o + b * g_b + a * g_a + row.to(tl.int64)[:, None] * g_s + d[None, :], mask=inside, other=0.0)
-    at = (b * heads + a) * sequence + row
+    at = (b * heads + a) * _padded(sequence) + row
     lse = tl.load(logsumexp + at, mask=row < sequence, other=float("inf"))
     row_delta = tl.load(delta + at, mask=row < sequence, other=0.0)
     k += b * k_b + (a // group) * k_a
@@ -216,14 +232,15 @@ def attention_grad_q(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_
     row_document = row
     if EXTRAS:
         slope2 = tl.load(slopes + a) * 1.4426950408889634
-        documents += b * sequence
-        row_document = tl.load(documents + row, mask=row < sequence, other=-2)
+        documents += b * _padded(sequence)
+        row_document = tl.load(documents + row)
+        lse += slope2 * (row - first_row).to(tl.float32)
     gq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, first_row, BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents,
-                              row_document, False, EXTRAS, BLOCK_N, BLOCK_D)  # fmt: skip
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents,
+                              row_document, False, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     for first in range(first_row, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, row, sequence, head_dim, scale2, slope2, documents,
-                              row_document, True, EXTRAS, BLOCK_N, BLOCK_D)  # fmt: skip
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents,
+                              row_document, True, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     to = grad_q + b * gq_b + a * gq_a + row.to(tl.int64)[:, None] * gq_s + d[None, :]
     tl.store(to, (gq_MD * scale).to(grad_q.dtype.element_ty), mask=inside)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -44,6 +45,7 @@ class CodeObject:
     registers: int  # this and spills: see code_object.Declared
     spills: int
     matrix_instructions: int  # MFMA, MMA or WGMMA in the code
+    matrix_flops: int  # of them, per warp
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def compile_one(item: Work, folder: Path) -> CodeObject:
     triton.knobs.amd.use_in_thread_transpose = amd  # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
     if item.architecture == "gfx90a":
         options["kpack"] = 2
+    if variant.matrix:
+        options["matrix_instr_nonkdim"] = variant.matrix
     compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]
@@ -125,8 +129,17 @@ def compile_one(item: Work, folder: Path) -> CodeObject:
         shared_bytes=compiled.metadata.shared,
         registers=declared.registers,
         spills=declared.spills,
-        matrix_instructions=len(re.findall(r"\bv_mfma_|\b(?:wgmma\.mma_async|mma\.sync)\b", assembly)),
+        matrix_instructions=len(_MATRIX.findall(assembly)),
+        matrix_flops=sum(_flops(*found.groups()) for found in _MATRIX.finditer(assembly)),
     )
+
+
+_MATRIX = re.compile(r"\bv_mfma_f32_(?P<amd>\d+x\d+x\d+)|\b(?P<group>wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+
+
+def _flops(amd: str | None, group: str, *nvidia: str) -> int:
+    sides = amd.split("x") if amd else nvidia
+    return 2 * math.prod(map(int, sides)) // (4 if group == "wgmma.mma_async" else 1)  # one for the four warps of a group
 
 
 def check_order(kernel: Kernel, taken: Sequence[str]) -> None:

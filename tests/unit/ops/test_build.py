@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import struct
 import subprocess
@@ -71,6 +72,19 @@ def fits(line, architecture):
     # the products of attention must run on the matrix units; delta is a row sum
     is_product = line["kernel"].startswith("attention_") and line["kernel"] != "attention_delta"
     assert (line["matrix_instructions"] > 0) == is_product, key
+    if is_product:
+        work = line["matrix_flops"] * line["warps"] / flops_of_the_two_loops(line)
+        twice = machine.backend == "cuda" and line["variant"] != "d64"  # whose registers leave no other choice (docs/ops.md)
+        assert work == 1 or (twice and work <= 1.67), key
+
+
+def flops_of_the_two_loops(line):
+    """Attention's code has one loop over whole blocks and one over those on the diagonal; a block's products must each be in it once.
+
+    Where the warps of a block outnumber its rows' tiles they share them, and compute the same.
+    """
+    products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[line["kernel"]]
+    return 2 * products * 2 * math.prod(line["constants"][f"BLOCK_{side}"] for side in "MND")
 
 
 SAMPLE = """
