@@ -84,7 +84,8 @@ def test_loads_arrive_in_order():
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (without(EXCHANGE, "s_barrier"), "a race in LDS: reads what another wave wrote"),
+        (without(EXCHANGE, "s_barrier"), "a race in LDS, no barrier between: reads what another wave wrote"),
+        (without(EXCHANGE, "ds_write_b32 v1, v2"), "reads LDS that no wave wrote"),
         (without(EXCHANGE, "s_waitcnt lgkmcnt(0)"), "a barrier while LDS accesses are in flight"),
         (EXCHANGE.replace("ds_write_b32 v1, v2", "v_and_b32_e32 v1, 0xfc, v1\nds_write_b32 v1, v2"), "writes what another wave writes"),
         (EXCHANGE.replace("ds_read_b32 v4, v3", "ds_read_b32 v4, v3\nds_write_b32 v1, v0"), "writes what another wave read"),

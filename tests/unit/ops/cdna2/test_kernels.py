@@ -6,11 +6,12 @@ import json
 import struct
 
 import numpy as np
+import pytest
 import torch
 
 from frontier_llm.cli.main import main
 from frontier_llm.ops import Scores, check, manifest
-from frontier_llm.ops.cdna2 import Memory, disassemble, run
+from frontier_llm.ops.cdna2 import Fault, Memory, disassemble, run
 from frontier_llm.ops.cdna2.driver import SimulatedGpu, as_bytes
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.prebuilt import PrebuiltKernels
@@ -38,6 +39,14 @@ def test_attention_in_fp16_reads_views_where_they_lie(objects):
     (launch,) = driver.launches
     assert launch.symbol == "attention_forward" and launch.counts.instructions["mfma"] > 0
     assert as_bytes(q).ctypes.data == fused.data_ptr()
+
+
+def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
+    kernels = PrebuiltKernels("gfx90a", objects, SimulatedGpu())
+    both = torch.zeros(2, 1504)  # on the host one begins where the other ends
+    with pytest.raises(Fault, match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes"):
+        kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), both[0], both[1], 1520)
+    kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), both[0], both[0], 1504)  # the same memory twice
 
 
 def test_the_two_ways_into_a_kernel_are_one(objects):
