@@ -1,4 +1,4 @@
-"""frontier-llm ops list|kernels: which op runs with which back-end and why not; what the prebuilt GPU kernels are made of."""
+"""frontier-llm ops list|kernels|check: which op runs with which back-end and why not; what the prebuilt GPU kernels are made of, and do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "ops",
         help="which fused op runs with which back-end, and why",
-        description="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made of.",
-        epilog=examples("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a"),
+        description="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made of, and do.",
+        epilog=examples("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a", "frontier-llm ops check gfx90a"),
     )
     actions = parser.add_subparsers(dest="ops_command", required=True, metavar="ACTION")
     line = "op x back-end x architecture: available, or why not"
@@ -25,11 +25,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     kernels.add_argument("architecture", metavar="ARCHITECTURE", help="gfx90a, gfx942, sm_80 or sm_90")
     kernels.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the kernels' operands (default: bf16)")
     add_json(kernels)
+    line = "execute the prebuilt code objects on a simulated GPU, against the reference in float64"
+    check = actions.add_parser("check", help=line, description=f"{line[0].upper()}{line[1:]}; exit code 1 when one is wrong. Needs no GPU.")
+    check.add_argument("architecture", metavar="ARCHITECTURE", help="gfx90a")
+    check.add_argument("--all", action="store_true", help="fp16 and fp32 too, not only bf16")
+    add_json(check)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or the rows as JSON."""
-    return _kernels(args) if args.ops_command == "kernels" else _list(args)
+    return {"list": _list, "kernels": _kernels, "check": _check}[args.ops_command](args)
 
 
 def _kernels(args: argparse.Namespace) -> int:
@@ -49,6 +54,35 @@ def _kernels(args: argparse.Namespace) -> int:
         variant = line["variant"] + ("" if line["aligned"] else ", unaligned")
         print(f"| {line['kernel']} | {variant} | {blocks} | {' | '.join(map(str, facts))} | {line['waves_per_simd']:g} |")
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    import json
+    from dataclasses import asdict
+
+    from frontier_llm.cli.progress import Progress
+    from frontier_llm.ops.check import DTYPES, check
+
+    results, progress = [], Progress(shown=not args.json)
+    for result in check(args.architecture, dtypes=list(DTYPES) if args.all else ["bf16"]):
+        results.append(result)
+        progress.on(f"{result.dtype} {result.op}", "cases")(len(results))
+    progress.close()
+    wrong = [result for result in results if not result.ok]
+    if args.json:
+        print(json.dumps([{**asdict(result), "ok": result.ok} for result in results], indent=1))
+        return int(bool(wrong))
+    print("| op | type | shape | error | of at most | code objects | instructions | waits | barriers | |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for result in results:
+        sizes = f"{len(result.files)} | {result.instructions} | {result.waits} | {result.barriers}"
+        verdict = "ok" if result.ok else "wrong"
+        print(f"| {result.op} | {result.dtype} | {result.shape} | {result.error:.2f} | {result.limit:g} | {sizes} | {verdict} |")
+    for result in wrong:
+        print(f"wrong: {result.op} {result.dtype} {result.shape}: {result.fault or 'the error is above the limit'}")
+    files = {file for result in results for file in result.files}
+    print(f"{len(files)} code objects executed on a simulated {args.architecture}, forward and backward; errors in units in the last place")
+    return int(bool(wrong))
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import struct
@@ -68,11 +67,12 @@ def disassemble(image: bytes, symbol: str) -> Program:
 @cache
 def find_objdump() -> str:
     """Path of llvm-objdump; raises BackendError that says what to install."""
-    rocm = [Path(folder) / "llvm" / "bin" for folder in (os.environ.get("ROCM_PATH", ""), "/opt/rocm") if folder]
-    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, rocm)])
-    for name in ("llvm-objdump", *(f"llvm-objdump-{version}" for version in range(25, 13, -1))):
-        if found := shutil.which(name, path=path):
-            return found
+    compiler = shutil.which("hipcc")  # ROCm's module puts its bin folder on PATH, but not always LLVM's
+    rocm = [Path(compiler).resolve().parents[1]] if compiler else []
+    for path in (None, *(str(folder / "llvm" / "bin") for folder in (*rocm, Path("/opt/rocm")))):
+        for name in ("llvm-objdump", *(f"llvm-objdump-{version}" for version in range(25, 13, -1))):
+            if found := shutil.which(name, path=path):
+                return found
     raise BackendError(
         "llvm-objdump is neither on PATH nor in ROCm", "apt-get install llvm, or load the rocm module", "simulator of gfx90a"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ from .disassembly import Program, disassemble
 from .global_memory import Memory
 from .simulator import Counts, run
 from .state import Array
+
+_FAR = 1 << 40  # bytes between the addresses under which a kernel knows two tensors: no wrong offset leads from one into another
+_PAGE = 4096  # within which an address is what it is on the host, alignment and all
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,12 @@ class SimulatedGpu:
     ) -> None:  # fmt: skip
         """Execute a kernel, now and here."""
         digest, program, declared = self._functions[function]
-        memory = Memory()
-        for name, tensor in tensors.items():
-            if tensor.numel():
-                memory.add(name, as_bytes(tensor))
-        arguments = kernel_arguments(declared, slots, grid, threads, shared_bytes)
+        memory, pointed = Memory(), [(name, tensor) for name, tensor in tensors.items() if tensor.data_ptr()]
+        words = [int.from_bytes(slots[begin : begin + SLOT_BYTES], "little") for begin in range(0, len(slots), SLOT_BYTES)]
+        pointers = [place for place, parameter in enumerate(declared.parameters[: len(words)]) if parameter.pointer and words[place]]
+        for number, (place, (name, tensor)) in enumerate(zip(pointers, pointed, strict=True)):
+            words[place] = memory.add(name, as_bytes(tensor), (number + 1) * _FAR + words[place] % _PAGE)
+        arguments = kernel_arguments(declared, words, grid, threads, shared_bytes)
         self.launches.append(Launch(digest, program.symbol, grid, run(program, grid, threads, shared_bytes, arguments, memory)))
 
 
@@ -64,14 +68,14 @@ def as_bytes(tensor: Tensor) -> Array:
     return torch.as_strided(tensor.detach(), (span,), (1,)).view(torch.uint8).numpy()
 
 
-def kernel_arguments(declared: code_object.Declared, slots: bytes, grid: tuple[int, int, int], threads: int, shared_bytes: int) -> bytes:
+def kernel_arguments(
+    declared: code_object.Declared, words: Sequence[int], grid: tuple[int, int, int], threads: int, shared_bytes: int
+) -> bytes:
     """The buffer that HIP makes of a launch's arguments: ours, Triton's two scratch pointers (null), and the hidden ones."""
     buffer = bytearray(max([declared.parameters_bytes, *(hidden.offset + hidden.size_bytes for hidden in declared.hidden)]))
-    for place, parameter in enumerate(declared.parameters):
-        begin = place * SLOT_BYTES
-        buffer[parameter.offset : parameter.offset + parameter.size_bytes] = slots[begin : begin + parameter.size_bytes].ljust(
-            parameter.size_bytes, b"\0"
-        )
+    for parameter, word in zip(declared.parameters, [*words, 0, 0], strict=True):
+        given = word.to_bytes(SLOT_BYTES, "little")[: parameter.size_bytes]
+        buffer[parameter.offset : parameter.offset + parameter.size_bytes] = given
     known = {"dynamic_lds_size": shared_bytes, "grid_dims": 3}
     for axis, blocks, size in zip("xyz", grid, (threads, 1, 1), strict=True):
         known |= {f"block_count_{axis}": blocks, f"group_size_{axis}": size, f"remainder_{axis}": 0, f"global_offset_{axis}": 0}

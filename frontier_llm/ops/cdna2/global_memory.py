@@ -17,7 +17,7 @@ def window(data: Array, dtype: type[np.generic], count: int) -> Array:
 
 
 class Memory:
-    """Arrays by address. A range is not necessarily at its array's own address, but for tensors on the host it is."""
+    """Arrays by the addresses under which a kernel knows them: each array's own, or another that it is given."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

@@ -29,6 +29,7 @@ class LocalMemory:
     def load(self, waves: Waves, addresses: Array, dtype: type[np.generic], count: int) -> Array:
         """Numbers at each active lane's address, [wave, lane, count]; raises Violation."""
         offsets, cells, stamps = self._place(waves, addresses, np.dtype(dtype).itemsize * count)
+        self._refuse(waves, self._written[cells] < 0, "reads LDS that no wave wrote")
         self._refuse_others(waves, self._written[cells], stamps, "reads what another wave wrote")
         before = self._read[cells]
         self._read[cells] = stamps
@@ -68,12 +69,13 @@ class LocalMemory:
         others = _by_another(found, stamps)
         if accesses is not None:
             others &= accesses[:, None]
-        if others.any():
-            access, cell = (int(index) for index in np.argwhere(others)[0])
-            wave, lane = (int(index) for index in np.argwhere(waves.lanes)[access])
-            other = int(found[access, cell]) % _WAVES
-            who = "several" if other == _MANY else str(other)
-            raise Violation(f"a race in LDS: {what} (wave {who} of the workgroup) with no barrier between", wave, lane)
+        self._refuse(waves, others, f"a race in LDS, no barrier between: {what}")
+
+    def _refuse(self, waves: Waves, wrong: Array, what: str) -> None:
+        """Raises Violation for the first wrong [access, cell]."""
+        if wrong.any():
+            wave, lane = (int(index) for index in np.argwhere(waves.lanes)[np.argwhere(wrong)[0][0]])
+            raise Violation(what, wave, lane)
 
 
 def _by_another(found: Array, stamps: Array) -> Array:

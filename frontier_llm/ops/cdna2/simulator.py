@@ -91,6 +91,8 @@ def _compiled(program: Program) -> list[_Compiled]:
 
 def _compile(instruction: Instruction, descriptor: Descriptor) -> _Compiled:
     name = instruction.mnemonic
+    if name == "s_waitcnt" and not instruction.modifiers.keys() <= {"vmcnt", "lgkmcnt", "expcnt"}:
+        raise Fault("unknown to the simulator: counters", where=instruction.text)
     if name in _CONDITIONS or name in ("s_barrier", "s_endpgm", "s_waitcnt", "s_nop"):
         return _Compiled(instruction, frozenset(), control=name not in ("s_nop", "s_waitcnt"))
     try:

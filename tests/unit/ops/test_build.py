@@ -20,20 +20,6 @@ from frontier_llm.ops.kernel_table import ARCHITECTURES, HEAD_DIMS, KERNELS, var
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install --no-deps triton")
 
 
-@pytest.fixture(scope="module")
-def gfx90a(tmp_path_factory):
-    """The shipped folder when it is up to date, else a build into a temporary one (half a minute on one core)."""
-    try:
-        manifest.read_manifest("gfx90a")
-        return manifest.GPU_DIR / "gfx90a"
-    except BackendError:
-        folder = tmp_path_factory.mktemp("gpu")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "frontier_llm.ops.triton.build", str(folder), "gfx90a"]
-    subprocess.run(command, check=True, env=environment, timeout=280)
-    return folder / "gfx90a"
-
-
 @needs_triton
 def test_every_variant_is_there_and_fits_the_machine(gfx90a):
     shipped = manifest.read_manifest("gfx90a", gfx90a)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from frontier_llm.ops import AdamWUpdate, Scores, native, reference
+from frontier_llm.ops.check import against_reference, normal
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -38,27 +39,11 @@ def close(got, expected, factor=1.0):
     assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
 
 
-def compare(op_name, inputs, *args, factor=1.0, **kwargs):
+def compare(op_name, inputs, *args, factor=1.0):
     """Outputs and input gradients of cpu.<op> equal those of reference.<op> on the same values in float64."""
-    gen = torch.Generator().manual_seed(1)
-    ours = [None if x is None else x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    got, expected = getattr(cpu, op_name)(*ours, *args, **kwargs), getattr(reference, op_name)(*wide, *args, **kwargs)
-    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
-    grads = [torch.randn(x.shape, generator=gen).to(x.dtype) for x in got]
-    torch.autograd.backward(got, grads)
-    torch.autograd.backward(expected, [grad.double() for grad in grads])
-    for a, b in zip(got, expected, strict=True):
-        assert a.shape == b.shape
-        close(a, b, factor)
-    for a, b in zip(ours, wide, strict=True):
-        if a is not None:
-            assert a.grad.dtype == a.dtype
-            close(a.grad, b.grad, factor)
-
-
-def normal(*shape, dtype, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+    for got, expected in against_reference(cpu, op_name, inputs, *args):
+        assert got.shape == expected.shape
+        close(got, expected, factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

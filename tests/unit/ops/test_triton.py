@@ -13,15 +13,12 @@ pytest.importorskip("triton", reason="pip install --no-deps triton")
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import AdamWUpdate, Scores, reference
+from frontier_llm.ops.check import against_reference, normal
 from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
 
 gpu = GpuOps(InterpretedKernels("gfx90a"))
 DTYPES = [torch.float32, torch.float16]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def close(got, expected, factor=1.0):
@@ -31,20 +28,11 @@ def close(got, expected, factor=1.0):
     assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
 
 
-def compare(op_name, inputs, *args, factor=1.0, **kwargs):
-    gen = torch.Generator().manual_seed(1)
-    ours = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
-    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    got, expected = getattr(gpu, op_name)(*ours, *args, **kwargs), getattr(reference, op_name)(*wide, *args, **kwargs)
-    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
-    grads = [torch.randn(x.shape, generator=gen).to(x.dtype) for x in got]
-    torch.autograd.backward(got, grads)
-    torch.autograd.backward(expected, [grad.double() for grad in grads])
-    for a, b in zip(got, expected, strict=True):
-        close(a, b, factor)
-    for a, b in zip(ours, wide, strict=True):
-        if a is not None:
-            close(a.grad, b.grad, factor)
+def compare(op_name, inputs, *args, factor=1.0):
+    """Outputs and input gradients of gpu.<op> equal those of reference.<op> on the same values in float64."""
+    for got, expected in against_reference(gpu, op_name, inputs, *args):
+        assert got.shape == expected.shape
+        close(got, expected, factor)
 
 
 @pytest.mark.parametrize(

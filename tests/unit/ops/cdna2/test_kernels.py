@@ -1,0 +1,82 @@
+"""The machine code that is shipped for gfx90a, executed: every bf16 code object here, all of them by `frontier-llm ops check gfx90a --all`."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.cli.main import main
+from frontier_llm.ops import Scores, check, manifest
+from frontier_llm.ops.cdna2 import Fault, Memory, disassemble, run
+from frontier_llm.ops.cdna2.driver import SimulatedGpu, as_bytes
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.prebuilt import PrebuiltKernels
+
+
+def test_every_bf16_code_object_computes_what_the_reference_does(objects):
+    results = list(check.check("gfx90a", objects, ["bf16"]))
+    wrong = [
+        f"{result.op} {result.shape}: {result.error:.2f} of {result.limit} units {result.fault}" for result in results if not result.ok
+    ]
+    assert not wrong
+    shipped = {line["file"] for line in manifest.read_manifest("gfx90a", objects)["kernels"] if line["dtype"] == "bf16"}
+    assert shipped <= {file for result in results for file in result.files}
+    assert all(result.instructions > 0 for result in results)
+
+
+def test_attention_in_fp16_reads_views_where_they_lie(objects):
+    driver = SimulatedGpu()
+    ops = GpuOps(PrebuiltKernels("gfx90a", objects, driver))
+    fused = check.normal(33, 2, 2, 3, 64, dtype=torch.float16)
+    q, k, v = fused.unbind(3)
+    wide = [x.double() for x in (q, k, v)]
+    got, expected = ops.attention(q, k, v, Scores(0.125)), check.reference.attention(*wide, Scores(0.125))
+    assert check.units(got, expected) < 1.0
+    (launch,) = driver.launches
+    assert launch.symbol == "attention_forward" and launch.counts.instructions["mfma"] > 0
+    assert as_bytes(q).ctypes.data == fused.data_ptr()
+
+
+def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
+    kernels = PrebuiltKernels("gfx90a", objects, SimulatedGpu())
+    both = torch.zeros(2, 1504)  # on the host one begins where the other ends
+    with pytest.raises(Fault, match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes"):
+        kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), both[0], both[1], 1520)
+    kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), both[0], both[0], 1504)  # the same memory twice
+
+
+def test_the_two_ways_into_a_kernel_are_one(objects):
+    """Newer firmware loads the first arguments itself and enters 256 bytes later; the prologue must have loaded the same."""
+    program = disassemble((objects / "accumulate-fp16-any.hsaco").read_bytes(), "accumulate")
+    trace, count = [], 1024
+    main_grad, grad, memory = np.zeros(count, np.float32), np.ones(count, np.float16), Memory()
+    addresses = [memory.add(name, x.view(np.uint8)) for name, x in (("main", main_grad), ("grad", grad))]
+    counts = run(program, (1, 1, 1), 256, 0, struct.pack("<QQqQQ", *addresses, count, 0, 0), memory, trace=trace)
+    assert (main_grad == 1).all() and len(trace) == sum(counts.instructions.values()) / counts.waves
+    executed = [program.instructions[place].address - program.instructions[0].address for place in trace]
+    assert 256 in executed and all(address < 32 or address >= 256 for address in executed)
+
+
+def test_command(objects, capsys, monkeypatch):
+    monkeypatch.setattr(check, "cases", lambda dtype: [case for case in CASES(dtype) if case.op == "swiglu"])
+    monkeypatch.setattr(manifest, "GPU_DIR", objects.parent)
+    monkeypatch.setattr("frontier_llm.ops.prebuilt.GPU_DIR", objects.parent)
+    assert main(["ops", "check", "gfx90a", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["dtype"] for row in rows} == {"bf16"} and all(row["ok"] for row in rows)
+    assert main(["ops", "check", "gfx90a", "--all"]) == 0
+    printed = capsys.readouterr().out
+    assert "| swiglu | fp32 | 3 x 1101 |" in printed and "12 code objects" in printed
+    monkeypatch.setattr(check, "units", lambda got, expected: 7.0)
+    assert main(["ops", "check", "gfx90a"]) == 1
+    said = capsys.readouterr()
+    assert "| 7.00 |" in said.out and "wrong" in said.out
+    assert main(["ops", "check", "sm_90"]) == 2
+    assert "no simulator of sm_90" in capsys.readouterr().err
+
+
+CASES = check.cases
