@@ -2,9 +2,11 @@
 
     python scripts/tune_attention.py build --arch sm_90 [--dims 64,128] [--out build/tune]   needs Triton, no GPU
     python scripts/tune_attention.py run --arch sm_90 [--out build/tune]                     needs the GPU, no Triton; takes a minute
+    python scripts/tune_attention.py simulate [--out build/tune]                             gfx90a without a GPU: seconds for each candidate
 
-`run` times each candidate inside the whole op, the other kernels as they are shipped, and prints the best in the words of
-frontier_llm/ops/kernel_table.py, where they are then written down: nothing is tuned while training runs.
+`run` times each candidate inside the whole op, the other kernels as they are shipped. `simulate` executes one block of each in
+frontier_llm/ops/cdna2 and times it there. Both print the best in the words of frontier_llm/ops/kernel_table.py, where they are then written
+down: nothing is tuned while training runs.
 """
 
 from __future__ import annotations
@@ -21,47 +23,61 @@ from typing import Any
 
 import torch
 
+from frontier_llm.errors import FrontierError
 from frontier_llm.ops import Scores, kernel_table
 from frontier_llm.ops.bench import seconds_of
+from frontier_llm.ops.cdna2.driver import TracingGpu
+from frontier_llm.ops.cdna2.timing import SIMDS, Rates, Timing
+from frontier_llm.ops.cdna2.timing import time_of as time_of_trace
 from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.kernel_table import ARCHITECTURES
+from frontier_llm.ops.manifest import GPU_DIR, read_manifest
 from frontier_llm.ops.prebuilt import Argument, Kernels, PrebuiltKernels
 
-Blocks = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
+Blocks = kernel_table.Blocks
 KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
 
 
 def candidates(kernel: str, architecture: str) -> list[Blocks]:
-    """Blocks worth trying; a loop walks the diagonal of the outer block by whole inner blocks."""
-    amd = kernel_table.ARCHITECTURES[architecture].backend == "hip"
-    sizes = [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)]
-    if kernel == "attention_grad_kv":
-        sizes = [(inner, outer) for outer, inner in sizes]
-    return [(*size, warps, stages) for size, warps, stages in itertools.product(sizes, (4, 8), (1,) if amd else (1, 2, 3))]
+    """Blocks worth trying; a loop walks the diagonal of the outer block by whole inner blocks, and each warp has rows of its own."""
+    amd = ARCHITECTURES[architecture].backend == "hip"
+    found = []
+    for outer, inner, warps, stages, matrix in itertools.product((64, 128), (16, 32, 64, 128), (2, 4, 8), (1, 2, 3), (0, 16)):
+        rows_per_warp = (matrix or 32) if amd else 16
+        if (
+            inner <= outer
+            and rows_per_warp * warps <= outer
+            and stages <= (2 if amd else 3)
+            and warps >= (2 if amd else 4)
+            and (amd or not matrix)
+        ):
+            found.append(Blocks(*((inner, outer) if kernel == "attention_grad_kv" else (outer, inner)), warps, stages, matrix))
+    return found
 
 
-def compile_candidate(architecture: str, kernel: str, dim: int, blocks: Blocks, out: Path) -> str:
+def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Blocks, out: Path) -> str:
     """One candidate into a folder of its own with a manifest; returns what became of it."""
     from frontier_llm.ops.triton.build import Work, compile_one, write_manifest
 
-    kernel_table.ATTENTION_BLOCKS[architecture][kernel][dim] = blocks
-    name = f"{kernel}-{dim}-{'-'.join(map(str, blocks))}"
+    kernel_table.ATTENTION_BLOCKS[architecture][kernel][variant] = blocks
+    name = f"{kernel}-{variant}-{'-'.join(map(str, blocks))}"
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        code = compile_one(Work(architecture, kernel, "bf16", f"d{dim}", True), folder)
+        code = compile_one(Work(architecture, kernel, "bf16", variant, True), folder)
     except Exception as error:  # too much shared memory, most often
         return f"{name}: {type(error).__name__}"
-    machine = kernel_table.ARCHITECTURES[architecture]
-    if code.spills > 64 or code.shared_bytes > machine.block_shared_bytes:
+    machine = ARCHITECTURES[architecture]
+    if code.spills > (0 if machine.backend == "hip" else 64) or code.shared_bytes > machine.block_shared_bytes:
         return f"{name}: {code.spills} registers spilled, {code.shared_bytes} bytes of shared memory"
     write_manifest(folder, architecture, [code])
-    (folder / "candidate.json").write_text(json.dumps({"kernel": kernel, "dim": dim, "blocks": blocks, **asdict(code)}), encoding="utf-8")
+    (folder / "candidate.json").write_text(json.dumps({**asdict(code), "variant": variant, "blocks": blocks}), encoding="utf-8")
     return f"{name}: {code.registers} registers"
 
 
-def build(architecture: str, dims: list[int], out: Path) -> None:
-    """Compile all candidates."""
-    items = [(kernel, dim, blocks) for kernel in KERNELS for dim in dims for blocks in candidates(kernel, architecture)]
+def build(architecture: str, wanted: list[str], out: Path) -> None:
+    """Compile all candidates for these variants."""
+    items = [(kernel, variant, blocks) for kernel in KERNELS for variant in wanted for blocks in candidates(kernel, architecture)]
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(os.cpu_count()) as pool:
         os.environ["TRITON_CACHE_DIR"] = cache
         for said in pool.map(compile_candidate, itertools.repeat(architecture), *zip(*items, strict=True), itertools.repeat(out)):
@@ -84,47 +100,100 @@ class WithCandidate:
 
 
 def run(shipped: PrebuiltKernels, out: Path, device: str, sequence: int = 2048, tokens: int = 16384, width: int = 2048) -> dict[str, Any]:
-    """Times every candidate in `out`; returns {"kernel, dim": [(seconds, blocks or "shipped"), …], best first}."""
+    """Times every candidate in `out`; returns {"kernel, variant": [(seconds, blocks or "shipped"), …], best first}."""
     found: dict[str, list[tuple[float, Any]]] = {}
-    for path in sorted(out.glob("*/candidate.json")):
-        line = json.loads(path.read_text(encoding="utf-8"))
-        kernel, dim = line["kernel"], line["dim"]
-        if f"{kernel}, {dim}" not in found:
-            found[f"{kernel}, {dim}"] = [(time_of(GpuOps(shipped), kernel, dim, device, sequence, tokens, width), "shipped")]
-        mixed = WithCandidate(shipped, PrebuiltKernels(shipped.architecture, path.parent), kernel)
+    for path, line in built(out):
+        kernel, variant = line["kernel"], line["variant"]
+        if f"{kernel}, {variant}" not in found:
+            found[f"{kernel}, {variant}"] = [(time_of(GpuOps(shipped), kernel, variant, device, sequence, tokens, width), "shipped")]
+        mixed = WithCandidate(shipped, PrebuiltKernels(shipped.architecture, path), kernel)
         try:
-            seconds = time_of(GpuOps(mixed), kernel, dim, device, sequence, tokens, width)
+            seconds = time_of(GpuOps(mixed), kernel, variant, device, sequence, tokens, width)
         except Exception as error:
-            print(f"{path.parent.name}: {error}", flush=True)
+            print(f"{path.name}: {error}", flush=True)
             continue
-        found[f"{kernel}, {dim}"].append((seconds, line["blocks"]))
+        found[f"{kernel}, {variant}"].append((seconds, line["blocks"]))
     return {key: sorted(times, key=lambda item: item[0]) for key, times in found.items()}
 
 
-def time_of(ops: GpuOps, kernel: str, dim: int, device: str, sequence: int, tokens: int, width: int) -> float:
+def built(out: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Folder and description of each candidate."""
+    return [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(out.glob("*/candidate.json"))]
+
+
+def simulate(shipped: Path, out: Path, sequence: int = 1024) -> dict[str, Any]:
+    """The same on a simulated compute unit of the MI250X: {"kernel, variant": [(share of the matrix rate, blocks or "shipped", Timing), …]}."""
+    found: dict[str, list[tuple[float, Any, Timing]]] = {}
+    lines = [(shipped, line, "shipped") for line in read_manifest("gfx90a", shipped)["kernels"]]
+    lines = [entry for entry in lines if entry[1]["dtype"] == "bf16" and entry[1]["kernel"] in KERNELS]
+    for folder, line, blocks in lines + [(path, line, line["blocks"]) for path, line in built(out)]:
+        gpu = TracingGpu()
+        kernels: Kernels = PrebuiltKernels("gfx90a", shipped, gpu)
+        if folder != shipped:
+            kernels = WithCandidate(kernels, PrebuiltKernels("gfx90a", folder, gpu), line["kernel"])
+        try:
+            share, timing = simulated_share(GpuOps(kernels), gpu, line, sequence)
+        except FrontierError as error:
+            print(f"{folder.name}: {error}", flush=True)
+            continue
+        found.setdefault(f"{line['kernel']}, {line['variant']}", []).append((share, blocks, timing))
+    return {key: sorted(shares, reverse=True, key=lambda item: item[0]) for key, shares in found.items()}
+
+
+def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence: int) -> tuple[float, Timing]:
+    """Useful FLOPs of one kernel's first, longest block as a share of what the matrix units could do in its time."""
+    kernel, constants = line["kernel"], line["constants"]
+    dim, outer = constants["BLOCK_D"], constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
+    extras = (torch.ones(1), torch.zeros(1, sequence, dtype=torch.int32)) if constants["EXTRAS"] else ()
+    q, k, v = (torch.randn(sequence, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    out = ops.attention(q, k, v, Scores(dim**-0.5, *extras))
+    if kernel != "attention_forward":
+        out.backward(torch.randn_like(out))
+    waves = ARCHITECTURES["gfx90a"].waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])
+    timing = time_of_trace(*gpu.traces[kernel], int(waves))
+    products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[kernel]
+    flops = 2 * products * dim * outer * (sequence - outer / 2)  # below the diagonal
+    return flops / (timing.cycles * line["warps"] / SIMDS * Rates().matrix_flops), timing
+
+
+def time_of(ops: GpuOps, kernel: str, variant: str, device: str, sequence: int, tokens: int, width: int) -> float:
     """Seconds of the forward, or of the whole backward, of causal attention in bf16."""
+    name, _, extras = variant.partition("-")
+    dim = int(name.removeprefix("d"))
     shape = (sequence, tokens // sequence, width // dim, dim)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(3))
     grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    out = ops.attention(q, k, v, Scores(dim**-0.5))
+    scores = Scores(dim**-0.5, *((q.new_ones(q.shape[2]), torch.zeros(shape[1::-1], dtype=torch.int32, device=device)) if extras else ()))
+    out = ops.attention(q, k, v, scores)
     if kernel == "attention_forward":
         with torch.no_grad():
-            return min(seconds_of(lambda: ops.attention(q, k, v, Scores(dim**-0.5)), device) for _ in range(4))
+            return min(seconds_of(lambda: ops.attention(q, k, v, scores), device) for _ in range(4))
     return min(seconds_of(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device) for _ in range(4))
 
 
 def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("build", "run"))
-    parser.add_argument("--arch", default="sm_90", choices=tuple(kernel_table.ARCHITECTURES))
-    parser.add_argument("--dims", default="64,128")
+    parser.add_argument("action", choices=("build", "run", "simulate"))
+    parser.add_argument("--arch", default="gfx90a", choices=tuple(ARCHITECTURES))
+    parser.add_argument("--variants", default="d64,d64-extras,d128,d128-extras")
     parser.add_argument("--out", type=Path, default=Path("build/tune"))
+    parser.add_argument("--shipped", type=Path, help="code objects to compare with, if not the installed ones")
     args = parser.parse_args()
     if args.action == "build":
-        build(args.arch, [int(dim) for dim in args.dims.split(",")], args.out)
+        build(args.arch, args.variants.split(","), args.out)
         return
-    result = run(PrebuiltKernels(args.arch), args.out, "cuda")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.action == "simulate":
+        shares = simulate(args.shipped or GPU_DIR / "gfx90a", args.out)
+        (args.out / "shares.json").write_text(json.dumps(shares, indent=1, default=asdict), encoding="utf-8")
+        print("| kernel | blocks | useful share | matrix busy | vector busy | LDS busy |\n|---|---|---|---|---|---|")
+        for key, best in shares.items():
+            for share, blocks, timing in best[:5]:
+                busy = (timing.matrix_share, timing.vector_share, timing.lds_share)
+                print(f"| {key} | {blocks} | {share:.2f} | " + " | ".join(f"{part:.2f}" for part in busy) + " |")
+        return
+    result = run(PrebuiltKernels(args.arch, args.shipped), args.out, "cuda")
     (args.out / "times.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     for key, times in result.items():
         print(f"{key}: " + ", ".join(f"{blocks} {seconds * 1e6:.0f} us" for seconds, blocks in times[:5]))

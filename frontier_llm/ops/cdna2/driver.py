@@ -59,7 +59,27 @@ class SimulatedGpu:
         for number, (place, (name, tensor)) in enumerate(zip(pointers, pointed, strict=True)):
             words[place] = memory.add(name, as_bytes(tensor), (number + 1) * _FAR + words[place] % _PAGE)
         arguments = kernel_arguments(declared, words, grid, threads, shared_bytes)
-        self.launches.append(Launch(digest, program.symbol, grid, run(program, grid, threads, shared_bytes, arguments, memory)))
+        self.launches.append(Launch(digest, program.symbol, grid, self._run(program, grid, threads, shared_bytes, arguments, memory)))
+
+    def _run(
+        self, program: Program, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: bytes, memory: Memory
+    ) -> Counts:
+        return run(program, grid, threads, shared_bytes, arguments, memory)
+
+
+class TracingGpu(SimulatedGpu):
+    """Executes the first workgroup of each launch alone: `traces` has what its first wave executed, by symbol, for `timing.time_of`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traces: dict[str, tuple[Program, list[int]]] = {}
+
+    def _run(
+        self, program: Program, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: bytes, memory: Memory
+    ) -> Counts:
+        trace: list[int] = []
+        self.traces[program.symbol] = program, trace
+        return run(program, grid, threads, shared_bytes, arguments, memory, trace=trace, workgroups=1)
 
 
 def as_bytes(tensor: Tensor) -> Array:

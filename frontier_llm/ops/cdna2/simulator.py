@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -66,16 +67,16 @@ class _Compiled:
 
 def run(
     program: Program, grid: tuple[int, int, int], threads: int, shared_bytes: int, kernarg: bytes, memory: Memory, *,
-    trace: list[int] | None = None,
+    trace: list[int] | None = None, workgroups: int | None = None,
 ) -> Counts:  # fmt: skip
     """Execute a kernel; `kernarg` is the buffer of its arguments. Raises Fault.
 
-    `trace` gets the indexes of the instructions that the first wave executes.
+    `trace` gets the indexes of the instructions that the first wave executes. With `workgroups` only so many of the grid's first are executed.
     """
     compiled = _compiled(program)
     arguments = np.frombuffer(bytearray(kernarg), np.uint8)
     address = memory.add("the arguments", arguments)
-    counts, waves_per_group, groups = Counts(), threads // LANES, grid[0] * grid[1] * grid[2]
+    counts, waves_per_group, groups = Counts(), threads // LANES, workgroups or math.prod(grid)
     lot = max(1, WAVES_AT_ONCE // waves_per_group)
     for first in range(0, groups, lot):
         ids = np.unravel_index(np.arange(first, min(first + lot, groups)), grid[::-1])[::-1]
