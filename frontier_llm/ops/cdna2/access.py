@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from .disassembly import Descriptor, Instruction
+from .fault import Violation
 from .global_memory import Memory
 from .local_memory import LocalMemory
 from .operands import Operand, Read, Unknown, operand, reader
@@ -99,7 +100,7 @@ def _buffer_address(operands: list[Operand], modifiers: dict[str, str]) -> Addre
     def address(waves: Waves, size: int) -> tuple[Array, Array]:
         low, high, records, _ = (waves.scalar[first + word, waves.chosen].astype(np.int64)[:, None] for word in range(4))
         if (high >> 16).any():
-            raise Unknown("a buffer with a stride")
+            raise Violation("a buffer with a stride, which the simulator does not know")
         relative = inner(waves).astype(np.int64) + offset
         return low + (high << 32) + relative, waves.lanes & (relative + size <= records)
 

@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +40,7 @@ class Operand:
     negate: bool = False
     absolute: bool = False
 
-    @property
+    @cached_property
     def rows(self) -> frozenset[tuple[bool, int]]:
         """The registers that it names."""
         return frozenset((self.vector, self.register + place) for place in range(self.count)) if self.register >= 0 else frozenset()
@@ -49,6 +50,7 @@ class Unknown(Exception):
     """Something in an instruction that the simulator does not know."""
 
 
+@lru_cache(maxsize=1 << 16)  # a kernel names the same few hundred operands over and over
 def operand(text: str, descriptor: Descriptor) -> Operand:
     """Take an operand apart; raises Unknown."""
     if _NUMBER.match(text):  # -1 and -0.5 are numbers, not something negated
@@ -91,6 +93,7 @@ def constant_bits(number: float | int, kind: str) -> int:
     return number & ((1 << 8 * width) - 1)
 
 
+@lru_cache(maxsize=1 << 16)
 def reader(source: Operand, kind: str, per_lane: bool) -> Read:
     """A function that gives the operand's values: [wave, lane] (one lane for scalars) in vector instructions, else [wave]."""
     dtype = np.dtype(KINDS[kind])

@@ -103,6 +103,8 @@ def test_loads_arrive_in_order():
         ("v_lshlrev_b32_e32 v1, 3, v0\nglobal_store_dword v1, v0, s[10:11]", "4 bytes at offset 512 of tensor 1, which has 512 bytes"),
         ("v_frobnicate_b32 v0, v1", "unknown to the simulator: instruction"),
         ("global_load_dword v2, v1, s[8:9] glc", "unknown to the simulator: modifiers"),
+        ("s_waitcnt 0x70", "unknown to the simulator: counters"),
+        ("s_mov_b32 s13, 0x40000\nv_mov_b32_e32 v1, 0\nbuffer_load_dword v2, v1, s[12:15], 0 offen", "a buffer with a stride"),
         ("v_mov_b32_e32 v1, v32", "the kernel descriptor allocates less"),
     ],
 )
@@ -110,6 +112,20 @@ def test_what_breaks_a_rule(monkeypatch, text, what):
     monkeypatch.setattr(simulator, "STEPS_AT_MOST", 1000)
     with pytest.raises(Fault, match=what):
         execute(text, numbers(128), np.zeros(128, np.uint32), threads=128, shared_bytes=512)
+
+
+def test_a_buffer_ends_where_its_descriptor_says():
+    text = """v_lshlrev_b32_e32 v1, 2, v0
+    s_mov_b32 s12, s8
+    s_mov_b32 s13, s9
+    s_movk_i32 s14, 0x80
+    s_mov_b32 s15, 0x27000
+    buffer_load_dword v2, v1, s[12:15], 0 offen
+    s_waitcnt vmcnt(0)
+    global_store_dword v1, v2, s[10:11]"""
+    source, target = numbers(64), np.ones(64, np.uint32)
+    execute(text, source, target)
+    assert np.array_equal(target, np.where(np.arange(64) < 32, source, 0))
 
 
 def test_a_fault_says_where():
