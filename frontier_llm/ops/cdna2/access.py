@@ -26,7 +26,7 @@ _LOCAL_SIZES: Final[dict[str, tuple[Any, int]]] = {
     "b128": (np.uint32, 4),
 }
 _GLOBAL = re.compile(r"(?P<space>global|buffer)_(?P<action>load|store)_(?P<size>[a-z]+(?:x\d)?)(?P<high>_d16_hi)?$")
-_LOCAL = re.compile(r"ds_(?P<action>read|write)(?P<two>2?)(?P<far>st64)?_(?P<size>[ub]\d+)$")
+_LOCAL = re.compile(r"ds_(?P<action>read|write)(?P<two>2?)(?P<far>st64)?_(?P<size>[ub]\d+)(?P<high>_d16_hi)?$")
 _SCALAR = re.compile(r"s_load_dword(?:x(?P<count>\d+))?$")
 
 
@@ -148,6 +148,8 @@ def _local(found: re.Match[str], operands: list[Operand], modifiers: dict[str, s
     unit = width * (64 if found["far"] else 1)
     offsets = [unit * _take(modifiers, "offset0"), unit * _take(modifiers, "offset1")] if two else [_take(modifiers, "offset")]
     reads = found["action"] == "read"
+    if reads and found["high"]:
+        raise Unknown("a load into the high half")
     base = reader(operands[1 if reads else 0], "u32", per_lane=True)
 
     def addresses(waves: Waves, offset: int) -> Array:
@@ -162,11 +164,11 @@ def _local(found: re.Match[str], operands: list[Operand], modifiers: dict[str, s
                 waves.write_vector(destination.register + place, word)
 
         return Access(load, "lgkm", destination.rows, width * len(offsets))
-    data = [_data(source, count) for source in operands[1:]]
+    data, shift = [_data(source, count) for source in operands[1:]], np.uint32(16 if found["high"] else 0)
 
     def store(waves: Waves, places: Places) -> None:
         for source, offset in zip(data, offsets, strict=True):
-            places.local.store(waves, addresses(waves, offset), _stacked(waves, source).astype(dtype))
+            places.local.store(waves, addresses(waves, offset), (_stacked(waves, source) >> shift).astype(dtype))
 
     return Access(store, "lgkm", frozenset(), width * len(offsets))
 

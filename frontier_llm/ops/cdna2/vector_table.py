@@ -60,6 +60,10 @@ def _permute(high: Array, low: Array, selector: Array) -> Array:
     return np.asarray(result)
 
 
+def _byte(place: int, x: Array) -> Array:
+    return x >> np.uint32(8 * place) & np.uint32(0xFF)
+
+
 def _pack(low: Array, high: Array) -> Array:
     return low.view(np.uint16).astype(np.uint32) | high.view(np.uint16).astype(np.uint32) << np.uint32(16)
 
@@ -70,6 +74,7 @@ TABLE: Final[dict[str, Vector]] = {
     "v_mov_b32": _op("u32 = u32", lambda a: a),
     "v_accvgpr_read_b32": _op("u32 = u32", lambda a: a),
     "v_accvgpr_write_b32": _op("u32 = u32", lambda a: a),
+    "v_accvgpr_mov_b32": _op("u32 = u32", lambda a: a),
     "v_not_b32": _op("u32 = u32", np.invert),
     "v_bfrev_b32": _op("u32 = u32", reverse_bits),
     "v_and_b32": _op(_U2, np.bitwise_and),
@@ -121,6 +126,7 @@ TABLE: Final[dict[str, Vector]] = {
     "v_cvt_f64_f32": _op("f64 = f32", lambda a: a),
     "v_cvt_f32_i32": _op("f32 = i32", lambda a: a),
     "v_cvt_f32_u32": _op("f32 = u32", lambda a: a),
+    **{f"v_cvt_f32_ubyte{place}": _op("f32 = u32", partial(_byte, place)) for place in range(4)},
     "v_cvt_i32_f32": _op("i32 = f32", lambda a: to_integer(a, np.int32)),
     "v_cvt_u32_f32": _op("u32 = f32", lambda a: to_integer(a, np.uint32)),
 }

@@ -114,6 +114,21 @@ def test_what_breaks_a_rule(monkeypatch, text, what):
         execute(text, numbers(128), np.zeros(128, np.uint32), threads=128, shared_bytes=512)
 
 
+def test_halves_are_stored_from_either_half():
+    text = """v_lshlrev_b32_e32 v1, 2, v0
+    global_load_dword v2, v1, s[8:9]
+    s_waitcnt vmcnt(0)
+    ds_write_b16_d16_hi v1, v2
+    ds_write_b16 v1, v2 offset:2
+    s_waitcnt lgkmcnt(0)
+    ds_read_b32 v3, v1
+    s_waitcnt lgkmcnt(0)
+    global_store_dword v1, v3, s[10:11]"""
+    source, target = numbers(64) * np.uint32(0x30201), np.zeros(64, np.uint32)
+    execute(text, source, target, shared_bytes=256)
+    assert np.array_equal(target, source >> np.uint32(16) | source << np.uint32(16))
+
+
 def test_a_buffer_ends_where_its_descriptor_says():
     text = """v_lshlrev_b32_e32 v1, 2, v0
     s_mov_b32 s12, s8

@@ -26,30 +26,32 @@ def widened(bits, kind):
 
 
 def registers(bits, first):
-    """A [32, 8] (or B transposed) as two registers: lane i + 32 h has row i, columns 4 h to 4 h + 3."""
-    found = {}
+    """A (or B transposed) as two registers: lane i + size h has row i, columns 4 h to 4 h + 3."""
+    size, found = len(bits), {}
     for register in (0, 1):
-        found[first + register] = np.array(
-            [int(bits[lane % 32, 4 * (lane // 32) + 2 * register]) | int(bits[lane % 32, 4 * (lane // 32) + 2 * register + 1]) << 16 for lane in range(64)],
-            np.uint32,
-        )  # fmt: skip
+        pairs = [bits[lane % size, 4 * (lane // size) + 2 * register :][:2].astype(np.uint32) for lane in range(64)]
+        found[first + register] = np.array([low | high << 16 for low, high in pairs], np.uint32)
     return found
 
 
-@pytest.mark.parametrize(("kind", "name"), [("f16", "v_mfma_f32_32x32x8f16"), ("bf16", "v_mfma_f32_32x32x8bf16_1k")])
+@pytest.mark.parametrize("shape", [(32, 8), (16, 16)])
+@pytest.mark.parametrize(("kind", "suffix"), [("f16", "f16"), ("bf16", "bf16_1k")])
 @pytest.mark.parametrize("accumulated", [True, False])
-def test_layout_and_product(kind, name, accumulated):
-    a, b = (halves(generator.standard_normal((32, 8)), kind) for _ in range(2))
-    c = generator.standard_normal((32, 32)).astype(np.float32)
-    place = lambda register, lane: (8 * (register // 4) + 4 * (lane // 32) + register % 4, lane % 32)  # noqa: E731
-    old = {8 + r: np.array([c[place(r, lane)] for lane in range(64)], np.float32) for r in range(16)}
-    source = "v[8:23]" if accumulated else "0"
-    state = after(f"{name} a[0:15], v[0:1], v[2:3], {source}", {**registers(a, 0), **registers(b, 2), **old}, mask=np.zeros(64, bool))
+def test_layout_and_product(shape, kind, suffix, accumulated):
+    size, count = shape[0], shape[0] ** 2 // 64
+    a, b = (halves(generator.standard_normal(shape), kind) for _ in range(2))
+    c = generator.standard_normal((size, size)).astype(np.float32)
+    # by AMD: register r of lane l has row 8 (r / 4) + 4 (l / 32) + r mod 4 of 32 x 32, row 4 (l / 16) + r of 16 x 16
+    row = (lambda r, lane: 8 * (r // 4) + 4 * (lane // 32) + r % 4) if size == 32 else (lambda r, lane: 4 * (lane // 16) + r)
+    old = {8 + r: np.array([c[row(r, lane), lane % size] for lane in range(64)], np.float32) for r in range(count)}
+    name, source = f"v_mfma_f32_{size}x{size}x{shape[1]}{suffix}", f"v[8:{7 + count}]" if accumulated else "0"
+    text = f"{name} a[0:{count - 1}], v[0:1], v[2:3], {source}"
+    state = after(text, {**registers(a, 0), **registers(b, 2), **old}, mask=np.zeros(64, bool))
     expected = widened(a, kind) @ widened(b, kind).T + (c if accumulated else 0)
-    got = np.empty((32, 32), np.float32)
-    for r in range(16):
+    got = np.empty((size, size), np.float32)
+    for r in range(count):
         for lane in range(64):
-            got[place(r, lane)] = state.vector[32 + r, 0, lane : lane + 1].view(np.float32)[0]
+            got[row(r, lane), lane % size] = state.vector[32 + r, 0, lane : lane + 1].view(np.float32)[0]
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -243,6 +243,8 @@ def test_conversions_saturate():
     assert list(unsigned) == [0, 2, 3000000000, 2**32 - 1, 0, 0, 0, 0]
     signed = lanes(after("v_cvt_i32_f32_e32 v1, v0", {0: np.resize(values, 64)}), 1, np.int32)[:8]
     assert list(signed) == [-1, 2, 2**31 - 1, 2**31 - 1, 0, -(2**31), -(2**31), 0]
+    bits = np.full(64, 0x40302010, np.uint32)
+    assert [lanes(after(f"v_cvt_f32_ubyte{i}_e32 v1, v0", {0: bits}), 1, np.float32)[0] for i in range(4)] == [16, 32, 48, 64]
     assert lanes(after("v_exp_f32_e32 v1, v0", {0: np.full(64, -130, np.float32)}), 1, np.float32)[0] == 0  # flushed
 
 
