@@ -65,7 +65,7 @@ def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
     if place is None or machine not in MACHINES:
         return False
     nodes = -(-place.world_size // place.local_world_size)
-    wanted = machine_environment(machine, nodes)
+    wanted = [variable for variable in machine_environment(machine, nodes) if not any(map(environ, variable.also))]
     kept = adopt({variable.name: variable.value for variable in wanted})
     log.info(
         f"environment for {machine} on {plural(nodes, 'node')}: "
