@@ -8,6 +8,7 @@ RUN_DIR/submissions.jsonl
 
 from __future__ import annotations
 
+import compileall
 import hashlib
 import json
 import os
@@ -109,6 +110,9 @@ def problems(request: Request) -> list[Problem]:
             elsewhere = longer_jobs(request.site, request.all_nodes, enough, request.partition)
             fix = "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
         found.append(Problem("--time", what, fix))
+    if request.qos in request.site.unchained_qos and request.continue_with != "never":
+        what = f"{request.site.name} forbids jobs under {request.qos} to continue themselves"
+        found.append(Problem("--qos", what, "add --continue-with never"))
     if request.spares < 0:
         found.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
@@ -232,6 +236,7 @@ def snapshot(target: Path, site: Site) -> None:
         shutil.copy2(source, partial / relative)
     for relative, text in _site_files(site).items():
         (partial / relative).write_text(text, encoding="utf-8")
+    compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
     partial.rename(target)
 
 
@@ -257,6 +262,21 @@ def scratch_note(request: Request) -> str:
     if scratch is None or request.directory.is_relative_to(scratch):
         return ""
     return f"{request.directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / request.directory.name}"
+
+
+def quota_note(request: Request, checkpoint_bytes: float) -> str:
+    """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the whole file system."""
+    train, quota_tb = request.config.train, request.site.scratch_quota_tb
+    if quota_tb is None or not request.saves:
+        return ""
+    forever = train.steps // train.keep_every if train.keep_every else 0
+    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # one more while it is written
+    if held_tb <= 0.8 * quota_tb:  # the rest is for data, logs and other runs
+        return ""
+    return (
+        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are {held_tb:.0f} TB at the same time; "
+        f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more (train.keep_checkpoints, train.keep_every)"
+    )
 
 
 def parse_hosts(text: str | None) -> tuple[str, ...]:
