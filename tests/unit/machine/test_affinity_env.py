@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 import yaml
 
 from frontier_llm.config import configs_dir
@@ -84,3 +87,13 @@ def test_each_machine_has_what_its_own_guide_says() -> None:
         content = yaml.safe_load((configs_dir().parent / "slurm" / "sites" / f"{name}.yaml").read_text())
         asks = content["sbatch"].get("network") == "disable_rdzv_get"
         assert asks == ("FI_CXI_RDZV_PROTO" in {variable.name for variable in environment(name, 2)})
+
+
+def test_torch_reads_the_names_that_are_its_own() -> None:
+    """A variable that torch has renamed would be set in vain; the installed headers name those that it reads."""
+    headers = Path(torch.__file__).parent / "include"
+    places = (headers / "torch/csrc/distributed/c10d", headers / "c10/cuda")
+    text = "".join(path.read_text() for place in places for path in sorted(place.glob("*.h*")))
+    ours = {variable.name for variable in environment("frontier", 9408) if variable.name.startswith(("TORCH_", "PYTORCH_"))}
+    assert len(ours) == 4
+    assert {name for name in ours if f'"{name}"' not in text} == set()
