@@ -30,6 +30,7 @@ from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds
 
 SNAPSHOT = ("launch", "slurm", "configs")
+MANY_NODES = 8  # whose start OLCF has measured
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,18 @@ def quota_note(request: Request, checkpoint_bytes: float) -> str:
     return (
         f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are {held_tb:.0f} TB at the same time; "
         f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more (train.keep_checkpoints, train.keep_every)"
+    )
+
+
+def start_note(request: Request) -> str:
+    """A warning when the ranks of many nodes would all read torch's thousands of files from the shared file system."""
+    elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
+    if elsewhere or request.site.bind != "gcd" or request.all_nodes <= MANY_NODES:
+        return ""
+    return (
+        f"{request.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on Frontier eight took 51 s from "
+        "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or "
+        "FRONTIER_LLM_CONTAINER"
     )
 
 

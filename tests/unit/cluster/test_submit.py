@@ -114,6 +114,23 @@ def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     assert "up to 6 checkpoints of 12.1 TB are 73 TB" in capsys.readouterr().err
 
 
+def test_many_nodes_are_told_to_bring_their_environment(
+    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FRONTIER_LLM_CONTAINER", "FRONTIER_LLM_ENV_ARCHIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def noted(site: str, nodes: int) -> bool:
+        words = ["submit", "train_small", "--site", site, "--nodes", str(nodes), "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+        assert main([*words, "batch.global_batch=64"]) == 0
+        return "will import torch from" in capsys.readouterr().err
+
+    assert noted("frontier", 16) and not noted("frontier", 8)
+    assert not noted("lumi", 16)  # an image is one file
+    monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", "env.tar.gz")
+    assert not noted("frontier", 16)
+
+
 def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
     for dtype, noted in (("fp16", True), ("bf16", False)):
