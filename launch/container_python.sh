@@ -5,6 +5,7 @@
 # The image brings torch and ROCm, so there is no --rocm: that would put the host's ROCm in front of it. The GPUs' devices are there anyway.
 # The network's part is the site's and comes in through binds: its module's where that has set them (LUMI), else the paths below.
 set -euo pipefail
+export PYTHONNOUSERSITE=1 # packages in ~/.local would come before the image's own
 
 image="${FRONTIER_LLM_CONTAINER:?names the image}"
 if [[ ! -r "$image" ]]; then

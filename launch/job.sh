@@ -25,6 +25,7 @@ python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
 python="${python:-python3}"
 if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" ]]; then
     python="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
+    export PYTHONNOUSERSITE=1 # packages in ~/.local, on NFS, would come before the archive's
 fi
 if ! command -v "$python" >/dev/null; then
     echo "job.sh: no $python on $(hostname); export FRONTIER_LLM_PYTHON=/path/to/python" >&2

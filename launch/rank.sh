@@ -11,6 +11,8 @@ here="$(dirname "${BASH_SOURCE[0]}")"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline # compute nodes reach no internet
 export PYTHONUNBUFFERED=1
+export PYTHONDONTWRITEBYTECODE=1 # or thousands of ranks would write the same .pyc files next to the sources, on the parallel file system
+ulimit -S -c 0                   # nor a core of tens of GB each: a watchdog ends ranks by abort
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # a failed rendezvous is told in one line, not with C++ frames of every rank
 
 if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then

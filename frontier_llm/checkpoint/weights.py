@@ -26,7 +26,7 @@ from frontier_llm.checkpoint.shard import check_header, entries, header, header_
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.optim import KINDS
+from frontier_llm.optim import KINDS, initial_loss_scale
 from frontier_llm.topology import Rectangle
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
@@ -113,7 +113,7 @@ def write_checkpoint(source: WeightSource, shapes: Sequence[tuple[str, tuple[int
         digest, size = _write_shard(building / file, source, [shapes[index] for index in numbers], dtype)
         rows.append([(index, (0,) * len(shapes[index][1]), shapes[index][1]) for index in numbers])
         parts.append({"file": file, "bytes": size, "sha256": digest})
-    scale = config.precision.initial_loss_scale if config.precision.dtype == "fp16" else 1.0
+    scale = initial_loss_scale(config)
     progress = Progress(step=0, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=scale, scaler_clean_steps=0, skipped_steps=0)
     layout = {"tp": 1, "pp": 1, "dp": 1, "zero": 0}
     manifest = build_manifest(progress, 0, layout, config.model_dump(mode="json"), {}, dtype, tensors, rows, parts)

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     place = discover()
     if place is None:
         world_size = local_world_size(config)
-        check(config, world_size)
+        check(config, world_size, saves=False)
         if world_size == 1:
             raise LayoutError("a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm")
         return run_local_ranks(world_size, ["bench", "comm", args.run, *args.overrides, *_flags(args)], environment(), _logs(config))

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     place = discover()
     if place is None:
         world_size = local_world_size(config)
-        check(config, world_size)
+        check(config, world_size, saves=False)
         if world_size > 1:
             flags = ["--steps", str(args.steps), *(["--json"] if args.json else [])]
             logs = Path(config.train.run_dir) / "logs"

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.costs.workload import DTYPE_BYTES
-    from frontier_llm.machine import load_machine, rates
+    from frontier_llm.machine import fp16_note, load_machine, rates
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
@@ -88,6 +88,8 @@ def _plan(args: argparse.Namespace) -> int:
     machine = load_machine(args.machine)
     stack = args.stack or ("frontier-llm" if "frontier-llm" in machine.stacks else machine.default_stack)
     numbers = rates(machine, stack)
+    if note := base and fp16_note(base.precision, machine.device.flushes_fp16):
+        print(f"note: {note}", file=sys.stderr)
     fixed = parse_fixed(args.fix)
     nodes = args.nodes or _smallest(model, machine, numbers)
     if nodes > numbers.nodes:

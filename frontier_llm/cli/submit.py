@@ -73,13 +73,26 @@ def run(args: argparse.Namespace) -> int:
     request = _with_prediction(request)
     made = submission.prepare(request) if args.dry_run else submission.submit(request)
     log.info(submission.describe(request, made))
-    if note := submission.scratch_note(request):
+    for note in filter(None, _notes(request)):
         log.warn(note)
     if args.json:
         print(json.dumps(made.as_dict(), indent=1))
     else:
         print(made.script if args.dry_run else made.job_id)
     return 0
+
+
+def _notes(request: Request) -> list[str]:
+    """What the user should know and may want."""
+    from frontier_llm.cluster.notes import quota_note, scratch_note, start_note
+    from frontier_llm.costs.parameters import total_parameters
+    from frontier_llm.machine import fp16_note, load_machine
+    from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
+
+    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * total_parameters(request.config.model)
+    device = load_machine(request.site.machine).device
+    precision = fp16_note(request.config.precision, device.flushes_fp16)
+    return [scratch_note(request), quota_note(request, checkpoint_bytes), start_note(request), precision]
 
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:

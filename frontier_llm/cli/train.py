@@ -72,8 +72,8 @@ def _start_local_ranks(config: RunConfig, world_size: int, argv: list[str]) -> i
     return run_local_ranks(world_size, argv, environment(), Path(config.train.run_dir) / "logs")
 
 
-def check(config: RunConfig, world_size: int) -> None:
-    """Refuse in one process, in seconds, whatever would fail on the ranks: layout, data, run directory.
+def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
+    """Refuse in one process, in seconds, whatever would fail on the ranks: layout, data, run directory with room for checkpoints if it `saves`.
 
     Raises ConfigError (or its kin) with every problem found.
     """
@@ -82,7 +82,7 @@ def check(config: RunConfig, world_size: int) -> None:
 
     problems = [*plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
     problems += _tensorboard_problems(config)
-    problems += _run_dir_problems(Path(config.train.run_dir)) or _space_problems(config, world_size)
+    problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
         raise ConfigError(problems)
     plan = make_plan(config, world_size)

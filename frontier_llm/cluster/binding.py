@@ -1,6 +1,6 @@
 """launch/bind_gcd.sh, written from the map of a MI250X node (machine.affinity): local rank = GCD → its cores and memory.
 
-The NIC of its package is RCCL's to find (NCCL_NET_GDR_LEVEL=PHB, machine.env).
+The NIC of its package is RCCL's to find.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class JobScript:
 
 
 # A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and 853 s of these
-# batches. Saves, 14 bytes per parameter: 2.5 TB at BLOOM's measured 0.06 TB/s; 14 TB at twice that from three times as many GPUs (assumed).
+# batches. Saves, 12 bytes per parameter: 2.1 TB at BLOOM's measured 0.06 TB/s; 12 TB at twice that from three times as many GPUs (assumed).
 JOBS: tuple[JobScript, ...] = (
     JobScript("train_22b", "GPT 22B on 128 GCDs: TP4 x PP8 x DP4", "configs/runs/train_22b.yaml", 16),
     JobScript(

@@ -38,6 +38,7 @@ class Site(Section):
     default_partition: str | None = None
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
     max_queued_jobs: PositiveInt | None = None
+    unchained_qos: tuple[str, ...] = ()  # under which a job must not continue itself
     signal_lead_s: PositiveInt = 600  # before the walltime, while no save has been measured
     node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s unless changed) and a little
     exclude_slow_after: PositiveInt | None = None  # leave a host out once it was named slow so often; None: only say so
@@ -46,6 +47,7 @@ class Site(Section):
     interfaces: tuple[str, ...] = ()  # that must be up on every node
     interface: str | None = None  # network interface of the rendezvous; None = the host's own address
     scratch: str | None = None  # where run directories belong; $PROJECT is the account, $USER the user
+    scratch_quota_tb: PositiveFloat | None = None  # what a project may keep there unless it has asked for more
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
     container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another
     bind: Literal["gcd", "none"] = "none"

@@ -8,6 +8,7 @@ RUN_DIR/submissions.jsonl
 
 from __future__ import annotations
 
+import compileall
 import hashlib
 import json
 import os
@@ -109,6 +110,9 @@ def problems(request: Request) -> list[Problem]:
             elsewhere = longer_jobs(request.site, request.all_nodes, enough, request.partition)
             fix = "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
         found.append(Problem("--time", what, fix))
+    if request.qos in request.site.unchained_qos and request.continue_with != "never":
+        what = f"{request.site.name} forbids jobs under {request.qos} to continue themselves"
+        found.append(Problem("--qos", what, "add --continue-with never"))
     if request.spares < 0:
         found.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
@@ -232,6 +236,7 @@ def snapshot(target: Path, site: Site) -> None:
         shutil.copy2(source, partial / relative)
     for relative, text in _site_files(site).items():
         (partial / relative).write_text(text, encoding="utf-8")
+    compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
     partial.rename(target)
 
 
@@ -249,14 +254,6 @@ def describe(request: Request, made: Submission) -> str:
             f"{words}" + (f"  ->  job {made.job_id}" if made.job_id else "  (not run)"),
         ]
     )
-
-
-def scratch_note(request: Request) -> str:
-    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can tell."""
-    scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
-    if scratch is None or request.directory.is_relative_to(scratch):
-        return ""
-    return f"{request.directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / request.directory.name}"
 
 
 def parse_hosts(text: str | None) -> tuple[str, ...]:

@@ -66,6 +66,10 @@ def check_transport(found: TransportInUse, host: str, provider: str = "cxi", gpu
         )
     elif gpu_rdma and found.gpu_rdma_channels < found.channels:
         what = f"{found.channels - found.gpu_rdma_channels} of {found.channels} channels between nodes copy through host memory"
-        problems.append(Problem(host, what, "export NCCL_NET_GDR_LEVEL=PHB, and bind each rank to the GCD nearest to its NIC"))
+        problems.append(
+            Problem(
+                host, what, "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier export NCCL_NET_GDR_LEVEL=PHB, which hangs on LUMI"
+            )
+        )
     if problems:
         raise BackendError(problems)

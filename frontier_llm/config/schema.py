@@ -132,7 +132,7 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     gradient_wire: Literal["full", "bf16"] = "full"  # what gradients travel as between replicas; bf16: half the bytes of fp32
-    initial_loss_scale: PositiveFloat = 65536.0  # fp16 only
+    initial_loss_scale: PositiveFloat | None = None  # fp16 only, of the step's mean loss; None = 1024 for each token of the batch
     loss_scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
     min_loss_scale: PositiveFloat = 1.0
 

@@ -21,6 +21,7 @@ class Variable:
     value: str
     reason: str
     source: str
+    also: tuple[str, ...] = ()  # other names of the same setting: where the user has exported one, ours stays unset
 
 
 _PYTORCH = (
@@ -58,26 +59,51 @@ _ROCM = (
     ),
     Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "same", OLCF),
     Variable(
-        "PYTORCH_HIP_ALLOC_CONF", "max_split_size_mb:512", "bounds the allocator's fragmentation near 64 GiB", "LumiOpen/Megatron-LM-lumi"
+        "PYTORCH_HIP_ALLOC_CONF",  # the name that torch 2.10 and 2.13 both honour; 2.13 would take it before PYTORCH_ALLOC_CONF
+        "max_split_size_mb:512",
+        "bounds the allocator's fragmentation near 64 GiB",
+        "LumiOpen/Megatron-LM-lumi",
+        also=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     ),
 )
 
 _SLINGSHOT = (
     Variable("GLOO_SOCKET_IFNAME", "hsn0", "needed above about 300 nodes, harmless below", "eminorhan/frontier-torchtitan"),
     Variable("NCCL_SOCKET_IFNAME", "hsn0,hsn1,hsn2,hsn3", "bootstrap over the high-speed network, not the management one", HPE),
-    Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPU RDMA through the NIC of the same package", HPE),
     Variable("NCCL_CROSS_NIC", "1", "rings may change NIC from node to node: faster on large systems", HPE),
-    Variable("FI_MR_CACHE_MONITOR", "kdreg2", "memory-registration cache; the default, memhooks, can deadlock", OLCF),
     Variable("FI_CXI_DISABLE_HOST_REGISTER", "1", "avoids ROCm calls that deadlock RCCL", HPE),
     Variable("FI_CXI_DEFAULT_CQ_SIZE", "131072", "completion queues of large jobs overflow with the default", HPE),
     Variable("FI_CXI_DEFAULT_TX_SIZE", "2048", "room for many unexpected rendezvous messages", HPE),
-    Variable("FI_CXI_RDZV_PROTO", "alt_read", "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job", OLCF),
     Variable("FI_CXI_RDZV_EAGER_SIZE", "0", "all messages by rendezvous", HPE),
     Variable("FI_CXI_RDZV_THRESHOLD", "0", "all messages by rendezvous", HPE),
     Variable("FI_CXI_RDZV_GET_MIN", "0", "all messages by rendezvous", HPE),
     Variable("FI_CXI_RX_MATCH_MODE", "hybrid", "software matching when the NIC's match list overflows", HPE),
 )
 
+# libfabric's default monitor of registered memory, memhooks, deadlocks on both. LUMI goes without the other two: nobody documents
+# `--network=disable_rdzv_get` there, without which libfabric silently keeps its default protocol; and GPU RDMA is found without being asked for,
+# where asking hung the first collective between nodes (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
+_OWN = {
+    "frontier": (
+        Variable("FI_MR_CACHE_MONITOR", "kdreg2", "memory-registration cache: Frontier's default, safe with the plugin", OLCF),
+        Variable("FI_CXI_RDZV_PROTO", "alt_read", "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job", OLCF),
+        Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPU RDMA through the NIC of the same package", OLCF),
+    ),
+    "lumi": (
+        Variable(
+            "FI_MR_CACHE_MONITOR",
+            "userfaultfd",
+            "memory-registration cache: with the default a second communicator hung in 13 of 17 starts",
+            f"{LUMI}; laifs-container-recipes issue 44",
+        ),
+    ),
+}
+_PLUGIN = Variable(
+    "NCCL_NET",
+    "AWS Libfabric",  # a name that every version of the plugin answers to; "OFI", as the guides have it now, only those after 1.11
+    "fail at start when the OFI plugin is missing, instead of falling back to TCP (16 x slower)",
+    OLCF,
+)
 # LumiOpen's 1,024-node runs saw "Cassini Event Queue overflow" below this
 _LARGE_CQ = Variable(
     "FI_CXI_DEFAULT_CQ_SIZE", "262144", "'Cassini Event Queue overflow' on 1,024 nodes with less", "LumiOpen/Megatron-LM-lumi"
@@ -87,7 +113,7 @@ _RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
 _LARGE_NODES = 512
 
-_SLINGSHOT_MACHINES = ("frontier", "lumi")
+_SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
 _NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-a100-node", "llm-foundry-a100", "llm-foundry-a100-40", "llm-foundry-h100", "torchtitan-a100", "torchtitan-h100")  # fmt: skip
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
@@ -114,15 +140,7 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
     """Slingshot's part; one node uses no network, and RCCL must not look for a plugin there."""
     if nodes == 1:
         return [Variable("NCCL_NET", "Socket", "one node: nothing crosses the network, and a missing plugin must not end the job", NCCL)]
-    chosen = {variable.name: variable for variable in _SLINGSHOT}
-    plugin = Variable(
-        "NCCL_NET", "AWS Libfabric", "fail at start when the OFI plugin is missing, instead of falling back to TCP (16 x slower)", OLCF
-    )
-    chosen[plugin.name] = plugin
-    if machine == "lumi":
-        chosen["FI_MR_CACHE_MONITOR"] = Variable(
-            "FI_MR_CACHE_MONITOR", "userfaultfd", "memory-registration cache; the default, memhooks, can deadlock", HPE
-        )
+    chosen = {variable.name: variable for variable in (*_SLINGSHOT, _PLUGIN, *_OWN[machine])}
     if nodes >= _ONE_INTERFACE_NODES:
         reason = f"above {_ONE_INTERFACE_NODES} nodes bootstrap over several interfaces hangs now and then"
         chosen["NCCL_SOCKET_IFNAME"] = Variable("NCCL_SOCKET_IFNAME", "hsn0", reason, "eminorhan/frontier-torchtitan")

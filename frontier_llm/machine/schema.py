@@ -36,6 +36,7 @@ class Device(Section):
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
     compute_units: Number  # SMs or CUs
+    flushes_fp16: bool = False  # its fp16 matrix products take and give 0 for numbers below 6.1e-5 (MI200)
     gemm_shapes: GemmShapes | None = None
     host_executes: bool = False  # a CPU: the cores that dispatch operations are those that run them
 

@@ -7,7 +7,7 @@ from math import sqrt
 
 from frontier_llm.machine.schema import Machine, QueueBin
 
-CHECKPOINT_BYTES_PER_PARAMETER = 14  # 16-bit weights, fp32 master weights and two moments
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 master weights and two moments; the 16-bit weights are rounded from the masters
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, when no budget is given
 
 

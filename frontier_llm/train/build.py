@@ -69,7 +69,7 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
         stages=stages,
         sync=update.sync,
         optimizer=update.optimizer,
-        scaler=LossScaler.create(config.precision),
+        scaler=LossScaler.create(config),
         pipeline=engine(schedule),
         evaluator=engine(forward_only(schedule)),
         feed=_feed(config, mesh, device, stages, source),

@@ -18,6 +18,7 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import MACHINES
 from frontier_llm.machine.env import environment as machine_environment
+from frontier_llm.machine.precision import FLUSHING, fp16_note
 from frontier_llm.topology import ParallelPlan, make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.units import plural
@@ -65,7 +66,7 @@ def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
     if place is None or machine not in MACHINES:
         return False
     nodes = -(-place.world_size // place.local_world_size)
-    wanted = machine_environment(machine, nodes)
+    wanted = [variable for variable in machine_environment(machine, nodes) if not any(map(environ, variable.also))]
     kept = adopt({variable.name: variable.value for variable in wanted})
     log.info(
         f"environment for {machine} on {plural(nodes, 'node')}: "
@@ -110,6 +111,9 @@ def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
         raise FrontierError("train.device=cuda, but torch sees no GPU", fix="check the module, the container and ROCR_VISIBLE_DEVICES")
     index = (place.local_rank if place else 0) % torch.cuda.device_count()
     torch.cuda.set_device(index)
+    architecture = getattr(torch.cuda.get_device_properties(index), "gcnArchName", "")  # NVIDIA's have none
+    if (place is None or place.rank == 0) and (note := fp16_note(config.precision, architecture.startswith(FLUSHING))):
+        log.warn(note)
     return torch.device("cuda", index)
 
 

@@ -97,7 +97,7 @@ def check_batch_script(line: str) -> None:
 @pytest.mark.parametrize("fence", TO_PARSE, ids=lambda fence: f"{fence.page}:{fence.line}")
 def test_other_commands_are_real(fence: Fence) -> None:
     for line in commands(fence):
-        line = re.sub(r"^(?:python3?) -m frontier_llm\.cli\.main", "frontier-llm", line)
+        line = re.sub(r"^.*\bfrontier_llm\.cli\.main\b", "frontier-llm", line)  # also what srun or a launch script starts
         if line.startswith("frontier-llm "):
             check_frontier_llm(line)
         elif ".sbatch" in line:

@@ -65,6 +65,10 @@ def test_a_python_without_the_package_is_explained(root: Path) -> None:
 def container(tmp_path: Path, **variables: str) -> list[str]:
     """The words that a container's runtime gets."""
     executable(tmp_path / "bin" / "singularity", 'printf "%s\\n" "$@"')
+    return container_says(tmp_path, **variables)
+
+
+def container_says(tmp_path: Path, **variables: str) -> list[str]:
     (tmp_path / "image.sif").touch()
     env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FRONTIER_LLM_CONTAINER": f"{tmp_path}/image.sif", **variables}
     done = subprocess.run([LAUNCH / "container_python.sh", "-m", "a b"], capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
@@ -76,6 +80,8 @@ def test_the_containers_python_sees_the_data_and_not_the_hosts_rocm(tmp_path: Pa
     assert words[:2] == ["exec", "--bind"] and words[3:] == [f"{tmp_path}/image.sif", "python3", "-m", "a b"]
     assert {str(tmp_path), "/code", "/tmp", "/data", "/more"} <= set(words[2].split(","))
     assert "--rocm" not in words
+    executable(tmp_path / "bin" / "singularity", 'echo "${PYTHONNOUSERSITE-}"')  # else ~/.local comes before the image's packages
+    assert container_says(tmp_path) == ["1"]
 
 
 def test_a_sites_own_binds_replace_ours(tmp_path: Path) -> None:
@@ -107,6 +113,16 @@ def test_a_rank_has_its_own_log_and_rank_0_speaks_to_the_job_too(tmp_path: Path)
         outputs.append(subprocess.run(command, capture_output=True, text=True, env=env).stdout)
     assert outputs == ["out 0\nerr\n", ""]
     assert [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr\n", "out 1\nerr\n"]
+
+
+def test_a_rank_leaves_no_bytecode_and_no_core_behind(tmp_path: Path) -> None:
+    (tmp_path / "module.py").touch()
+    env = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": "1", "PYTHONPATH": str(tmp_path)}
+    words = [LAUNCH / "rank.sh", "bash", "-c", f"ulimit -S -c; {sys.executable} -c 'import module'"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -S -c hard; exec "$@"', "bash", *words], capture_output=True, text=True, env=env, check=True
+    )
+    assert done.stdout == "0\n" and not (tmp_path / "__pycache__").exists()
 
 
 def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:

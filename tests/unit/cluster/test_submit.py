@@ -86,6 +86,58 @@ def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:
     assert (target / "mark").exists() and not list(tmp_path.glob("*.tmp*"))
 
 
+def test_a_snapshot_holds_the_bytecode_that_ranks_would_each_write(tmp_path: Path) -> None:
+    snapshot(tmp_path / "code", load_site("local"))
+    sources = {path.stem for path in (tmp_path / "code" / "frontier_llm" / "train").glob("*.py")}
+    compiled = {path.name.split(".")[0] for path in (tmp_path / "code" / "frontier_llm" / "train" / "__pycache__").glob("*.pyc")}
+    assert compiled == sources and "loop" in sources
+
+
+def test_debug_must_not_chain(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OLCF: production work and job chaining using the debug QOS is prohibited."""
+    words = [*SMALL, "--nodes", "1", "--qos", "debug", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 2
+    assert "--continue-with never" in capsys.readouterr().err
+    assert main([*words, "--continue-with", "never"]) == 0
+
+
+def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """statvfs shows the whole of Orion; a project may keep 50 TB there, and the 1T run's checkpoint has 12."""
+    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    assert "50 TB" not in capsys.readouterr().err
+    assert main([*words, "train.keep_checkpoints=3"]) == 0
+    assert "up to 4 checkpoints of 12.1 TB are 48 TB" in capsys.readouterr().err
+    assert main([*words, "train.keep_every=5000"]) == 0  # three more that stay for good
+    assert "up to 6 checkpoints of 12.1 TB are 73 TB" in capsys.readouterr().err
+
+
+def test_many_nodes_are_told_to_bring_their_environment(
+    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FRONTIER_LLM_CONTAINER", "FRONTIER_LLM_ENV_ARCHIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def noted(site: str, nodes: int) -> bool:
+        words = ["submit", "train_small", "--site", site, "--nodes", str(nodes), "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+        assert main([*words, "batch.global_batch=64"]) == 0
+        return "will import torch from" in capsys.readouterr().err
+
+    assert noted("frontier", 16) and not noted("frontier", 8)
+    assert not noted("lumi", 16)  # an image is one file
+    monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", "env.tar.gz")
+    assert not noted("frontier", 16)
+
+
+def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    for dtype, noted in (("fp16", True), ("bf16", False)):
+        assert main([*words, f"precision.dtype={dtype}"]) == 0
+        assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
+
+
 def test_a_site_from_elsewhere_travels_with_the_code(tmp_path: Path) -> None:
     site = load_site("local").model_copy(update={"name": "mine", "environment": {"A": "b"}})
     snapshot(tmp_path / "code", site)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 import yaml
 
 from frontier_llm.config import configs_dir
@@ -12,8 +15,16 @@ from frontier_llm.machine.env import environment
 
 
 def test_cores_of_each_gcd_equal_the_lumi_guide_s() -> None:
-    assert [place.usable_cores[0] for place in NODE] == [49, 57, 17, 25, 1, 9, 33, 41]
-    assert all(len(place.usable_cores) == 7 for place in NODE)
+    """CPU_BIND_MASKS of LUMI-AI-Guide, 05-multi-gpu-and-node: local rank = GCD, without the first core of each region."""
+    masks = "00fe000000000000 fe00000000000000 0000000000fe0000 00000000fe000000 00000000000000fe 000000000000fe00 000000fe00000000 0000fe0000000000"
+    assert [f"{sum(1 << core for core in place.usable_cores):016x}" for place in NODE] == masks.split()
+
+
+def test_cores_of_each_gcd_equal_the_olcf_guide_s() -> None:
+    """frontier_user_guide.rst: NUMA domain, first hardware thread of the L3 region, GPU."""
+    guide = [(0, 0, 4), (0, 8, 5), (1, 16, 2), (1, 24, 3), (2, 32, 6), (2, 40, 7), (3, 48, 0), (3, 56, 1)]
+    assert sorted((place.numa, place.cores[0], place.gcd) for place in NODE) == guide
+    assert all(place.cores == tuple(range(place.cores[0], place.cores[0] + 8)) for place in NODE)
 
 
 def test_every_core_belongs_to_one_gcd_and_every_nic_to_one_package() -> None:
@@ -64,3 +75,25 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
         assert all(variable.reason and variable.source for variable in variables)
     with pytest.raises(ConfigError, match="did you mean 'frontier'"):
         environment("frontir", 4)
+
+
+def test_each_machine_has_what_its_own_guide_says() -> None:
+    """LUMI's multi-node starts hung with NCCL_NET_GDR_LEVEL=PHB, and its jobs do not ask for alt_read's network setting."""
+    frontier, lumi = ({variable.name: variable.value for variable in environment(name, 16)} for name in ("frontier", "lumi"))
+    assert (frontier["NCCL_NET_GDR_LEVEL"], frontier["FI_CXI_RDZV_PROTO"], frontier["FI_MR_CACHE_MONITOR"]) == ("PHB", "alt_read", "kdreg2")
+    assert frontier.keys() - lumi.keys() == {"NCCL_NET_GDR_LEVEL", "FI_CXI_RDZV_PROTO"}
+    assert lumi["FI_MR_CACHE_MONITOR"] == "userfaultfd"
+    for name in ("frontier", "lumi"):
+        content = yaml.safe_load((configs_dir().parent / "slurm" / "sites" / f"{name}.yaml").read_text())
+        asks = content["sbatch"].get("network") == "disable_rdzv_get"
+        assert asks == ("FI_CXI_RDZV_PROTO" in {variable.name for variable in environment(name, 2)})
+
+
+def test_torch_reads_the_names_that_are_its_own() -> None:
+    """A variable that torch has renamed would be set in vain; the installed headers name those that it reads."""
+    headers = Path(torch.__file__).parent / "include"
+    places = (headers / "torch/csrc/distributed/c10d", headers / "c10/cuda")
+    text = "".join(path.read_text() for place in places for path in sorted(place.glob("*.h*")))
+    ours = {variable.name for variable in environment("frontier", 9408) if variable.name.startswith(("TORCH_", "PYTORCH_"))}
+    assert len(ours) == 4
+    assert {name for name in ours if f'"{name}"' not in text} == set()

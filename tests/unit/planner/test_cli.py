@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
 from frontier_llm.config.load import dump, load_run
+from frontier_llm.optim import KINDS
+from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 from frontier_llm.topology import make_plan
 
 
@@ -156,3 +159,15 @@ def test_planning_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "choice:" in done.stdout
+
+
+def test_a_checkpoint_is_as_large_as_the_writer_makes_it() -> None:
+    assert len(KINDS) * ITEM_BYTES["F32"] == CHECKPOINT_BYTES_PER_PARAMETER
+
+
+def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "run.yaml"
+    for dtype, machine, noted in (("fp16", "lumi", True), ("bf16", "lumi", False), ("fp16", "mi300x", False)):
+        written.write_text(f"base: train_small\nprecision: {{dtype: {dtype}}}\n")
+        assert main(["plan", "--run", str(written), "--machine", machine, "--nodes", "1"]) == 0
+        assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted

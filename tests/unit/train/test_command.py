@@ -18,6 +18,7 @@ from frontier_llm.cli import main as command_line
 from frontier_llm.cli import train as train_command
 from frontier_llm.config import load_run
 from frontier_llm.costs.parameters import total_parameters
+from frontier_llm.errors import ConfigError
 from frontier_llm.units import format_bytes
 
 TINY = {
@@ -147,6 +148,14 @@ def test_a_rank_that_is_done_is_not_killed_by_a_late_warning(run_file, tmp_path,
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_command.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10))
+    config = load_run("train_small", [f"train.run_dir={tmp_path}"])
+    train_command.check(config, train_command.local_world_size(config), saves=False)
+    with pytest.raises(ConfigError, match="the first"):
+        train_command.check(config, train_command.local_world_size(config))
 
 
 @pytest.mark.parametrize(("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)])

@@ -39,6 +39,16 @@ def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyP
     assert (environ("TORCH_FR_DUMP_TEMP_FILE") or "").endswith("/logs/flight_torch_rank_")
 
 
+def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean: pytest.MonkeyPatch) -> None:
+    """torch 2.13 takes PYTORCH_HIP_ALLOC_CONF before PYTORCH_ALLOC_CONF: ours would silently replace the user's."""
+    clean.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    join._prepare(load_run("bench", ["machine=frontier"]), PLACE)
+    assert environ("PYTORCH_HIP_ALLOC_CONF") is None
+    clean.delenv("PYTORCH_ALLOC_CONF")
+    join._prepare(load_run("bench", ["machine=frontier"]), PLACE)
+    assert environ("PYTORCH_HIP_ALLOC_CONF") == "max_split_size_mb:512"
+
+
 def test_one_node_and_unknown_machines_forbid_nothing(clean: pytest.MonkeyPatch) -> None:
     assert not join._prepare(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, 0, "n0", "n0", 23456, "slurm"))
     assert not join._prepare(load_run("bench", ["machine=frontier"]), None)

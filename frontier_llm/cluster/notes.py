@@ -1,0 +1,45 @@
+"""What a submission may do and its user should know: each function a warning, '' where there is nothing to say."""
+
+from __future__ import annotations
+
+import sys
+
+from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.submit import Request
+
+MANY_NODES = 8  # whose start OLCF has measured
+
+
+def scratch_note(request: Request) -> str:
+    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can tell."""
+    scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
+    if scratch is None or request.directory.is_relative_to(scratch):
+        return ""
+    return f"{request.directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / request.directory.name}"
+
+
+def quota_note(request: Request, checkpoint_bytes: float) -> str:
+    """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the whole file system."""
+    train, quota_tb = request.config.train, request.site.scratch_quota_tb
+    if quota_tb is None or not request.saves:
+        return ""
+    forever = train.steps // train.keep_every if train.keep_every else 0
+    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # one more while it is written
+    if held_tb <= 0.8 * quota_tb:  # the rest is for data, logs and other runs
+        return ""
+    return (
+        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are {held_tb:.0f} TB at the same time; "
+        f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more (train.keep_checkpoints, train.keep_every)"
+    )
+
+
+def start_note(request: Request) -> str:
+    """A warning when the ranks of many nodes would all read torch's thousands of files from the shared file system."""
+    elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
+    if elsewhere or request.site.bind != "gcd" or request.all_nodes <= MANY_NODES:
+        return ""
+    return (
+        f"{request.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on Frontier eight took 51 s from "
+        "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or "
+        "FRONTIER_LLM_CONTAINER"
+    )
