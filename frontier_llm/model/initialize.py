@@ -7,11 +7,13 @@ Each element's value is a pure function of its flat index in the global tensor: 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from frontier_llm.tensor_parallel import ShardedParameter
 from frontier_llm.topology import Rectangle, ShardSpec, contiguous_runs
 
 # One Philox block is 4 x 64 bits; each 64 bits give the two normals of one Box-Muller pair.
@@ -32,6 +34,13 @@ def _normals(key: int, start: int, count: int) -> np.ndarray:
     normals = np.empty(2 * pairs, np.float32)
     normals[0::2], normals[1::2] = radius * np.cos(angle), radius * np.sin(angle)
     return normals[skipped : skipped + count]
+
+
+def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
+    """Fill every parameter with this rank's part of its initial values."""
+    with torch.no_grad():
+        for parameter in parameters:
+            initial_rows(parameter.spec, seed, parameter)
 
 
 def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
