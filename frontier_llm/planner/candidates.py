@@ -148,7 +148,7 @@ def _valid(name: str) -> str:
     return ", ".join(choices[name]) if name in choices else "a whole number"
 
 
-def legal_device_counts(model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]) -> list[int]:
+def legal_node_counts(model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]) -> list[int]:
     """The nearest node counts, below and above, that admit a layout."""
 
     def legal(number: int) -> bool:
