@@ -6,6 +6,7 @@ The build reads this to compile, the runtime to launch: neither tunes nor guesse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -208,48 +209,35 @@ HEAD_DIMS = (64, 128, 256)
 NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
 
 
-_CENTRED = {"rmsnorm": 0, "layernorm": 1}
-
-
 def variants(kernel: str, architecture: str) -> dict[str, Variant]:
     """Every variant of a kernel for an architecture, by name."""
-    attention = ATTENTION_BLOCKS[architecture]
+    return dict(_variants(kernel, ATTENTION_BLOCKS[architecture], ARCHITECTURES[architecture].wave))
+
+
+def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[tuple[str, Variant]]:
     if kernel in attention:
-        return _attention_variants(kernel, attention[kernel])
-    if kernel in ("norm_forward", "norm_backward"):
-        return _norm_variants(ARCHITECTURES[architecture].wave)
-    if kernel in ("norm_forward_long", "norm_backward_long"):
-        return {name: Variant({"CENTRED": centred, "BLOCK": 4096}, warps=8) for name, centred in _CENTRED.items()}
-    if kernel == "norm_weight_gradient_long":
-        return {name: Variant({"CENTRED": centred, "BLOCK": 256}, warps=2) for name, centred in _CENTRED.items()}
-    if kernel == "rope":
-        return {f"r{half}": Variant({"BLOCK_HEADS": 512 // half, "BLOCK_HALF": half}, warps=4) for half in (32, 64, 128)}
-    if kernel in ("gelu_forward", "gelu_backward"):
-        return {name: Variant({"TANH": tanh, "BLOCK": 1024}, warps=4) for name, tanh in (("erf", 0), ("tanh", 1))}
-    if kernel in ("cross_entropy_stats", "cross_entropy_backward"):
-        return {"any": Variant({"BLOCK": 4096}, warps=8)}
-    return {"any": Variant({"BLOCK": 1024}, warps=4)}
-
-
-def _attention_variants(kernel: str, blocks: dict[int, tuple[int, int, int, int]]) -> dict[str, Variant]:
-    """By padded head dim; with `extras` the kernel also knows ALiBi slopes and document boundaries."""
-    result = {}
-    for head_dim in HEAD_DIMS:
-        block_m, block_n, warps, stages = blocks[head_dim]
-        if kernel == "attention_delta":
-            result[f"d{head_dim}"] = Variant({"BLOCK_M": block_m, "BLOCK_D": head_dim}, warps)
-            continue
-        for suffix, extras in (("", 0), ("-extras", 1)):
-            constants = {"EXTRAS": extras, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": head_dim}
-            result[f"d{head_dim}{suffix}"] = Variant(constants, warps, stages)
-    return result
-
-
-def _norm_variants(wave: int) -> dict[str, Variant]:
-    """A whole row per block: 4 warps for the shorter rows, 512 threads for the longer."""
-    short, long = NORM_BLOCKS
-    return {
-        f"{name}-{block}": Variant({"CENTRED": centred, "BLOCK": block}, warps)
-        for block, warps in ((short, 4), (long, 512 // wave))
-        for name, centred in _CENTRED.items()
-    }
+        for head_dim in HEAD_DIMS:
+            block_m, block_n, warps, stages = attention[kernel][head_dim]
+            if kernel == "attention_delta":
+                yield f"d{head_dim}", Variant({"BLOCK_M": block_m, "BLOCK_D": head_dim}, warps)
+                continue
+            for extras in (0, 1):
+                constants = {"EXTRAS": extras, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": head_dim}
+                yield f"d{head_dim}{'-extras' if extras else ''}", Variant(constants, warps, stages)
+    elif kernel in ("norm_forward", "norm_backward"):
+        for block in NORM_BLOCKS:
+            for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
+                yield f"{name}-{block}", Variant({"CENTRED": centred, "BLOCK": block}, 4 if block == NORM_BLOCKS[0] else 512 // wave)
+    elif kernel.startswith("norm_"):
+        block, warps = (256, 2) if kernel == "norm_weight_gradient_long" else (4096, 8)
+        for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
+            yield name, Variant({"CENTRED": centred, "BLOCK": block}, warps)
+    elif kernel == "rope":
+        for half in (32, 64, 128):
+            yield f"r{half}", Variant({"BLOCK_HEADS": 512 // half, "BLOCK_HALF": half}, 4)
+    elif kernel.startswith("gelu_"):
+        for name, tanh in (("erf", 0), ("tanh", 1)):
+            yield name, Variant({"TANH": tanh, "BLOCK": 1024}, 4)
+    else:
+        block = {"cross_entropy_stats": 4096, "cross_entropy_backward": 4096}.get(kernel, 1024)
+        yield "any", Variant({"BLOCK": block}, 8 if block == 4096 else 4)
