@@ -37,8 +37,9 @@ def format_seconds(seconds: float) -> str:
 
 def plural(number: int, noun: str) -> str:
     """(1, 'microbatch') -> '1 microbatch', (4, 'microbatch') -> '4 microbatches'; `-es` after a hissing sound, otherwise `-s`."""
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
-    return f"{number} {noun}{ending}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def format_age(seconds: float) -> str:

@@ -75,6 +75,37 @@ def drop_caches() -> None:
         Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
+def progress_at(step: int) -> Progress:
+    return Progress(
+        step=step,
+        consumed_samples=0,
+        tokens=0,
+        optimizer_updates=0,
+        loss_scale=1.0,
+        scaler_clean_steps=0,
+        skipped_steps=0,
+    )
+
+
+def summary(size: int, times: dict[str, list[float]], cpu_s: dict[str, float]) -> dict[str, object]:
+    """GiB/s and CPU seconds per GiB of each piece of work, and what share of the machine's own speed saving and loading reach."""
+    gib = size / GIB
+    result: dict[str, object] = {}
+    for name, seconds in times.items():
+        result[name] = {
+            "gib_per_s_median": round(gib / median(seconds), 3),
+            "gib_per_s_best": round(gib / min(seconds), 3),
+            "cpu_s_per_gib": round(cpu_s[name] / gib, 3),
+            "all_s": [round(s, 2) for s in seconds],
+        }
+    for name, machine, ours in (("save_share_of_dd", "dd_fsync", "save"), ("load_share_of_read_sha256", "read_sha256", "load")):
+        result[name] = {
+            "median": round(median(times[machine]) / median(times[ours]), 3),
+            "best": round(min(times[machine]) / min(times[ours]), 3),
+        }
+    return result
+
+
 def main() -> None:
     options = parser().parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.directory, prefix="bench-checkpoint-"))
@@ -103,12 +134,7 @@ def main() -> None:
                     digest.update(memoryview(buffer)[:count])
 
         def save() -> None:
-            step = next(steps)
-            manager.save(
-                Progress(
-                    step=step, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0
-                )
-            )
+            manager.save(progress_at(next(steps)))
 
         def copy() -> None:
             manager._writer.snapshot.take()
@@ -124,25 +150,17 @@ def main() -> None:
         for _ in range(options.repeats):  # in turns, so that both sides of a ratio meet the same neighbours
             for name, measured in work.items():
                 manager.wait()
-                source.read_bytes() if name == "dd_fsync" else os.sync()
+                if name == "dd_fsync":
+                    source.read_bytes()  # into the page cache
+                else:
+                    os.sync()
                 if name in ("read_sha256", "load"):
                     drop_caches()
                 started, used_s = time.perf_counter(), cpu_seconds()
                 measured()
                 times[name].append(time.perf_counter() - started)
                 cpu_s[name] += (cpu_seconds() - used_s) / options.repeats
-        result: dict[str, object] = {
-            name: {
-                "gib_per_s_median": round(size / GIB / median(seconds), 3),
-                "gib_per_s_best": round(size / GIB / min(seconds), 3),
-                "cpu_s_per_gib": round(cpu_s[name] / (size / GIB), 3),
-                "all_s": [round(s, 2) for s in seconds],
-            }
-            for name, seconds in times.items()
-        }
-        for name, of, by in (("save_share_of_dd", "dd_fsync", "save"), ("load_share_of_read_sha256", "read_sha256", "load")):
-            result[name] = {"median": round(median(times[of]) / median(times[by]), 3), "best": round(min(times[of]) / min(times[by]), 3)}
-        print(json.dumps({"bytes": size, **result}, indent=1))
+        print(json.dumps({"bytes": size, **summary(size, times, cpu_s)}, indent=1))
     finally:
         shutil.rmtree(folder)
 

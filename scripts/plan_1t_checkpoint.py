@@ -96,7 +96,10 @@ def main() -> None:
         for rank, (head, numel) in enumerate(headers)
     ]
     progress = Progress(step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
-    content = build_manifest(progress, 1, {}, {}, {}, "F32", tensors, rows, parts).to_bytes()
+    manifest = build_manifest(
+        progress, incarnation=1, layout={}, config={}, environment={}, dtype="F32", tensors=tensors, rows=rows, parts=parts
+    )
+    content = manifest.to_bytes()
     manifest_s = time.process_time() - started
 
     loads = {}

@@ -58,7 +58,7 @@ class LinkedGroup:
         return _Transfer(work, stamp, self._group.start_all_reduce_(stamp, "max"), seconds)
 
     def _share(self, whole: Tensor) -> float:
-        return whole.numel() * whole.element_size() * (self._size - 1) / self._size
+        return whole.nbytes * (self._size - 1) / self._size
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """See Group."""
@@ -86,7 +86,7 @@ class LinkedGroup:
 
     def send(self, x: Tensor, to: int) -> Sending:
         """See Group. The receiver pays: a stamp of the sending time follows the message."""
-        seconds = self._link.seconds(x.numel() * x.element_size())
+        seconds = self._link.seconds(x.nbytes)
         begin_s = max(time.monotonic(), self._free_s)
         self._free_s = begin_s + seconds
         work = self._group.send(x, to)
@@ -96,7 +96,7 @@ class LinkedGroup:
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """See Group."""
         work, stamp = self._group.receive(buffer, source), torch.empty(1, dtype=torch.float64)
-        return _Transfer(work, stamp, self._group.receive(stamp, source), self._link.seconds(buffer.numel() * buffer.element_size()))
+        return _Transfer(work, stamp, self._group.receive(stamp, source), self._link.seconds(buffer.nbytes))
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
         """See Group."""

@@ -7,7 +7,7 @@ keys that choose how the same mathematics is computed (layout, precision, kernel
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -97,9 +97,9 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
     refused = [change for change in changes if change.mathematics and not _under(change.key, allowed)]
     if refused:
         flags = " ".join(f"--allow-change {change.key}" for change in refused)
-        fix = f"restore the values, add {flags}, or start anew with another train.run_dir"
-        what = "the run would change its mathematics: {}".format
-        raise CheckpointError([*(Problem(where, what(change)) for change in refused[:-1]), Problem(where, what(refused[-1]), fix)])
+        problems = [Problem(where, f"the run would change its mathematics: {change}") for change in refused]
+        fix = f"restore the values, add {flags}, or start anew with another train.run_dir"  # once, under the last
+        raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
     unknown = [key for key in allowed if not any(_under(change.key, [key]) for change in changes)]
     if unknown and changes:
         names = [change.key for change in changes]

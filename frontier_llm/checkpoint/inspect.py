@@ -107,11 +107,11 @@ def compare(first: Path, second: Path) -> Difference:
     common = [name for name in shapes_a if name in shapes_b]
     same_shape = [name for name in common if shapes_a[name] == shapes_b[name]]
     return Difference(
-        [*progress, *config_changes(a.config, b.config), *environment_changes(a.environment, b.environment)],
-        [name for name in shapes_a if name not in shapes_b],
-        [name for name in shapes_b if name not in shapes_a],
-        [f"{name} {shapes_a[name]} → {shapes_b[name]}" for name in common if shapes_a[name] != shapes_b[name]],
-        list(_compare_tensors(Tensors(first, a), Tensors(second, b), same_shape)),
+        changes=[*progress, *config_changes(a.config, b.config), *environment_changes(a.environment, b.environment)],
+        only_first=[name for name in shapes_a if name not in shapes_b],
+        only_second=[name for name in shapes_b if name not in shapes_a],
+        reshaped=[f"{name} {shapes_a[name]} → {shapes_b[name]}" for name in common if shapes_a[name] != shapes_b[name]],
+        tensors=list(_compare_tensors(Tensors(first, a), Tensors(second, b), same_shape)),
     )
 
 
@@ -119,10 +119,10 @@ def _compare_tensors(a: Tensors, b: Tensors, names: list[str]) -> Iterator[Tenso
     for name in names:
         for kind in KINDS:
             left, right = a.read(name, kind), b.read(name, kind)
-            # bits, not values: NaN equals NaN and 0.0 is not -0.0
-            differing = (
-                int((left.view(f"u{left.itemsize}") != right.view(f"u{right.itemsize}")).sum()) if left.dtype == right.dtype else left.size
-            )
+            differing = left.size
+            if left.dtype == right.dtype:  # bits, not values: NaN equals NaN and 0.0 is not -0.0
+                bits = f"u{left.itemsize}"
+                differing = int((left.view(bits) != right.view(bits)).sum())
             if differing:
                 with np.errstate(invalid="ignore"):
                     largest = float(np.nanmax(np.abs(left - right))) if np.isfinite(left - right).any() else float("nan")

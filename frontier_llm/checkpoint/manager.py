@@ -64,7 +64,17 @@ class CheckpointManager:
         self._device = optimizer.device
         self._lock: RunLock | None = None
         self.incarnation = int(self._from_rank_0(lambda: self._open(job, restart)))
-        self._writer = Writer(directory, mesh, optimizer, self._config, self._environment, self.incarnation, keep, keep_every, self._lock)
+        self._writer = Writer(
+            directory,
+            mesh,
+            optimizer,
+            config=self._config,
+            environment=self._environment,
+            incarnation=self.incarnation,
+            keep=keep,
+            keep_every=keep_every,
+            lock=self._lock,
+        )
         self._save: Save | None = None
 
     def _open(self, job: str, restart: int) -> int:
@@ -175,14 +185,8 @@ class CheckpointManager:
             self._from_rank_0(partial(self._note_latest, path.name))
             return progress
         if damage:
-            raise CheckpointError(
-                [
-                    *damage,
-                    Problem(
-                        str(self.directory), "no checkpoint is intact", "restore one from a copy, or start anew with another train.run_dir"
-                    ),
-                ]
-            )
+            fix = "restore one from a copy, or start anew with another train.run_dir"
+            raise CheckpointError([*damage, Problem(str(self.directory), "no checkpoint is intact", fix)])
         return None
 
     def newest_at_most(self, step: int) -> int | None:

@@ -148,11 +148,9 @@ def _duplicates(names: Sequence[str]) -> list[str]:
 def _name_problems(manifest: Manifest) -> list[str]:
     files = [shard.file for shard in manifest.shards]
     problems = [f"{file!r} is not the name of a shard" for file in files if not _SHARD_NAME.fullmatch(file)]
-    if (
-        (manifest.version == 1) != (manifest.block_bytes == 0)
-        or manifest.block_bytes % MIN_BLOCK_BYTES
-        or manifest.block_bytes > MAX_BLOCK_BYTES
-    ):
+    has_blocks = manifest.block_bytes > 0
+    usable = manifest.block_bytes % MIN_BLOCK_BYTES == 0 and manifest.block_bytes <= MAX_BLOCK_BYTES
+    if has_blocks == (manifest.version == 1) or not usable:
         problems.append(f"block_bytes is {manifest.block_bytes} in version {manifest.version}")
     if manifest.kinds != KINDS:
         problems.append(f"kinds are {manifest.kinds}, not {KINDS}")

@@ -62,6 +62,7 @@ class Writer:
         directory: Path,
         mesh: Mesh,
         optimizer: Optimizer,
+        *,
         config: Mapping[str, Any],
         environment: Mapping[str, str],
         incarnation: int,
@@ -70,8 +71,9 @@ class Writer:
         lock: RunLock | None,
     ) -> None:
         """Collective: rank 0 learns once which rectangles each rank writes."""
-        self.directory, self.mesh, self.lock, self.incarnation = directory, mesh, lock, incarnation
-        self.keep, self.keep_every, self.device = keep, keep_every, optimizer.device
+        self.directory, self.mesh, self.device = directory, mesh, optimizer.device
+        self.lock, self.incarnation = lock, incarnation
+        self.keep, self.keep_every = keep, keep_every
         self.snapshot = Snapshot(optimizer, mesh.world.rank)
         self._config, self._environment = dict(config), dict(environment)
         rows = [describe_piece(piece) for piece in self.snapshot.pieces]
@@ -120,7 +122,15 @@ class Writer:
         """Rank 0: make the written shards a checkpoint."""
         assert self.lock is not None
         manifest = build_manifest(
-            progress, self.incarnation, self._layout, self._config, self._environment, self.snapshot.dtype, self._tensors, self._rows, parts
+            progress,
+            incarnation=self.incarnation,
+            layout=self._layout,
+            config=self._config,
+            environment=self._environment,
+            dtype=self.snapshot.dtype,
+            tensors=self._tensors,
+            rows=self._rows,
+            parts=parts,
         )
         self.lock.check()
         try:
@@ -246,6 +256,7 @@ def index_pieces(ranks: Sequence[Sequence[Sequence[Any]]]) -> tuple[tuple[Tensor
 
 def build_manifest(
     progress: Progress,
+    *,
     incarnation: int,
     layout: Mapping[str, int],
     config: Mapping[str, Any],
@@ -258,9 +269,20 @@ def build_manifest(
     """The manifest of a save whose ranks wrote `parts`."""
     shards = tuple(Shard(**part, pieces=tuple(pieces)) for part, pieces in zip(parts, rows, strict=True) if part is not None)
     return Manifest(
-        format=FORMAT, version=VERSION, block_bytes=BLOCK_BYTES, incarnation=incarnation, progress=progress, layout=dict(layout), config=dict(config),
-        config_sha256=config_digest(config), environment=dict(environment), dtype=dtype, kinds=KINDS, tensors=tensors, shards=shards,
-    )  # fmt: skip
+        format=FORMAT,
+        version=VERSION,
+        block_bytes=BLOCK_BYTES,
+        incarnation=incarnation,
+        progress=progress,
+        layout=dict(layout),
+        config=dict(config),
+        config_sha256=config_digest(config),
+        environment=dict(environment),
+        dtype=dtype,
+        kinds=KINDS,
+        tensors=tensors,
+        shards=shards,
+    )
 
 
 def save_failed(error: OSError, where: Path, needed_bytes: int) -> CheckpointError:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.digest import BLOCK_BYTES, RunningDigest
+from frontier_llm.checkpoint.load import DTYPES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, TensorEntry, shard_name
 from frontier_llm.checkpoint.save import build_manifest
 from frontier_llm.checkpoint.shard import check_header, entries, header, header_of, opened, verify, write_all
@@ -27,9 +28,8 @@ from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.optim import KINDS, initial_loss_scale
+from frontier_llm.packing import packed
 from frontier_llm.topology import Rectangle
-
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 
 
 class _Saved(NamedTuple):
@@ -51,7 +51,7 @@ class CheckpointWeights:
         self.path = Path(path)
         self.manifest = folder.read_manifest(self.path)[0]
         self.config = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
-        self._dtype = _DTYPES[self.manifest.dtype]
+        self._dtype = DTYPES[self.manifest.dtype]
         self._shapes = {tensor.name: tensor.shape for tensor in self.manifest.tensors}
         self._saved: dict[str, list[_Saved]] = defaultdict(list)
         for shard in self.manifest.shards:
@@ -108,15 +108,25 @@ def write_checkpoint(source: WeightSource, shapes: Sequence[tuple[str, tuple[int
     building.mkdir(parents=True)
     tensors = tuple(TensorEntry(name=name, shape=shape) for name, shape in shapes)
     rows, parts = [], []
-    for number, numbers in enumerate(_pack([prod(shape) * ITEM_BYTES[dtype] * len(KINDS) for _, shape in shapes], shard_bytes)):
+    state_bytes = [prod(shape) * ITEM_BYTES[dtype] * len(KINDS) for _, shape in shapes]
+    for number, indices in enumerate(packed(range(len(shapes)), state_bytes.__getitem__, shard_bytes)):
         file = shard_name(number)
-        digest, size = _write_shard(building / file, source, [shapes[index] for index in numbers], dtype)
-        rows.append([(index, (0,) * len(shapes[index][1]), shapes[index][1]) for index in numbers])
+        digest, size = _write_shard(building / file, source, [shapes[index] for index in indices], dtype)
+        rows.append([(index, (0,) * len(shapes[index][1]), shapes[index][1]) for index in indices])
         parts.append({"file": file, "bytes": size, "sha256": digest})
     scale = initial_loss_scale(config)
     progress = Progress(step=0, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=scale, scaler_clean_steps=0, skipped_steps=0)
-    layout = {"tp": 1, "pp": 1, "dp": 1, "zero": 0}
-    manifest = build_manifest(progress, 0, layout, config.model_dump(mode="json"), {}, dtype, tensors, rows, parts)
+    manifest = build_manifest(
+        progress,
+        incarnation=0,
+        layout={"tp": 1, "pp": 1, "dp": 1, "zero": 0},
+        config=config.model_dump(mode="json"),
+        environment={},
+        dtype=dtype,
+        tensors=tensors,
+        rows=rows,
+        parts=parts,
+    )
     return folder.commit(directory, manifest)
 
 
@@ -148,17 +158,6 @@ def _resolved(model: ModelConfig) -> dict[str, object]:
     if model.position != "alibi":
         content["alibi_max_bias"] = None
     return content
-
-
-def _pack(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Consecutive indices of at most `limit` bytes together; a larger tensor stands alone."""
-    group: list[int] = []
-    for index, size in enumerate(sizes):
-        if group and sum(sizes[member] for member in group) + size > limit:
-            yield group
-            group = []
-        group.append(index)
-    yield group
 
 
 def _write_shard(path: Path, source: WeightSource, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: DtypeName) -> tuple[str, int]:

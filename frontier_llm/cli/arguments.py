@@ -53,6 +53,12 @@ def examples(*lines: str) -> str:
     return "examples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def add_action(actions: argparse._SubParsersAction, name: str, line: str) -> argparse.ArgumentParser:
+    """A command's action; its one line of help, as a sentence, is also its description."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
+    return parser
+
+
 def add_run(parser: argparse.ArgumentParser, about: str = "", default: str | None = None) -> None:
     """RUN [key=value …]."""
     text = "run file, or the name of one in configs/runs" + (f"; {about}" if about else "")

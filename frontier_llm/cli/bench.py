@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 
 from frontier_llm.cli.arguments import add_json, examples
 
@@ -34,8 +33,3 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen bench."""
     return int(importlib.import_module(BENCHES[args.bench][0]).run(args))
-
-
-def print_json(result: object) -> None:
-    """A result on stdout."""
-    print(json.dumps(result, indent=1))

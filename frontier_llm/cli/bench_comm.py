@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
-    from frontier_llm.cli.train import check, local_world_size
-    from frontier_llm.cluster.local import run_local_ranks
-    from frontier_llm.cluster.rank_env import discover, environment
+    from frontier_llm.cli.checks import check
+    from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
+    from frontier_llm.cluster.rank_env import discover
     from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         check(config, world_size, saves=False)
         if world_size == 1:
             raise LayoutError("a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm")
-        return run_local_ranks(world_size, ["bench", "comm", args.run, *args.overrides, *_flags(args)], environment(), _logs(config))
+        return start_local_ranks(config, world_size, ["bench", "comm", args.run, *args.overrides, *_flags(args)])
     from frontier_llm.comm import bench
     from frontier_llm.train.join import joined
 
@@ -61,10 +62,6 @@ def _flags(args: argparse.Namespace) -> list[str]:
     return flags
 
 
-def _logs(config: Any) -> Path:
-    return Path(config.train.run_dir) / "logs"
-
-
 def _nodes(ranks: tuple[int, ...], ranks_per_node: int) -> int:
     return len({rank // ranks_per_node for rank in ranks})
 
@@ -75,7 +72,6 @@ def _report(
     import platform
     from dataclasses import asdict
 
-    from frontier_llm.cli.bench import print_json
     from frontier_llm.comm import measured
     from frontier_llm.machine import load_machine
 
@@ -88,16 +84,14 @@ def _report(
     if args.heatmap and pairs:
         _draw(args.heatmap, pairs)
     if args.json:
-        crowded = [{"axis": a, "operation": o, "bytes": b, "slowdown": s} for a, o, b, s in measured.contention(measurements)]
-        rows = [measurement.as_json() for measurement in measurements]
-        print_json(
-            {
-                "rows": rows,
-                "contention": crowded,
-                "pairs": [{**asdict(pair), "kind": kind(pair.a, pair.b)} for pair in pairs],
-                "slow_links": [asdict(pair) for pair in slow],
-            }
-        )
+        names = ("axis", "operation", "bytes", "slowdown")
+        content = {
+            "rows": [measurement.as_json() for measurement in measurements],
+            "contention": [dict(zip(names, row, strict=True)) for row in measured.contention(measurements)],
+            "pairs": [{**asdict(pair), "kind": kind(pair.a, pair.b)} for pair in pairs],
+            "slow_links": [asdict(pair) for pair in slow],
+        }
+        print(json.dumps(content, indent=1))
         return
     _print(measurements, pairs, slow, kind)
 
@@ -107,14 +101,11 @@ def _print(measurements: list[Any], pairs: list[Any], slow: list[Any], kind: Cal
 
     from frontier_llm.units import format_bytes, format_seconds
 
-    print(
-        f"{'axis':<7}{'ranks':>6}  {'operation':<15}{'algorithm':<13}{'groups':<9}{'bytes':>10}{'time':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}"
-    )
+    what = f"{'axis':<7}{'ranks':>6}  {'operation':<15}{'algorithm':<13}{'groups':<9}"
+    print(f"{what}{'bytes':>10}{'time':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}")
     for m in measurements:
-        print(
-            f"{m.axis:<7}{m.ranks:>6}  {m.operation:<15}{m.algorithm:<13}{m.mode:<9}{format_bytes(m.bytes):>10}{format_seconds(m.seconds):>10}"
-            f"{m.algorithm_gbps:>12.3f}{m.bus_gbps:>12.3f}"
-        )
+        what = f"{m.axis:<7}{m.ranks:>6}  {m.operation:<15}{m.algorithm:<13}{m.mode:<9}"
+        print(f"{what}{format_bytes(m.bytes):>10}{format_seconds(m.seconds):>10}{m.algorithm_gbps:>12.3f}{m.bus_gbps:>12.3f}")
     for name in dict.fromkeys(kind(pair.a, pair.b) for pair in pairs):
         rates = [pair.gbps for pair in pairs if kind(pair.a, pair.b) == name]
         print(f"{len(rates)} pairs of ranks, {name}: {min(rates):.3f} to {max(rates):.3f} GB/s one way, median {median(rates):.3f}")

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import positive
+
+if TYPE_CHECKING:
+    from frontier_llm.ops.bench import Timing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,39 +24,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; bandwidth and FLOP rates are of our ops."""
-    import itertools
-    from dataclasses import asdict
-
-    from frontier_llm.config.load import load_model
-    from frontier_llm.config.schema import OpsConfig
+    from frontier_llm.config import OpsConfig, load_model
 
     model = load_model(args.model)
-    import torch
+    import torch  # after a mistyped model's name
 
     from frontier_llm.errors import BackendError
     from frontier_llm.ops import select_ops, working_dtype
     from frontier_llm.ops.bench import compare, copy_bandwidth
-    from frontier_llm.units import TERA, format_seconds
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise BackendError(
-            "torch sees no GPU", "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu", "--device cuda"
-        )
+        fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu"
+        raise BackendError("torch sees no GPU", fix, "--device cuda")
     dtype = working_dtype(args.dtype)
-    ops = select_ops(OpsConfig(), args.device, dtype)
-    results = list(compare(ops, model, args.micro_batch, dtype, args.device))
-    ceiling = copy_bandwidth(args.device)
+    timings = list(compare(select_ops(OpsConfig(), args.device, dtype), model, args.micro_batch, dtype, args.device))
+    copy_bytes_per_s = copy_bandwidth(args.device)
     if args.json:
-        from frontier_llm.cli.bench import print_json
-
-        rows = [asdict(result) | ({"seconds": None} if result.error else {}) for result in results]  # JSON has no nan
-        print_json({"copy_bytes_per_s": ceiling, "ops": rows})
+        rows = [asdict(timing) | ({"seconds": None} if timing.error else {}) for timing in timings]  # JSON has no nan
+        print(json.dumps({"copy_bytes_per_s": copy_bytes_per_s, "ops": rows}, indent=1))
         return 0
-    print(
-        f"{args.model}, microbatch {args.micro_batch}, {args.dtype} on {args.device}, {torch.get_num_threads()} threads; copy {ceiling / 1e9:.0f} GB/s"
-    )
+    where = f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads"
+    print(f"{args.model}, microbatch {args.micro_batch}, {where}; copy {copy_bytes_per_s / 1e9:.0f} GB/s")
+    _print(timings)
+    return 0
+
+
+def _print(timings: list[Timing]) -> None:
+    """One line per op: ours beside eager torch."""
+    from frontier_llm.units import TERA, format_seconds
+
     print(f"{'op':<22} {'ours':>9} {'eager':>9} {'gain':>6}   rate of ours")
-    for op, ways in itertools.groupby(results, lambda timing: timing.op):
+    for op, ways in groupby(timings, lambda timing: timing.op):
         timed = {timing.way: timing for timing in ways}
         for timing in timed.values():
             if timing.error and timing.way in ("ours", "eager", "all"):
@@ -59,4 +64,3 @@ def run(args: argparse.Namespace) -> int:
             rate = f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s" if ours.flops else f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
             times = f"{format_seconds(ours.seconds):>9} {format_seconds(eager.seconds):>9} {eager.seconds / ours.seconds:5.2f}x"
             print(f"{op:<22} {times}   {rate}")
-    return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import json
 
 from frontier_llm.cli.arguments import add_run, positive
 
@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
-    from frontier_llm.cli.train import check, local_world_size
-    from frontier_llm.cluster.local import run_local_ranks
-    from frontier_llm.cluster.rank_env import discover, environment
+    from frontier_llm.cli.checks import check
+    from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
+    from frontier_llm.cluster.rank_env import discover
     from frontier_llm.config import load_run
 
     config = load_run(args.run, args.overrides)
@@ -28,8 +28,7 @@ def run(args: argparse.Namespace) -> int:
         check(config, world_size, saves=False)
         if world_size > 1:
             flags = ["--steps", str(args.steps), *(["--json"] if args.json else [])]
-            logs = Path(config.train.run_dir) / "logs"
-            return run_local_ranks(world_size, ["bench", "step", args.run, *args.overrides, *flags], environment(), logs)
+            return start_local_ranks(config, world_size, ["bench", "step", args.run, *args.overrides, *flags])
     from frontier_llm.train.bench import bench_step
     from frontier_llm.train.join import joined_state
 
@@ -41,11 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(result: dict, as_json: bool) -> None:
-    from frontier_llm.cli.bench import print_json
     from frontier_llm.units import format_seconds
 
     if as_json:
-        print_json(result)
+        print(json.dumps(result, indent=1))
         return
     print(f"{result['tokens_per_s']:,.0f} tokens/s   {format_seconds(result['step_time_s'])} per step")
     share = f"{result['fraction_of_gemm']:.2f} of the {result['gemm_tflops']:.3f} TFLOP/s that its matrix products reach alone"

@@ -34,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Join a launcher's ranks or start local ones; rank 0 writes the file."""
-    from frontier_llm.cluster.local import run_local_ranks
-    from frontier_llm.cluster.rank_env import discover, environment
+    from frontier_llm.cli.local_ranks import start_local_ranks
+    from frontier_llm.cluster.rank_env import discover
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.planner.candidates import tensor_degrees
@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
     ranks = place.world_size if place else args.ranks
     config = load_run(args.run, args.overrides)
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
-    parallel, batch = ParallelConfig(tensor=tensor), config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
-    config = config.model_copy(update={"parallel": parallel, "batch": batch})
+    batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
+    config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
     if place is None and ranks > 1:
         words = ["calibrate", args.run, *args.overrides, "--output", str(args.output), "--repeats", str(args.repeats)]
-        return run_local_ranks(ranks, words, environment(), Path(config.train.run_dir) / "logs")
+        return start_local_ranks(config, ranks, words)
     _measure(config, place, args)
     return 0
 
@@ -59,7 +59,7 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     import yaml
 
     from frontier_llm.machine import load_machine
-    from frontier_llm.planner.calibration import machine_content, report
+    from frontier_llm.planner.calibration_output import machine_content, report
     from frontier_llm.train.calibrate import measure
     from frontier_llm.train.join import joined
 

@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 from frontier_llm.cli import interchange
-from frontier_llm.cli.arguments import add_json, examples
+from frontier_llm.cli.arguments import add_action, add_json, examples
 from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import FrontierError
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def _add(
     actions: argparse._SubParsersAction, name: str, line: str, work: Callable[[argparse.Namespace], int], argument: str, what: str
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
+    parser = add_action(actions, name, line)
     parser.add_argument(argument, type=Path, metavar="PATH", help=what)
     add_json(parser)
     parser.set_defaults(work=work)

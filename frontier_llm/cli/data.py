@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cli.arguments import add_json, add_run, dataset_prefix, examples, natural, positive
+from frontier_llm.cli.arguments import add_action, add_json, add_run, dataset_prefix, examples, natural, positive
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,14 +26,14 @@ def add_parser(subparsers: Any) -> None:
     )
     commands = data.add_subparsers(dest="data_command", required=True, metavar="ACTION")
 
-    tokenizer = _add(commands, "tokenizer", "train a tokenizer on text files")
+    tokenizer = add_action(commands, "tokenizer", "train a tokenizer on text files")
     _inputs(tokenizer)
     tokenizer.add_argument("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)")
     tokenizer.add_argument("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)")
     tokenizer.add_argument("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)")
     _text_options(tokenizer)
 
-    tokenize = _add(commands, "tokenize", "make PREFIX.bin/.idx from text; run it again to resume")
+    tokenize = add_action(commands, "tokenize", "make PREFIX.bin/.idx from text; run it again to resume")
     _inputs(tokenize)
     tokenize.add_argument("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
     tokenize.add_argument("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`")
@@ -42,33 +42,28 @@ def add_parser(subparsers: Any) -> None:
     add_json(tokenize)
     _text_options(tokenize)
 
-    importer = _add(commands, "import", "make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
+    importer = add_action(commands, "import", "make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
     importer.add_argument("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, or directories of .mds/.npy/.bin")
     importer.add_argument("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
     importer.add_argument("--tokenizer", required=True, help="the one that made the tokens")
     importer.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns")
     importer.add_argument("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)")
 
-    add_run(_add(commands, "index", "build a run's sample indices ahead of it, without its ranks"))
+    add_run(add_action(commands, "index", "build a run's sample indices ahead of it, without its ranks"))
 
-    inspect = _add(commands, "inspect", "counts, token histogram and decoded samples of a dataset; checks all of its index")
+    inspect = add_action(commands, "inspect", "counts, token histogram and decoded samples of a dataset; checks all of its index")
     inspect.add_argument("prefix", type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
     inspect.add_argument("--tokenizer", help="to decode with (default: the one that made the data)")
     inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)")
     inspect.add_argument("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)")
     add_json(inspect)
 
-    stdlib = _add(commands, "stdlib", "tokenizer and datasets from this Python's own standard library; no download")
+    stdlib = add_action(commands, "stdlib", "tokenizer and datasets from this Python's own standard library; no download")
     stdlib.add_argument("directory", metavar="DIR", help="where to write them")
     stdlib.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="ids (default: 4096)")
     stdlib.add_argument("--tokenizer", help="use this one, e.g. `bytes`, instead of training one")
     stdlib.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
     add_json(stdlib)
-
-
-def _add(commands: Any, name: str, line: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
-    return parser
 
 
 def _inputs(parser: argparse.ArgumentParser) -> None:

@@ -76,17 +76,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
+    from frontier_llm.costs.parameters import total_parameters
     from frontier_llm.costs.workload import DTYPE_BYTES
-    from frontier_llm.machine import fp16_note, load_machine, rates
+    from frontier_llm.machine import fp16_note, load_machine, own_stack, rates
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
+    from frontier_llm.planner.refusal import check_found
     from frontier_llm.planner.search import default_global_batch, search
 
     base = load_run(args.run) if args.run else None
     model = base.model if base else _model(args)
     machine = load_machine(args.machine)
-    stack = args.stack or ("frontier-llm" if "frontier-llm" in machine.stacks else machine.default_stack)
+    stack = args.stack or own_stack(machine)
     numbers = rates(machine, stack)
     if note := base and fp16_note(base.precision, machine.device.flushes_fp16):
         print(f"note: {note}", file=sys.stderr)
@@ -97,10 +99,8 @@ def _plan(args: argparse.Namespace) -> int:
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
     dtype_bytes = DTYPE_BYTES[base.precision.dtype] if base else 2
     found = search(model, numbers, nodes, batch, fixed, args.allow_cross_node_tp, args.top, dtype_bytes)
-    _refuse(found, machine, numbers)
+    check_found(found, machine, numbers)
     best = found.best
-    from frontier_llm.costs.parameters import total_parameters
-
     run_of = campaign(machine, nodes, total_parameters(model), best.step_s, float(best.workload.step_tokens), args.tokens)
     if args.json:
         print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1))
@@ -171,67 +171,11 @@ def _extras(args: argparse.Namespace, found: Search, machine: Machine, stack: st
 
 
 def _smallest(model: ModelConfig, machine: Machine, numbers: Rates) -> int:
+    from frontier_llm.planner.refusal import too_big
     from frontier_llm.planner.search import smallest_machine
 
     nodes = smallest_machine(model, numbers)
     if nodes is None:
-        raise _too_big(model, machine, numbers)
+        raise too_big(model, machine, numbers)
     print(f"note: --nodes not given; {nodes} is the smallest power of two on which {model.name} fits", file=sys.stderr)
     return nodes
-
-
-def _refuse(found: Search, machine: Machine, numbers: Rates) -> None:
-    """Raise LayoutError when nothing is legal or nothing fits, with what to change."""
-    from frontier_llm.errors import LayoutError, nearest
-    from frontier_llm.planner.candidates import legal_device_counts
-    from frontier_llm.planner.search import smallest_machine
-
-    if found.plans:
-        return
-    model = found.model
-    if not found.legal:
-        near = legal_device_counts(model, machine.devices_per_node, found.nodes, found.global_batch, found.fixed)
-        batches = nearest(found.global_batch, range(found.nodes, 4 * found.global_batch + found.nodes, found.nodes))
-        counts = " or ".join(map(str, near)) if near else "another number of"
-        raise LayoutError(
-            f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {found.global_batch} on {found.nodes} nodes "
-            f"of {machine.devices_per_node} devices" + (f" with {dict(found.fixed)}" if found.fixed else ""),
-            f"use {counts} nodes, or a global batch such as {' or '.join(map(str, batches))}" + (", or fix less" if found.fixed else ""),
-            "plan",
-        )
-    if found.fixed:
-        raise LayoutError(
-            f"none of the {found.legal} layouts with these choices fixed fits: the smallest needs {found.smallest_bytes / 2**30:.1f} GiB "
-            f"of {numbers.memory_bytes / 2**30:.0f}",
-            "fix less, or use more nodes",
-            "plan --fix",
-        )
-    need = smallest_machine(model, numbers)
-    if need is None:
-        raise _too_big(model, machine, numbers)
-    raise LayoutError(
-        f"{model.name} does not fit on {found.nodes} nodes of {machine.name}: of {found.legal} legal layouts the smallest needs "
-        f"{found.smallest_bytes / 2**30:.1f} GiB per device, which has {numbers.memory_bytes / 2**30:.0f}",
-        f"use at least {need} nodes",
-        "plan",
-    )
-
-
-def _too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> Exception:
-    """The error for a model that no size of this machine holds, naming the smallest of the others that does."""
-    from frontier_llm.errors import LayoutError
-    from frontier_llm.machine import load_machine, machine_names, rates
-    from frontier_llm.planner.search import smallest_machine
-
-    homes = []
-    for name in machine_names():
-        other = load_machine(name)
-        need = smallest_machine(model, rates(other, "frontier-llm" if "frontier-llm" in other.stacks else None))
-        if need is not None:
-            homes.append((need * other.devices_per_node * other.device.memory_gib.value, need, name))
-    fix = (
-        f"the smallest that holds it: {min(homes)[1]} nodes of {min(homes)[2]}"
-        if homes
-        else "no machine in configs/machines holds it; shrink the model"
-    )
-    return LayoutError(f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes", fix, "plan")

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +26,8 @@ REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to ch
 STUCK = 70  # EX_SOFTWARE: a rank's watchdog ended it, because another did not move
 # what a rank says when another one is gone; its own traceback is not the cause
 _SECONDARY = re.compile(
-    r"RankFailure|has died or left|secondary failure|Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|NCCL (error|timeout)|Watchdog",
+    r"RankFailure|has died or left|secondary failure|Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|"
+    r"NCCL (error|timeout)|Watchdog",
     re.IGNORECASE,
 )
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
@@ -160,10 +161,19 @@ def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
         silent = not host or any(_SILENT_NODE in line for line in said)
         detail = f"rank {rank} on {host or 'an unknown host'} lost a peer, and no rank says why"
         return Outcome("crash", exit_code, detail, rank=rank, message=message, peers_only=silent)
-    refused = f"exit code {REFUSED}" in how
-    detail = f"rank {rank} on {host or 'an unknown host'} failed first: {how or f'srun ended with {code}'}{'' if secondary else _essence(message)}"
+    essence = "" if secondary else _essence(message)
+    detail = f"rank {rank} on {host or 'an unknown host'} failed first: {how or f'srun ended with {code}'}{essence}"
     suspect = rank in killed if secondary or not message else bool(_HARDWARE.search("\n".join(_conclusion(message))))
-    return Outcome("refused" if refused else "crash", REFUSED if refused else exit_code, detail, host, rank, message, suspect)
+    refused = f"exit code {REFUSED}" in how
+    return Outcome(
+        cause="refused" if refused else "crash",
+        exit_code=REFUSED if refused else exit_code,
+        detail=detail,
+        host=host,
+        rank=rank,
+        message=message,
+        host_suspect=suspect,
+    )
 
 
 def _fates(said: Iterable[str]) -> dict[int, tuple[str, str]]:
@@ -182,9 +192,13 @@ def _essence(message: Sequence[str]) -> str:
 
 def _conclusion(message: Sequence[str]) -> Sequence[str]:
     """What follows the frames of the last traceback, or the heading of the command's own errors: the exception, and what was said after it."""
-    start = max((number for number, line in enumerate(message) if _TOLD.match(line)), default=len(message))
-    in_frames = start < len(message) and message[start].startswith("Traceback")
-    return message[next((n for n in range(start + 1, len(message)) if not (in_frames and message[n].startswith(" "))), len(message)) :]
+    headings = [number for number, line in enumerate(message) if _TOLD.match(line)]
+    if not headings:
+        return ()
+    said = message[headings[-1] + 1 :]
+    if message[headings[-1]].startswith("Traceback"):
+        return tuple(dropwhile(lambda line: line.startswith(" "), said))
+    return said
 
 
 def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None, bool, tuple[str, ...]]:
@@ -196,14 +210,8 @@ def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None,
             text = file.read()
         if _TOLD.search(text.decode(errors="replace")):
             lines = tuple(failure_lines(path))
-            found.append(
-                (
-                    bool(_SECONDARY.search("\n".join(_conclusion(lines)))),
-                    path.stat().st_mtime_ns,
-                    int(path.stem.removeprefix("rank_")),
-                    lines,
-                )
-            )
+            secondary = bool(_SECONDARY.search("\n".join(_conclusion(lines))))
+            found.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
     if not found:
         return None, False, ()
     secondary, _, rank, lines = min(found)

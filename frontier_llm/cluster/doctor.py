@@ -21,7 +21,7 @@ from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine.env import environment as machine_environment
-from frontier_llm.units import GIB, format_bytes
+from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second
 MIN_GCD_GIB = 60.0  # of 64: a GCD that shows less has lost memory or is in use
@@ -73,8 +73,8 @@ class Report:
 
     def render(self) -> str:
         """For a terminal."""
-        count = "1 node" if len(self.hosts) == 1 else f"{len(self.hosts)} nodes"
-        lines = [f"{count} examined in {self.seconds:.1f} s: " + ("healthy" if self.healthy else "NOT healthy")]
+        health = "healthy" if self.healthy else "NOT healthy"
+        lines = [f"{plural(len(self.hosts), 'node')} examined in {self.seconds:.1f} s: {health}"]
         for finding in self.findings:
             mark = "error" if finding.fatal else "warning"
             lines += [f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}", f"    fix: {finding.remedy}"]
@@ -174,20 +174,12 @@ def judge(site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], n
         _judge_network(site, fact, add, needed=len(nodes) > 1)
         _judge_storage(fact, needed_bytes, add)
         if abs(skew_s.get(host, 0.0)) > MAX_SKEW_S:
-            add(
-                host,
-                "clock",
-                f"{skew_s[host]:+.1f} s from the other nodes",
-                "exclude it; the site's time service (chronyc tracking) is at fault",
-            )
+            what = f"{skew_s[host]:+.1f} s from the other nodes"
+            add(host, "clock", what, "exclude it; the site's time service (chronyc tracking) is at fault")
     for name, expected, value, hosts in different_values(facts):
+        what = f"{name} is {value!r}, elsewhere {expected!r}"
         for host in hosts:
-            add(
-                host,
-                "environment",
-                f"{name} is {value!r}, elsewhere {expected!r}",
-                "load the same modules in the job script; no settings in ~/.bashrc",
-            )
+            add(host, "environment", what, "load the same modules in the job script; no settings in ~/.bashrc")
     return [Finding(check, tuple(hosts), what, remedy, fatal) for (check, what, remedy, fatal), hosts in found.items()]
 
 
@@ -197,12 +189,8 @@ def _judge_hardware(site: Site, fact: Facts, add: Callable[..., None]) -> None:
         add(fact.host, "GCDs", f"{count} of {site.gpus_per_node} are visible", "exclude the node, and tell the site (rocm-smi there)")
     weak = [memory for memory in fact.gcd_memory_gib if memory < MIN_GCD_GIB]
     if weak:
-        add(
-            fact.host,
-            "GCD memory",
-            f"{len(weak)} GCDs show {min(weak)} GiB, below {MIN_GCD_GIB:.0f}",
-            "exclude the node: a GCD has lost memory",
-        )
+        what = f"{len(weak)} GCDs show {min(weak)} GiB, below {MIN_GCD_GIB:.0f}"
+        add(fact.host, "GCD memory", what, "exclude the node: a GCD has lost memory")
     wanted = site.tasks_per_node * site.cpus_per_task
     if site.bind == "gcd" and fact.cores < wanted:
         add(fact.host, "cores", f"{fact.cores} usable, {wanted} wanted", f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive")
@@ -213,19 +201,14 @@ def _judge_hardware(site: Site, fact: Facts, add: Callable[..., None]) -> None:
 def _judge_network(site: Site, fact: Facts, add: Callable[..., None], needed: bool) -> None:
     """Not fatal on one node: it uses no network, and Slurm gives a job of one node no access to Slingshot unless asked."""
     if fact.provider_error:
-        remedy = (
-            "load the site's libfabric module" if needed else "a job of one node does not need it; to test it: --network=single_node_vni"
-        )
+        remedy = "load the site's libfabric module"
+        if not needed:
+            remedy = "a job of one node does not need it; to test it: --network=single_node_vni"
         what = f"no {site.libfabric_provider} provider: {fact.provider_error}"
         add(fact.host, "libfabric", what, remedy, needed and fact.provider_error != NO_FI_INFO)
     if fact.plugin_error:
-        add(
-            fact.host,
-            "RCCL plugin",
-            f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)",
-            "module load rccl-net-plugin, or bind the plugin into the container",
-            needed,
-        )
+        what = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)"
+        add(fact.host, "RCCL plugin", what, "module load rccl-net-plugin, or bind the plugin into the container", needed)
 
 
 def _judge_storage(fact: Facts, needed_bytes: int, add: Callable[..., None]) -> None:

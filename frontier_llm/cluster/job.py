@@ -56,17 +56,23 @@ def supervise(job: Job) -> int:
         if nothing_to_do(job):
             continue  # says why, and ends
         if run_dir.crash_loop(job.directory):
-            if outcome.cause == "interrupted":
-                raise FrontierError(
-                    f"three starts in a row were told to stop before they had saved a further step, the last at step {run_dir.latest_step(job.directory)}",
-                    f"give more walltime (sbatch --time) than its warning leads by: --signal=USR1@N of the script, and "
-                    f"FRONTIER_LLM_SIGNAL_LEAD_S, here {job.lead_s:.0f} s",
-                    "requeue",
-                )
-            log.warn(f"three attempts ended at step {run_dir.latest_step(job.directory)}: giving up; see {job.directory / 'failure.json'}")
-            return outcome.exit_code or 1
+            return give_up(job, outcome)
         if outcome.cause in ("interrupted", "walltime") or warned(job):
             return hand_on(job)
+
+
+def give_up(job: Job, outcome: Outcome) -> int:
+    """After three attempts without progress: the exit code. Raises FrontierError where it is the walltime that leaves no room for any."""
+    step = run_dir.latest_step(job.directory)
+    if outcome.cause == "interrupted":
+        raise FrontierError(
+            f"three starts in a row were told to stop before they had saved a further step, the last at step {step}",
+            f"give more walltime (sbatch --time) than its warning leads by: --signal=USR1@N of the script, and "
+            f"FRONTIER_LLM_SIGNAL_LEAD_S, here {job.lead_s:.0f} s",
+            "requeue",
+        )
+    log.warn(f"three attempts ended at step {step}: giving up; see {job.directory / 'failure.json'}")
+    return outcome.exit_code or 1
 
 
 def choose_nodes(job: Job) -> tuple[str, ...]:
@@ -108,12 +114,13 @@ def refuse_second_holder(job: Job) -> None:
 
 
 def refuse_short_walltime(job: Job) -> None:
-    """Raise FrontierError when the warning before the walltime is due already: ranks would save what they have just loaded, again and again."""
+    """Raise FrontierError when the warning before the walltime is due already: ranks would save what they have just loaded, for ever."""
     left_s, lead_s = slurm.time_left_s(job.allocation.job_id), job.lead_s
     if left_s is not None and left_s < lead_s:
         raise FrontierError(
             f"{left_s:.0f} s of walltime, but ranks are told to save {lead_s:.0f} s before its end",
-            f"sbatch --time={-(-2 * int(lead_s) // 60)} or more; or lower --signal and FRONTIER_LLM_SIGNAL_LEAD_S, both, if a step and a save need less",
+            f"sbatch --time={-(-2 * int(lead_s) // 60)} or more; or lower --signal and FRONTIER_LLM_SIGNAL_LEAD_S, both, "
+            "if a step and a save need less",
             "walltime",
         )
 
@@ -156,8 +163,19 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     end_step = run_dir.latest_step(job.directory)
     if outcome.cause == "interrupted" and end_step >= job.config.train.steps:
         outcome = replace(outcome, cause="finished")
-    ended = (outcome.exit_code, outcome.cause, outcome.detail, outcome.host if outcome.host_suspect else "", started_s)
-    run_dir.record(job.directory, run_dir.Attempt(incarnation, job.allocation.job_id, nodes, start_step, end_step, *ended))
+    made = run_dir.Attempt(
+        incarnation=incarnation,
+        job_id=job.allocation.job_id,
+        nodes=nodes,
+        start_step=start_step,
+        end_step=end_step,
+        exit_code=outcome.exit_code,
+        cause=outcome.cause,
+        detail=outcome.detail,
+        failed_host=outcome.host if outcome.host_suspect else "",
+        started_unix_s=started_s,
+    )
+    run_dir.record(job.directory, made)
     log.info(f"attempt {incarnation} ended at step {end_step}: {outcome.cause}{', ' + outcome.detail if outcome.detail else ''}")
     if outcome.cause not in ("finished", "interrupted", "wrong results"):
         outcome.write(job.directory / "failure.json")

@@ -53,13 +53,8 @@ class _Reader:
         name = next((candidate for candidate in names if candidate in self.env), None)
         if name is None:
             if default is None:
-                self.problems.append(
-                    Problem(
-                        names[0],
-                        f"is not set although {self.launcher} started this process",
-                        f"unset what is left of {self.launcher}, or start with srun",
-                    )
-                )
+                fix = f"unset what is left of {self.launcher}, or start with srun"
+                self.problems.append(Problem(names[0], f"is not set although {self.launcher} started this process", fix))
             return default or 0
         if not re.fullmatch(r"\d+", self.env[name]):
             self.problems.append(Problem(name, f"{self.env[name]!r} is not a number"))
@@ -94,8 +89,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(world))))
     if node >= len(counts):
         raise FrontierError(f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE", where="SLURM_NODEID")
-    hostname = env.get("SLURMD_NODENAME") or socket.gethostname()
-    return _with_rendezvous(env, (rank, world, local, counts[node], node, hostname), "slurm")
+    return _with_rendezvous(env, "slurm", rank, world, local, counts[node], node)
 
 
 def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
@@ -104,7 +98,7 @@ def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
     local, local_world = read.integer("OMPI_COMM_WORLD_LOCAL_RANK"), read.integer("OMPI_COMM_WORLD_LOCAL_SIZE")
     read.finish()
     node = read.integer("OMPI_COMM_WORLD_NODE_ID", default=rank // max(1, local_world))
-    return _with_rendezvous(env, (rank, world, local, local_world, node, socket.gethostname()), "openmpi")
+    return _with_rendezvous(env, "openmpi", rank, world, local, local_world, node)
 
 
 def _from_pmi(env: Mapping[str, str]) -> RankEnv:
@@ -114,7 +108,7 @@ def _from_pmi(env: Mapping[str, str]) -> RankEnv:
     local = read.integer("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID")
     node = read.integer("PALS_NODEID", default=rank // max(1, local_world))
     read.finish()
-    return _with_rendezvous(env, (rank, world, local, local_world, node, socket.gethostname()), "pmi")
+    return _with_rendezvous(env, "pmi", rank, world, local, local_world, node)
 
 
 def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
@@ -138,42 +132,55 @@ def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
     return RankEnv(world.rank, world.size, node.rank, node.size, node_rank, socket.gethostname(), address, port, "mpi4py")
 
 
-def _with_rendezvous(env: Mapping[str, str], place: tuple[int, int, int, int, int, str], launcher: str) -> RankEnv:
-    """Add where the ranks meet: MASTER_*, else the first node of the step and a port derived from the job's identity."""
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    address = env.get("MASTER_ADDR")
-    if not address:
-        if place[1] == place[3]:
-            address = "127.0.0.1"
-        elif nodes:
-            address = hostlist.first(nodes)
-        else:
-            raise FrontierError(
-                f"{launcher} spans several nodes but does not say where rank 0 is",
-                "export MASTER_ADDR=$(hostname -i) on rank 0's node",
-                "MASTER_ADDR",
-            )
-    if "MASTER_PORT" in env:
-        read = _Reader(env, launcher)
-        port: int | None = read.integer("MASTER_PORT")
-        read.finish()
-    else:
-        names = (
-            "SLURM_JOB_ID",
-            "SLURM_STEP_ID",
-            "SLURM_RESTART_COUNT",
-            "PMIX_NAMESPACE",
-            "OMPI_MCA_ess_base_jobid",
-            "PALS_APID",
-            "PMI_JOBID",
-        )
-        identity = [f"{name}={env[name]}" for name in names if name in env]
-        port = job_port(*identity) if identity else None
-    if port is None and place[1] > 1:
+def _with_rendezvous(env: Mapping[str, str], launcher: str, rank: int, world: int, local: int, local_world: int, node: int) -> RankEnv:
+    """The place, and where the ranks meet: MASTER_*, else the first node of the step and a port derived from the job's identity."""
+    hostname = env.get("SLURMD_NODENAME") if launcher == "slurm" else None
+    address = _address(env, launcher, one_node=world == local_world)
+    port = _port(env, launcher)
+    if port is None and world > 1:
         raise FrontierError(
             f"{launcher} gives no job identity to derive a port from", "export the same MASTER_PORT for all ranks", "MASTER_PORT"
         )
-    return RankEnv(*place, address, port, launcher)
+    return RankEnv(rank, world, local, local_world, node, hostname or socket.gethostname(), address, port, launcher)
+
+
+def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:
+    """Where rank 0 listens."""
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    if one_node:
+        return "127.0.0.1"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise FrontierError(
+            f"{launcher} spans several nodes but does not say where rank 0 is",
+            "export MASTER_ADDR=$(hostname -i) on rank 0's node",
+            "MASTER_ADDR",
+        )
+    return hostlist.first(nodes)
+
+
+# what tells one job, step or restart from another
+_IDENTITY = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PALS_APID",
+    "PMI_JOBID",
+)
+
+
+def _port(env: Mapping[str, str], launcher: str) -> int | None:
+    """MASTER_PORT, else one that all ranks of the job derive alike; None where nothing tells jobs apart."""
+    if "MASTER_PORT" in env:
+        read = _Reader(env, launcher)
+        port = read.integer("MASTER_PORT")
+        read.finish()
+        return port
+    identity = [f"{name}={env[name]}" for name in _IDENTITY if name in env]
+    return job_port(*identity) if identity else None
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.rank_env import environ, environment, node_name
+from frontier_llm.units import GIB
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
 MORE_STAMPS, PAUSE_S = 3, 0.2  # on a busy node a stamp may be late by seconds, hardly all of them
@@ -84,7 +85,7 @@ def gcd_memory_gib(root: Path) -> tuple[float, ...]:
         properties = _properties(node / "properties")
         if properties.get("simd_count", 0) > 0:
             banks = [_properties(bank).get("size_in_bytes", 0) for bank in node.glob("mem_banks/*/properties")]
-            found.append(round(sum(banks) / 2**30, 1))
+            found.append(round(sum(banks) / GIB, 1))
     return tuple(found)
 
 

@@ -100,25 +100,16 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
 
 def _contradictions(place: RankEnv, env: Mapping[str, str]) -> list[Problem]:
     """Values that cannot be true together; each names its variables."""
-    sources, stale = _sources(place, env), "unset stale variables"
-    port = place.master_port if place.master_port is not None else 1
+    rank, world, local, local_world = place.rank, place.world_size, place.local_rank, place.local_world_size
     rules = (
-        (place.rank < place.world_size, "rank", f"{place.rank} of a world of {place.world_size} ({sources})", stale),
-        (
-            place.local_rank < place.local_world_size,
-            "local rank",
-            f"{place.local_rank} of {place.local_world_size} here ({sources})",
-            stale,
-        ),
-        (
-            place.local_world_size <= place.world_size,
-            "local world size",
-            f"{place.local_world_size} of {place.world_size} ({sources})",
-            stale,
-        ),
-        (0 < port < 65536, "MASTER_PORT", f"{port} is not a port", "choose 1024-65535"),
+        (rank < world, "rank", f"{rank} of a world of {world}"),
+        (local < local_world, "local rank", f"{local} of {local_world} here"),
+        (local_world <= world, "local world size", f"{local_world} of {world}"),
     )
-    problems = [Problem(where, what, fix) for holds, where, what, fix in rules if not holds]
+    sources = _sources(place, env)
+    problems = [Problem(where, f"{what} ({sources})", "unset stale variables") for holds, where, what in rules if not holds]
+    if place.master_port is not None and not 0 < place.master_port < 65536:
+        problems.append(Problem("MASTER_PORT", f"{place.master_port} is not a port", "choose 1024-65535"))
     if place.launcher in ("slurm", "openmpi", "pmi"):
         # a script that exports RANK before srun gives every task the same one
         for name, true in (("RANK", place.rank), ("WORLD_SIZE", place.world_size), ("LOCAL_RANK", place.local_rank)):

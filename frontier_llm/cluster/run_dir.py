@@ -141,7 +141,7 @@ def holder(run_dir: Path) -> dict[str, Any]:
 
 
 def bad_hosts(run_dir: Path) -> list[str]:
-    """Hosts that failed: nodes that went down, those that computed wrongly, and those on which ranks were twice killed or found their hardware broken."""
+    """Hosts that failed: that went down, that computed wrongly, or on which ranks were twice killed or found their hardware broken."""
     first = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
     twice = {host for host in first if first.count(host) >= 2}
     return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir), *twice})

@@ -15,7 +15,7 @@ from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.sites import parse_walltime
 from frontier_llm.errors import FrontierError
-from frontier_llm.units import format_count, format_seconds
+from frontier_llm.units import format_count, format_seconds, plural
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
 BAR = 24  # characters
@@ -216,6 +216,6 @@ def _time_left(status: Status) -> str:
         return ""
     text = f"{format_seconds(status.eta_s)} of training"
     if status.walltime_left_s is not None:
-        more = f"{status.slices_left} more job{'s' if status.slices_left != 1 else ''}" if status.slices_left else "ends in this job"
+        more = plural(status.slices_left, "more job") if status.slices_left else "ends in this job"
         text += f", {format_seconds(status.walltime_left_s)} of walltime, {more}"
     return text

@@ -27,7 +27,7 @@ from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, reque
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.topology import plan_problems
-from frontier_llm.units import format_seconds
+from frontier_llm.units import format_seconds, plural
 
 SNAPSHOT = ("launch", "slurm", "configs")
 
@@ -184,11 +184,8 @@ def _refuse_busy(request: Request) -> None:
     found = []
     for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), _read(request.directory / "successor")} - {""}:
         if slurm.is_active(job_id):
-            found.append(
-                Problem(
-                    "train.run_dir", f"job {job_id} already runs or waits for {request.directory}", f"scancel {job_id}, or another run_dir"
-                )
-            )
+            what = f"job {job_id} already runs or waits for {request.directory}"
+            found.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))
     limit = request.site.max_queued_jobs
     if limit is not None:
         mine = len(slurm.call(["squeue", "--me", "--noheader", "--format=%A"]).split())
@@ -242,16 +239,15 @@ def snapshot(target: Path, site: Site) -> None:
 
 def describe(request: Request, made: Submission) -> str:
     """What a person wants to see before or after queueing."""
+    nodes = f"{request.nodes} + {request.spares} spare nodes" if request.spares else plural(request.nodes, "node")
     minutes = request.slice_minutes
-    words = shlex.join(made.command)
-    spare = f" + {request.spares} spare" if request.spares else ""
+    walltime = f", {format_walltime(minutes)} each slice" if minutes else ""
+    outcome = f"->  job {made.job_id}" if made.job_id else "(not run)"
     return "\n".join(
         [
-            f"{request.config.model.name}: {request.nodes}{spare} node{'s' if request.all_nodes > 1 else ''} of {request.site.name}"
-            + (f", {format_walltime(minutes)} each slice" if minutes else "")
-            + f", then {request.continue_with}",
+            f"{request.config.model.name}: {nodes} of {request.site.name}{walltime}, then {request.continue_with}",
             f"run directory {made.directory}",
-            f"{words}" + (f"  ->  job {made.job_id}" if made.job_id else "  (not run)"),
+            f"{shlex.join(made.command)}  {outcome}",
         ]
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ from frontier_llm.errors import ConfigError, Problem, suggest
 
 ALGORITHMS = ("flat", "hierarchical")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-_KEYS = {"operation", "nodes_from", "bytes_from", "algorithm", "tag", "source"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ def load_algorithms(name_or_path: str) -> AlgorithmTable:
 
 
 def _problems(path: Path, number: int, row: Any) -> list[Problem]:
-    where = f"{path}: rules[{number}]"
-    if not isinstance(row, dict) or set(row) != _KEYS:
-        return [Problem(where, f"must have exactly the keys {', '.join(sorted(_KEYS))}")]
+    where, keys = f"{path}: rules[{number}]", {field.name for field in fields(Rule)}
+    if not isinstance(row, dict) or set(row) != keys:
+        return [Problem(where, f"must have exactly the keys {', '.join(sorted(keys))}")]
     checks = (("operation", OPERATIONS), ("algorithm", ALGORITHMS), ("tag", ("measured", "estimated")))
     found = [
         Problem(f"{where}.{key}", f"{row[key]!r} is unknown", suggest(str(row[key]), valid))

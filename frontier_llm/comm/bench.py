@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations, pairwise, product
 from statistics import median
 from typing import Any
 
@@ -91,21 +92,17 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
 
     A message goes from every rank of an axis to the next, as between pipeline stages.
     """
+    axes = [axis for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
+    cases = [(axis, algorithm, variant) for axis in axes for algorithm, variant in variants(axis)]
     found = []
-    for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world):
-        if axis.size == 1:
+    for (axis, algorithm, variant), operation, size in product(cases, BUS_FACTORS, sizes):
+        if operation == "message" and algorithm != "flat":
             continue
-        modes = ("together",) if axis.size == mesh.world.size else ("alone", "together")
-        for algorithm, variant in variants(axis):
-            for operation in BUS_FACTORS:
-                if operation == "message" and algorithm != "flat":
-                    continue
-                for size in sizes:
-                    for mode in modes:
-                        takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
-                        run, whole = _operation(operation, variant, size, device)
-                        seconds = _slowest(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
-                        found.append(Measurement(axis.name, operation, axis.size, algorithm, mode, whole, seconds))
+        for mode in ("together",) if axis.size == mesh.world.size else ("alone", "together"):
+            takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
+            run, whole_bytes = _operation(operation, variant, size, device)
+            seconds = _slowest(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
+            found.append(Measurement(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
     return found
 
 
@@ -170,8 +167,8 @@ def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[
     All pairs up to MAX_PAIR_RANKS ranks; beyond, each rank with the next.
     """
     world, pairs = mesh.world, []
-    size = world.size
-    wanted = [(a, b) for a in range(size) for b in range(a + 1, size)] if size <= MAX_PAIR_RANKS else [(a, a + 1) for a in range(size - 1)]
+    everyone = range(world.size)
+    wanted = combinations(everyone, 2) if world.size <= MAX_PAIR_RANKS else pairwise(everyone)
     x = torch.zeros(PAIR_BYTES // ELEMENT_BYTES, device=device)
     for a, b in wanted:
         if world.rank not in (a, b):

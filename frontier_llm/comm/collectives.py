@@ -12,13 +12,14 @@ from frontier_llm.comm.group import DONE, Group, Pending
 from frontier_llm.comm.ledger import Call
 
 
-class _Started:
-    """A collective under way; waiting is timed in the axis' ledger."""
+class Started:
+    """A collective or message under way; waiting is timed in the axis' ledger."""
 
     def __init__(self, work: Pending, axis: Axis, call: Call) -> None:
         self._work, self._axis, self._call = work, axis, call
 
     def wait(self) -> None:
+        """See Pending."""
         if self._call.finished:
             return
         with self._axis.ledger.blocked(self._call):
@@ -32,11 +33,7 @@ def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Group],
     call = axis.ledger.add(axis.name, operation, size_bytes)
     with axis.ledger.blocked(call, last=False):
         work = start(axis.group)
-    return _Started(work, axis, call)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+    return Started(work, axis, call)
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -47,7 +44,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin an in-place all-reduce of a contiguous tensor."""
-    return _start(axis, "all_reduce", _bytes(x), lambda group: group.start_all_reduce_(x, op))
+    return _start(axis, "all_reduce", x.nbytes, lambda group: group.start_all_reduce_(x, op))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -67,7 +64,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 def start_all_gather_into(gathered: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin an all-gather into a given buffer; `x` may be this rank's part of `gathered` itself."""
-    return _start(axis, "all_gather", _bytes(gathered), lambda group: group.start_all_gather_into(gathered, x))
+    return _start(axis, "all_gather", gathered.nbytes, lambda group: group.start_all_gather_into(gathered, x))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -87,18 +84,18 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin a summing reduce-scatter into a given buffer; it may be this rank's part of `x` itself."""
-    return _start(axis, "reduce_scatter", _bytes(x), lambda group: group.start_reduce_scatter_into(scattered, x))
+    return _start(axis, "reduce_scatter", x.nbytes, lambda group: group.start_reduce_scatter_into(scattered, x))
 
 
 def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin to send part r of `x` to axis rank r and to receive part r of `arriving` from it; two different buffers of one shape."""
-    return _start(axis, "all_to_all", _bytes(x), lambda group: group.start_all_to_all_into(arriving, x))
+    return _start(axis, "all_to_all", x.nbytes, lambda group: group.start_all_to_all_into(arriving, x))
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Copy `x` of axis rank `source` to all; returns x."""
     if axis.group is not None:
-        with axis.ledger.blocked(axis.ledger.add(axis.name, "broadcast", _bytes(x))):
+        with axis.ledger.blocked(axis.ledger.add(axis.name, "broadcast", x.nbytes)):
             axis.group.broadcast_(x, source)
     return x
 

@@ -28,6 +28,11 @@ def listed(ranks: Sequence[int]) -> str:
     return f"global ranks {few} ({len(ranks)})"
 
 
+def named(axis: str, ranks: Iterable[int], global_ranks: Sequence[int]) -> str:
+    """'rank 1 of axis dp (global rank 8), rank 2 of axis dp (global rank 16)'."""
+    return ", ".join(f"rank {rank} of axis {axis} (global rank {global_ranks[rank]})" for rank in ranks)
+
+
 class Pending(Protocol):
     """A collective or message under way. Its tensors stay alive and must not be written to until wait() has returned."""
 
@@ -196,15 +201,11 @@ class TorchGroup:
 
     def _suspects(self, calls: dict[int, int], parties: Sequence[int]) -> str:
         """Who has said nothing, else who has made fewer calls."""
-
-        def named(ranks: Iterable[int]) -> str:
-            return ", ".join(f"rank {rank} of axis {self._name} (global rank {self._ranks[rank]})" for rank in ranks)
-
         silent = [rank for rank in parties if rank not in calls]
         if silent:
-            return f"no word from {named(silent)}: dead or stuck outside of communication"
+            return f"no word from {named(self._name, silent, self._ranks)}: dead or stuck outside of communication"
         most = max(calls.values())
         behind = [rank for rank in calls if calls[rank] < most]
-        return (
-            f"behind: {named(behind)}, calls by rank {sorted(calls.items())}" if behind else "all ranks have made the same number of calls"
-        )
+        if not behind:
+            return "all ranks have made the same number of calls"
+        return f"behind: {named(self._name, behind, self._ranks)}, calls by rank {sorted(calls.items())}"

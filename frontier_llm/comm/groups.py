@@ -6,7 +6,7 @@ import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -58,7 +58,8 @@ def connect(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankFailure(
-            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the rendezvous at {address}:{port} within {timeout_s:.0f} s: {error}",
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the rendezvous at {address}:{port} "
+            f"within {timeout_s:.0f} s: {error}",
             fix="check that every rank started, that the address is reachable from this node, and that the port is free",
         ) from error
 
@@ -82,7 +83,8 @@ class _Groups:
         ranks_per_node: int | None,
         algorithms: AlgorithmTable,
     ) -> None:
-        self._global_rank, self._timeout_s, self._timeouts_s, self._transport = global_rank, timeout_s, timeouts_s, transport
+        self._global_rank, self._transport = global_rank, transport
+        self._timeout_s, self._timeouts_s = timeout_s, timeouts_s
         self._ranks_per_node, self._algorithms = ranks_per_node, algorithms
         self._store = dist.distributed_c10d._get_default_store()
         self._said: set[str] = set()
@@ -96,8 +98,8 @@ class _Groups:
         group = self._group(name, rank, ranks)
         node, rail = self._levels(name, ranks)
         if rail.size > 1:
-            choose = partial(self._choose, nodes=rail.size)
-            group = ChosenGroup(group, HierarchicalGroup(node, rail), choose)
+            flat, table = group, self._algorithms
+            group = ChosenGroup(flat, HierarchicalGroup(node, rail), lambda operation, size: table.choose(operation, rail.size, size))
             self._say(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms")
         return Axis(name, rank, len(ranks), ranks, group, self.ledger)
 
@@ -110,24 +112,22 @@ class _Groups:
             _new_group(ranks, self._timeout_s)
         return self.axis(name, ranks)
 
-    def _choose(self, operation: str, size_bytes: int, nodes: int) -> str:
-        return self._algorithms.choose(operation, nodes, size_bytes)
-
     def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis]:
-        """(this rank's node, this rank's rail) of an axis with as many ranks on each of its nodes; of one rank where one level is all there is."""
-        alone: tuple[int, ...] = (self._global_rank,)
+        """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two axes of one rank."""
         if self._ranks_per_node is None or not self._algorithms.rules or name not in ("tp", "dp", "world"):
             return single(name, self._global_rank), single(name, self._global_rank)
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
             by_node.setdefault(rank // self._ranks_per_node, []).append(rank)
         nodes = list(by_node.values())
-        mine, rail = alone, alone
-        even = len({len(node) for node in nodes}) == 1 and [rank for node in nodes for rank in node] == list(ranks)
+        node: tuple[int, ...] = (self._global_rank,)
+        rail = node
+        even = len({len(members) for members in nodes}) == 1 and list(chain(*nodes)) == list(ranks)
         if len(nodes) > 1 and even:  # not so for all groups of an axis where nodes are no multiple of them
-            mine = tuple(by_node[self._global_rank // self._ranks_per_node])
-            rail = tuple(node[mine.index(self._global_rank)] for node in nodes)
-        return self.counted_axis(f"{name}.node", mine), self.counted_axis(f"{name}.rail", rail)
+            node = tuple(by_node[self._global_rank // self._ranks_per_node])
+            place = node.index(self._global_rank)
+            rail = tuple(members[place] for members in nodes)
+        return self.counted_axis(f"{name}.node", node), self.counted_axis(f"{name}.rail", rail)
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
         timeout_s = self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail and pp.forward as their axis
@@ -175,22 +175,27 @@ def build_mesh(
 ) -> Mesh:
     """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group.
 
-    `timeouts_s` has other time-outs for single axes, by name. Axes that span several nodes of `ranks_per_node` consecutive ranks take the algorithm that `algorithms` gives for each call.
+    `timeouts_s` has other time-outs for single axes, by name. Axes that span several nodes of `ranks_per_node` consecutive ranks take
+    the algorithm that `algorithms` gives for each call.
     Raises BackendError when `transport` is 'shm' and an axis cannot use it.
     """
     groups = _Groups(global_rank, timeout_s, timeouts_s, transport, ranks_per_node, algorithms)
     pipeline = grid.group("pp", global_rank)
-    is_end = global_rank in (pipeline[0], pipeline[-1])
-    tied = tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) if tied_embeddings and is_end else (global_rank,)
-    names = CHANNELS + (WRAP_CHANNELS if chunks > 1 else ()) if grid.pp > 1 else ()
-    tied_axis = groups.counted_axis("tied", tied) if tied_embeddings else groups.axis("tied", tied)
+    ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
+    if tied_embeddings:
+        tied_axis = groups.counted_axis("tied", ends if global_rank in ends else (global_rank,))
+    else:
+        tied_axis = groups.axis("tied", (global_rank,))
+    channels: tuple[str, ...] = ()
+    if grid.pp > 1:
+        channels = CHANNELS + WRAP_CHANNELS if chunks > 1 else CHANNELS
     mesh = Mesh(
         tp=groups.axis("tp", grid.group("tp", global_rank)),
         pp=groups.axis("pp", pipeline),
         dp=groups.axis("dp", grid.group("dp", global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
         tied=tied_axis,
-        channels={name: groups.axis(f"pp.{name}", pipeline) for name in names},
+        channels={name: groups.axis(f"pp.{name}", pipeline) for name in channels},
         ledger=groups.ledger,
     )
     open_channels(mesh.channels, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))

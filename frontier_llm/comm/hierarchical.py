@@ -64,7 +64,9 @@ class _Staged:
     def __init__(
         self, first: Callable[[int], Any], second: Callable[[int, Any], None], chunks: int, stream: torch.cuda.Stream | None
     ) -> None:
-        self._first, self._second, self._chunks, self._finished, self._end = first, second, chunks, False, None
+        self._first, self._second, self._chunks = first, second, chunks
+        self._finished = False
+        self._end: torch.cuda.Event | None = None  # of what was queued on the stream
         if stream is None:
             self._ahead = first(0)
             return
@@ -133,11 +135,8 @@ class HierarchicalGroup:
         def between(chunk: int) -> tuple[Tensor, Tensor, Pending]:
             x_Nc = double(flat[cuts[chunk]], self._rail)
             gathered_kNc = torch.empty((places, *x_Nc.shape), dtype=x.dtype, device=x.device)
-            return (
-                x_Nc,
-                gathered_kNc,
-                start_all_gather_into(gathered_kNc.flatten(0, 1), x_Nc, self._node),
-            )  # gloo wants it stacked along x's dim
+            stacked = gathered_kNc.flatten(0, 1)  # as gloo wants it: along the dim of the input
+            return x_Nc, gathered_kNc, start_all_gather_into(stacked, x_Nc, self._node)
 
         def inside(chunk: int, started: tuple[Tensor, Tensor, Pending]) -> None:
             x_Nc, gathered_kNc, pending = started
@@ -205,7 +204,7 @@ class ChosenGroup:
         self.flat, self.hierarchical, self._choose = flat, hierarchical, choose
 
     def _group(self, operation: str, whole: Tensor) -> Collectives:
-        chosen = self._choose(operation, whole.numel() * whole.element_size())
+        chosen = self._choose(operation, whole.nbytes)
         return self.hierarchical if chosen == "hierarchical" else self.flat
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
+from frontier_llm.comm.algorithms import Rule
 from frontier_llm.comm.bench import Measurement, Pair
 from frontier_llm.machine.affinity import link_gbps
 
@@ -76,19 +78,10 @@ def algorithm_rules(measurements: list[Measurement], nodes: dict[str, int], wher
         chosen = "flat"
         for size in sorted({size for a, o, size, _ in times if (a, o) == (axis, operation)}):
             flat, staged = times[axis, operation, size, "flat"], times[axis, operation, size, "hierarchical"]
-            better = "hierarchical" if staged < flat else "flat"
+            better: Literal["flat", "hierarchical"] = "hierarchical" if staged < flat else "flat"
             if better != chosen:
                 gain = max(flat, staged) / min(flat, staged)
                 source = f"{where}: axis {axis}, {gain:.1f} times faster at {size} bytes"
-                rows.append(
-                    {
-                        "operation": operation,
-                        "nodes_from": nodes[axis],
-                        "bytes_from": size,
-                        "algorithm": better,
-                        "tag": "measured",
-                        "source": source,
-                    }
-                )
+                rows.append(asdict(Rule(operation, nodes[axis], size, better, "measured", source)))
                 chosen = better
     return sorted(rows, key=lambda row: (row["operation"], row["nodes_from"], row["bytes_from"]))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.comm.group import DONE, Pending, Sending, listed
+from frontier_llm.comm.group import DONE, Pending, Sending, listed, named
 from frontier_llm.comm.host_memory import BUILD_COMMAND, LIBRARY, MEMORY_DIR, why_unavailable
 from frontier_llm.errors import BackendError, RankFailure
 
@@ -192,7 +192,7 @@ class ShmGroup:
 
     def _raise(self, status: int, what: str, waited_s: float) -> None:
         culprit = _library().fl_shm_culprit(self._region)
-        peer = self._named([culprit]) if culprit >= 0 else "a rank"
+        peer = named(self._name, [culprit], self._ranks) if culprit >= 0 else "a rank"
         us = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) among {listed(self._ranks)}"
         if status == _DEAD:
             raise RankFailure(f"{us}: {peer} has died or left", fix="its own log says why; look for the first rank that failed")
@@ -200,7 +200,8 @@ class ShmGroup:
             everyone = range(len(self._ranks))
             steps = [_library().fl_shm_progress(self._region, rank) for rank in everyone]
             if what not in ("send", "receive"):
-                peer = self._named([rank for rank in everyone if _library().fl_shm_is_missing(self._region, rank)]) or peer
+                missing = [rank for rank in everyone if _library().fl_shm_is_missing(self._region, rank)]
+                peer = named(self._name, missing, self._ranks) or peer
             raise RankFailure(
                 f"{us}: no answer from {peer} within {waited_s:g} s; steps published by axis rank: {steps}",
                 fix=f"see what {peer} is doing (py-spy dump); raise train.timeout_s if it is only slow",
@@ -211,9 +212,6 @@ class ShmGroup:
             raise BackendError(f"{us}: no room in {MEMORY_DIR}", self._room_fix(), "comm")
         raise AssertionError(f"{us}: status {status}")
 
-    def _named(self, ranks: list[int]) -> str:
-        return ", ".join(f"rank {rank} of axis {self._name} (global rank {self._ranks[rank]})" for rank in ranks)
-
     @staticmethod
     def _room_fix() -> str:
         free_mib = os.statvfs(MEMORY_DIR).f_bavail * os.statvfs(MEMORY_DIR).f_frsize >> 20
@@ -222,5 +220,5 @@ class ShmGroup:
 
 def _pieces(x: Tensor) -> list[tuple[int, int]]:
     """(byte offset, bytes) of the parts in which a tensor is sent; one, even when empty, unless it is very large."""
-    total = x.numel() * x.element_size()
+    total = x.nbytes
     return [(start, min(PIECE_BYTES, total - start)) for start in range(0, max(total, 1), PIECE_BYTES)]

@@ -1,4 +1,4 @@
-"""The user's DeepSpeed JSON and the run file, made one: what the run file decides is filled in, and refused by name where the JSON disagrees."""
+"""The user's DeepSpeed JSON and the run file, made one: what the run file decides is filled in, and refused where the JSON disagrees."""
 
 from __future__ import annotations
 

@@ -128,19 +128,24 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """The closest valid key at that place of the schema."""
-    section: Any = model_type
+    section = model_type
     for part in location[:-1]:
-        field = section.model_fields.get(str(part)) if isinstance(section, type) and issubclass(section, BaseModel) else None
-        if field is None:
-            continue
-        options = [field.annotation, *get_args(field.annotation), *(inner for arg in get_args(field.annotation) for inner in get_args(arg))]
-        section = next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), section)
+        field = section.model_fields.get(str(part))
+        if field is not None:
+            section = _section_in(field.annotation) or section
     names = list(section.model_fields)
     key = str(location[-1])
     if closest(key, names):
         return suggest(key, names)
     elsewhere = [f"{name}.{key}" for name, field in model_type.model_fields.items() if key in getattr(field.annotation, "model_fields", {})]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, also in a tuple or as one of several types; None where it holds values only."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 # pydantic's kinds of errors in the words of a run file

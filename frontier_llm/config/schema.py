@@ -112,9 +112,7 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    engine: Literal["native", "deepspeed"] = (
-        "native"  # who sums gradients and updates weights; deepspeed: ZeRO 1, or 2 and 3 without pipeline
-    )
+    engine: Literal["native", "deepspeed"] = "native"  # sums gradients and updates weights; deepspeed: ZeRO 1; 2 and 3 without pipeline
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4
     min_lr: NonNegativeFloat = 3e-5
@@ -212,9 +210,7 @@ class TrainConfig(Section):
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    save_lag_steps: NonNegativeInt | None = (
-        None  # training waits for a save still not on disk so many steps after its copy; None = interval / 10
-    )
+    save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     tensorboard: bool = True

@@ -10,23 +10,14 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     """Every rule that the shape violates, with the nearest valid values."""
     problems = []
     if model.head_dim is None and model.hidden % model.heads:
-        valid = nearest(model.heads, divisors(model.hidden))
-        problems.append(
-            Problem("model.heads", f"{model.heads} does not divide hidden {model.hidden}", f"set heads to one of {valid}, or head_dim")
-        )
+        fix = f"set heads to one of {nearest(model.heads, divisors(model.hidden))}, or head_dim"
+        problems.append(Problem("model.heads", f"{model.heads} does not divide hidden {model.hidden}", fix))
     if model.heads % model.num_kv_heads:
-        valid = nearest(model.num_kv_heads, divisors(model.heads))
-        problems.append(
-            Problem("model.kv_heads", f"{model.num_kv_heads} does not divide heads {model.heads}", f"set kv_heads to one of {valid}")
-        )
+        fix = f"set kv_heads to one of {nearest(model.num_kv_heads, divisors(model.heads))}"
+        problems.append(Problem("model.kv_heads", f"{model.num_kv_heads} does not divide heads {model.heads}", fix))
     if model.position == "rope" and (rotary_dim(model) % 2 or not rotary_dim(model)):
-        problems.append(
-            Problem(
-                "model.rope_fraction",
-                f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them",
-                "choose a fraction that gives 2 or more, an even number",
-            )
-        )
+        what = f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them"
+        problems.append(Problem("model.rope_fraction", what, "choose a fraction that gives 2 or more, an even number"))
     scaling = model.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         what = f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}"

@@ -55,8 +55,9 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
 
     Without sequence parallelism each is an all-reduce. With it, forward gathers before and reduce-scatters behind each of the
     two pairs of products; backward gathers the gradient, gathers the input again for the weight gradient and reduce-scatters the
-    input gradient; a weight gradient that waits for its W gathers its own gradient again. Full recomputation repeats the forward's. The embedding sums once forward (with sequence parallelism gathers
-    once backward), the head sums its input gradient once (and gathers forward and again backward). The cross-entropy gathers three statistics per token.
+    input gradient; a weight gradient that waits for its W gathers its own gradient again. Full recomputation repeats the forward's.
+    The embedding sums once forward (with sequence parallelism gathers once backward), the head sums its input gradient once (and
+    gathers forward and again backward). The cross-entropy gathers three statistics per token.
     """
     tp, m = plan.grid.tp, plan.microbatches
     if tp == 1:

@@ -40,14 +40,3 @@ def collective_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number,
     if not rates.hierarchical:
         return flat
     return np.minimum(flat, hierarchical_s(rates, ranks, per_node, sharing, size_bytes, operation))
-
-
-def crossover_bytes(
-    rates: Rates, nodes: int, per_node: int, sharing: int, operation: str, sizes: np.ndarray
-) -> list[tuple[float, str, float]]:
-    """[(size, cheaper algorithm, seconds of flat / seconds of hierarchical), …] for message sizes: where one overtakes the other."""
-    flat = flat_s(rates, nodes * per_node, per_node, sharing, sizes, operation)
-    staged = hierarchical_s(rates, nodes * per_node, per_node, sharing, sizes, operation)
-    return [
-        (float(size), "hierarchical" if two < one else "flat", float(one / two)) for size, one, two in zip(sizes, flat, staged, strict=True)
-    ]

@@ -109,8 +109,7 @@ def layer_terms(w: Workload, rates: Rates) -> Terms:
     down = linear(T, np.asarray(w.F) / tp, H, fast, accumulate)
     tp_s = 2 * tp_collective_s(w, rates)
     # with sequence parallelism the backward of a column-parallel product gathers its input again, under the input gradient
-    # where anything runs beside anything: half of it shows
-    # and a weight gradient that waits for its W gathers its own gradient again
+    # where anything runs beside anything: half of it shows; a weight gradient that waits for its W gathers its own gradient again
     split = np.asarray(w.schedule) == ZERO_BUBBLE
     gather = node_s(rates, np.minimum(tp, rates.node_devices), T * H * w.dtype_bytes, "all_gather")
     regather = np.where(np.asarray(w.sp) == 1, np.where(split, 4, 2) * gather, 0.0)
@@ -175,7 +174,8 @@ def head_terms(w: Workload, rates: Rates) -> Terms:
     product = linear(T, w.H, v, rates, accumulate)
     logits = T * v
     forward_bytes, backward_bytes = (2.0, 4.0) if rates.fused_cross_entropy else (38.0, 14.0)
-    sum_s = np.where(np.asarray(w.sp) == 1, tp_collective_s(w, rates) / 2, tp_collective_s(w, rates) / 1)
+    both_s = tp_collective_s(w, rates)  # with sequence parallelism the gather and the scatter; the head has one of them each way
+    sum_s = np.where(np.asarray(w.sp) == 1, both_s / 2, both_s)
     stats_s = node_s(rates, np.minimum(w.tp, rates.node_devices), 12.0 * T * np.asarray(w.tp), "all_gather")
     return {
         "head": (product[0] + np.where(np.asarray(w.sp) == 1, sum_s, 0.0), product[1] + sum_s),

@@ -74,7 +74,8 @@ def _parse_json(line: bytes, text_key: str) -> Text | str | None:
     try:
         record = json.loads(line)
     except ValueError as error:  # also UnicodeDecodeError
-        return f"is no JSON: {error}" + (ARRAY_HINT if line.lstrip()[:1] in (b"[", b"{") and line.rstrip()[-1:] in b"[{," else "")
+        spans_lines = line.lstrip()[:1] in (b"[", b"{") and line.rstrip()[-1:] in (b"[", b"{", b",")
+        return f"is no JSON: {error}{ARRAY_HINT if spans_lines else ''}"
     if not isinstance(record, dict):
         return f"is a JSON {type(record).__name__}, not an object"
     if text_key not in record:

@@ -82,7 +82,9 @@ def cut(path: Path, documents: Literal["file", "line"], piece_bytes: int) -> lis
         return _cut_parquet(path, piece_bytes)
     if suffix == ".mds":
         return [Piece(str(path), "mds", 0, size, size)]
-    kind: Kind = "jsonl" if suffix in LINES_SUFFIXES else "lines" if documents == "line" else "text"
+    kind: Kind = "lines" if documents == "line" else "text"
+    if suffix in LINES_SUFFIXES:
+        kind = "jsonl"
     if kind == "text" or path.suffix in PACKED_SUFFIXES:
         return [Piece(str(path), kind, 0, size, size)]
     return [

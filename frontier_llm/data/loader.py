@@ -45,7 +45,10 @@ class Microbatch:
     @property
     def target_count(self) -> int:
         """Targets that count in the loss."""
-        return int(self.loss_mask_BS.sum()) if self.loss_mask_BS is not None else self.tokens_BS1.shape[0] * (self.tokens_BS1.shape[1] - 1)
+        if self.loss_mask_BS is not None:
+            return int(self.loss_mask_BS.sum())
+        rows, columns = self.tokens_BS1.shape
+        return rows * (columns - 1)
 
     def positions(self) -> NDArray[np.int64]:
         """Positions [B, S] that start at 0 in every document (in every row without `documents_BS`)."""
@@ -163,9 +166,16 @@ def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", re
     samples = open_samples(run, split)
     if samples is None:
         return None
-    batch = run.batch
-    arguments = (batch.global_batch, batch.micro_batch, dp_rank, dp, run.model.vocab_size, run.data.reset_at_documents, read_ahead)
-    return Batches(samples, *arguments)
+    return Batches(
+        samples,
+        run.batch.global_batch,
+        run.batch.micro_batch,
+        dp_rank,
+        dp,
+        vocab_size=run.model.vocab_size,
+        reset_at_documents=run.data.reset_at_documents,
+        read_ahead=read_ahead,
+    )
 
 
 def prepare_indices(run: RunConfig) -> None:

@@ -29,6 +29,7 @@ from frontier_llm.data.inputs import Piece, cut, find_inputs
 from frontier_llm.data.meta import DatasetMeta, read_meta, write_json, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.packing import packed
 from frontier_llm.units import format_bytes, format_count
 
 EXAMPLES = 100  # damaged inputs that are kept by name
@@ -118,16 +119,8 @@ def tokenize(
 
 def plan_shards(files: list[Path], options: TokenizeOptions) -> list[tuple[Piece, ...]]:
     """Pieces in input order, small ones grouped until a shard holds about `shard_bytes`."""
-    shards: list[tuple[Piece, ...]] = []
-    group: list[Piece] = []
-    held = 0
-    for piece in (piece for path in files for piece in cut(path, options.documents, options.shard_bytes)):
-        if group and held + piece.size_bytes > options.shard_bytes:
-            shards.append(tuple(group))
-            group, held = [], 0
-        group.append(piece)
-        held += piece.size_bytes
-    return [*shards, tuple(group)] if group else shards
+    pieces = (piece for path in files for piece in cut(path, options.documents, options.shard_bytes))
+    return [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
 
 
 def _plan_digest(shards: list[tuple[Piece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:

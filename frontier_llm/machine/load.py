@@ -13,8 +13,9 @@ from frontier_llm.config.load import available, find_file, merge, read_yaml
 from frontier_llm.errors import ConfigError, Problem, suggest
 from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.machine.schema import Machine, Number
+from frontier_llm.units import GIB
 
-GIB = 1024**3
+OWN_STACK = "frontier-llm"  # the name that machine files give this program's own software
 
 
 def machine_names() -> list[str]:
@@ -115,6 +116,11 @@ def stack_name(machine: Machine, stack: str | None) -> str:
     if name not in machine.stacks:
         raise ConfigError(f"{machine.name} has no software stack {name!r}", suggest(name, machine.stacks))
     return name
+
+
+def own_stack(machine: Machine) -> str:
+    """This program's stack where the machine file has it, else the file's default."""
+    return OWN_STACK if OWN_STACK in machine.stacks else machine.default_stack
 
 
 def rates(machine: Machine, stack: str | None = None) -> Rates:

@@ -1,7 +1,7 @@
 """The transformer: reads like serial code, built stage by stage on the meta device."""
 
 from frontier_llm.model.batch import Microbatch
-from frontier_llm.model.initialize import initial_rows
+from frontier_llm.model.initialize import initial_rows, initialize
 from frontier_llm.model.stage import Stage
 
-__all__ = ["Microbatch", "Stage", "initial_rows"]
+__all__ = ["Microbatch", "Stage", "initial_rows", "initialize"]

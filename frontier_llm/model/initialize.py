@@ -7,13 +7,14 @@ Each element's value is a pure function of its flat index in the global tensor: 
 from __future__ import annotations
 
 import hashlib
-from math import prod
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from frontier_llm.topology import ShardSpec
+from frontier_llm.tensor_parallel import ShardedParameter
+from frontier_llm.topology import Rectangle, ShardSpec, contiguous_runs
 
 # One Philox block is 4 x 64 bits; each 64 bits give the two normals of one Box-Muller pair.
 _NORMALS_PER_BLOCK = 8
@@ -35,30 +36,25 @@ def _normals(key: int, start: int, count: int) -> np.ndarray:
     return normals[skipped : skipped + count]
 
 
+def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
+    """Fill every parameter with this rank's part of its initial values."""
+    with torch.no_grad():
+        for parameter in parameters:
+            initial_rows(parameter.spec, seed, parameter)
+
+
 def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
     """Fill `out`, a tensor of spec.shape on any device and in any dtype, with this rank's part of the initial parameter."""
     if spec.init_std is None:
         out.fill_(spec.init_value)
         return
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=16).digest(), "little")
-    runs, run_length = _contiguous_runs(spec)
+    whole = Rectangle((0,) * len(spec.global_shape), spec.global_shape)
+    starts, run_length = contiguous_runs(whole, Rectangle(spec.offset, spec.shape))
     flat = out.view(-1)
-    for index, start in enumerate(runs):
+    for index, start in enumerate(starts.tolist()):
         for done in range(0, run_length, _CHUNK):
             count = min(_CHUNK, run_length - done)
             values = torch.from_numpy(_normals(key, start + done, count) * np.float32(spec.init_std))
             position = index * run_length + done
             flat[position : position + count].copy_(values)
-
-
-def _contiguous_runs(spec: ShardSpec) -> tuple[list[int], int]:
-    """Flat global indices at which this rectangle's contiguous runs start, and their common length."""
-    dims = len(spec.global_shape)
-    # dims after the last cut one are whole, so a run spans them and the cut dim itself
-    cut = max((dim for dim in range(dims) if spec.shape[dim] != spec.global_shape[dim]), default=0)
-    strides = [prod(spec.global_shape[dim + 1 :]) for dim in range(dims)]
-    starts = np.zeros(1, np.int64)
-    for dim in range(cut):
-        steps = (np.arange(spec.shape[dim]) + spec.offset[dim]) * strides[dim]
-        starts = (starts[:, None] + steps).ravel()
-    return (starts + spec.offset[cut] * strides[cut]).tolist(), spec.shape[cut] * strides[cut]

@@ -17,8 +17,9 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from frontier_llm.comm import DONE, Axis, Pending, start_all_gather_into
+from frontier_llm.comm import DONE, Axis, Pending, single, start_all_gather_into
 from frontier_llm.ops import statistics_dtype
+from frontier_llm.packing import packed
 from frontier_llm.tensor_parallel import ShardedParameter
 from frontier_llm.topology import ShardSpec
 
@@ -115,13 +116,7 @@ def _extra_sum(spec: ShardSpec) -> str | None:
 def _pack(parameters: Sequence[ShardedParameter], limit: int) -> Iterator[list[ShardedParameter]]:
     """Consecutive parameters of one kind, at most `limit` elements together (a larger one stands alone)."""
     for _, kind in groupby(sorted(parameters, key=_sort_key), key=_sort_key):
-        bucket: list[ShardedParameter] = []
-        for parameter in kind:
-            if bucket and sum(member.numel() for member in bucket) + parameter.numel() > limit:
-                yield bucket
-                bucket = []
-            bucket.append(parameter)
-        yield bucket
+        yield from packed(kind, Tensor.numel, limit)
 
 
 def build_buckets(stages: Sequence[nn.Module], dp: Axis, zero: int, device: torch.device, bucket_numel: int) -> list[Bucket]:
@@ -168,5 +163,5 @@ def _allocate(parameters: list[ShardedParameter], dp: Axis, zero: int, device: t
         parameter.main_grad = gradients[view].view(shape)
         real.append(parameter)
     spec = parameters[0].spec
-    owner = dp if zero else Axis(dp.name, 0, 1, (dp.ranks[dp.rank],), None, dp.ledger)
+    owner = dp if zero else single(dp.name, dp.ranks[dp.rank], dp.ledger)
     return Bucket(real, offsets, weights, gradients, spec.decay, _extra_sum(spec), dp, owner)

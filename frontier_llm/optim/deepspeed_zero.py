@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from frontier_llm.comm import Axis, all_reduce_, single
 from frontier_llm.errors import BackendError
-from frontier_llm.model import initial_rows
+from frontier_llm.model import initialize
 from frontier_llm.optim.buckets import build_buckets
 from frontier_llm.optim.deepspeed_engine import build_engine
-from frontier_llm.optim.engines import EngineInputs
+from frontier_llm.optim.engines import EngineInputs, fill
 from frontier_llm.optim.state import KINDS, StateRectangle, state_of_run
 from frontier_llm.optim.sync import GradientSync
 from frontier_llm.tensor_parallel import ShardedParameter, materialise
@@ -112,11 +112,7 @@ class ZeroOne(_Zero):
         """Give the stages memory and initial weights, then hand their parameters to DeepSpeed. Collective over the world."""
         # our buckets accumulate, and sum over tp and tied; dp is DeepSpeed's
         buckets = build_buckets(inputs.stages, single("dp"), 0, inputs.device, inputs.config.comm.bucket_elements)
-        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        _initialize(parameters, inputs.config.train.seed)
-        for parameter in parameters:
-            if not parameter.layer_accumulates:
-                inputs.gradients.collect_from_autograd(parameter, inputs.ops.accumulate_)
+        parameters = fill(buckets, inputs)
         self._sync = GradientSync(buckets, inputs.mesh, inputs.plan.microbatches, overlap=False)
         inputs.gradients.on_accumulated = self._sync.accumulated
         super().__init__(inputs, parameters, nn.ModuleList(inputs.stages), inputs.mesh.dp.size)
@@ -145,7 +141,7 @@ class ZeroTwo(_Zero):
         """See ZeroOne."""
         (stage,) = inputs.stages
         parameters = materialise(stage, inputs.device)
-        _initialize(parameters, inputs.config.train.seed)
+        initialize(parameters, inputs.config.train.seed)
         for parameter in parameters:
             if parameter.spec.sum_over_tp:
                 _sum_in_backward(parameter, inputs.mesh.tp)
@@ -204,12 +200,6 @@ class ZeroThree(ZeroTwo):
         small = self._zero.persistent_parameters  # those that stay gathered between steps
         if small:
             small[0].all_gather(small)
-
-
-def _initialize(parameters: Sequence[ShardedParameter], seed: int) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            initial_rows(parameter.spec, seed, parameter)
 
 
 def _sum_in_backward(parameter: ShardedParameter, tp: Axis) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Stage, initial_rows
+from frontier_llm.model import Stage, initialize
 from frontier_llm.ops import Ops, working_dtype
 from frontier_llm.optim.adamw import AdamW
-from frontier_llm.optim.buckets import build_buckets
+from frontier_llm.optim.buckets import Bucket, build_buckets
 from frontier_llm.optim.state import GradientSums, Optimizer
 from frontier_llm.optim.sync import GradientSync
-from frontier_llm.tensor_parallel import AutogradGradients, WeightGradients
+from frontier_llm.tensor_parallel import AutogradGradients, ShardedParameter, WeightGradients
 from frontier_llm.topology import ParallelPlan
 
 
@@ -65,16 +65,21 @@ def build_update(inputs: EngineInputs) -> Update:
     return _native(inputs)
 
 
+def fill(buckets: Sequence[Bucket], inputs: EngineInputs) -> list[ShardedParameter]:
+    """Initial weights into the buckets, and autograd's gradients on their way there; returns the parameters."""
+    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+    initialize(parameters, inputs.config.train.seed)
+    for parameter in parameters:
+        if not parameter.layer_accumulates:
+            inputs.gradients.collect_from_autograd(parameter, inputs.ops.accumulate_)
+    return parameters
+
+
 def _native(inputs: EngineInputs) -> Update:
-    config, mesh, gradients = inputs.config, inputs.mesh, inputs.gradients
+    config, mesh = inputs.config, inputs.mesh
     buckets = build_buckets(inputs.stages, mesh.dp, inputs.plan.zero, inputs.device, config.comm.bucket_elements)
-    with torch.no_grad():
-        for bucket in buckets:
-            for parameter in bucket.parameters:
-                initial_rows(parameter.spec, config.train.seed, parameter)
-                if not parameter.layer_accumulates:
-                    gradients.collect_from_autograd(parameter, inputs.ops.accumulate_)
+    fill(buckets, inputs)
     wire = None if config.precision.gradient_wire == "full" else working_dtype(config.precision.gradient_wire)
     sync = GradientSync(buckets, mesh, inputs.plan.microbatches, config.comm.overlap_gradients, wire)
-    gradients.on_accumulated = sync.accumulated
+    inputs.gradients.on_accumulated = sync.accumulated
     return Update(sync, AdamW(buckets, config.optimizer, mesh, inputs.ops, config.comm.overlap_weights), inputs.stages)

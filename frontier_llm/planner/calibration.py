@@ -1,11 +1,10 @@
-"""Micro-benchmarks → a machine file: each constant from the sample that shows it, with the sample as its source."""
+"""Micro-benchmarks → constants: each from the sample that shows it. `calibration_output` writes them down."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -15,11 +14,9 @@ from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import elementwise
 from frontier_llm.costs.time import step_s
 from frontier_llm.costs.workload import Workload, from_config
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine import Rates
 from frontier_llm.machine.rates import Table
 from frontier_llm.planner.fit import minimise, soften
-
-STACK = "frontier-llm"
 
 
 class Measured(Protocol):
@@ -214,113 +211,3 @@ def sharded_workload(config: RunConfig, ranks: int, B: int, m: int) -> Workload:
     batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * ranks})
     parallel = ParallelConfig(data=ranks, data_mode="fsdp")
     return from_config(config.model_copy(update={"batch": batch, "parallel": parallel}), ranks)
-
-
-def machine_content(samples: Measured, config: RunConfig, when: str) -> dict[str, Any]:
-    """The machine file's mapping: `local` with every calibrated number replaced, tagged and sourced."""
-    found = calibrated_rates(samples, config, rates(load_machine("local")))
-    source = (
-        f"frontier-llm calibrate, {when}: {samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
-    )
-    provenance = {"tag": "measured", "source": source}
-
-    def number(value: float) -> dict[str, Any]:
-        return {"value": rounded(value), **provenance}
-
-    stack: Mapping[str, float] = {
-        "gemm_efficiency": found.gemm_efficiency,
-        "gemm_k_half": found.gemm_k_half,
-        "flash_efficiency": found.flash_efficiency,
-        "flash_backward": found.flash_backward,
-        "hbm_efficiency": found.hbm_efficiency,
-        "kernel_us": found.kernel_s * 1e6,
-        "launch_us": found.launch_s * 1e6,
-        "microbatch_us": found.microbatch_s * 1e6,
-        "step_us": found.step_s * 1e6,
-    }
-    fabric = dict(zip(found.fabric_size, found.fabric_bytes_s, strict=True))
-    node: dict[str, Any] = {
-        "devices": number(samples.ranks),
-        "fabric_gbps": {size: number(speed / 1e9) for size, speed in fabric.items()},
-        "fabric_latency_us": number(found.fabric_latency_s * 1e6),
-        "fabric_hop_us": number(found.fabric_hop_s * 1e6),
-        "contention": {**provenance, "share": {count: rounded(share) for count, share in found.contention}},
-    }
-    if samples.ranks > 1:
-        waiting = {"meeting_us": found.meeting_s * 1e6, "spread": found.spread, "sharded": found.sharded_slowdown}
-        node["waiting"] = {**provenance, **{key: rounded(value) for key, value in waiting.items()}}
-    if found.node_tables:
-        node["collectives"] = {
-            **provenance,
-            "message_bytes": [int(size) for size in found.node_tables["all_reduce"].sizes_bytes],
-            "time_us": {
-                operation: {int(row): [rounded(one * 1e6) for one in times] for row, times in zip(table.rows, table.seconds, strict=True)}
-                for operation, table in found.node_tables.items()
-            },
-        }
-    return {
-        "base": "local",
-        "title": f"this computer, calibrated {when}",
-        "device": {
-            "name": f"{samples.device}, one of {samples.ranks} ranks",
-            "peak_tflops": number(found.peak_flops / 1e12),
-            "memory_gib": number(found.memory_bytes / 2**30),
-            "memory_gbps": number(found.hbm_bytes_s / 1e9),
-            "host_executes": found.host_executes,
-            "gemm_shapes": {
-                **provenance,
-                "mnk_us": [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in found.gemm_shapes],
-            },
-        },
-        "node": node,
-        "stacks": {
-            STACK: {
-                **{key: number(value) for key, value in stack.items()},
-                "optimizer_bytes": rounded(found.optimizer_bytes),
-                "accumulate_bytes": found.accumulate_bytes,
-            }
-        },
-    }
-
-
-def rounded(value: float) -> float:
-    """Five digits."""
-    return float(f"{value:.5g}")
-
-
-def report(samples: Measured, config: RunConfig) -> str:
-    """The calibrated constants and how well they give back the samples."""
-    found = calibrated_rates(samples, config, rates(load_machine("local")))
-    M, N, K, seconds = np.array(found.gemm_shapes).T
-    rate = 2 * M * N * K / seconds / 1e12
-    lines = [
-        f"matrix products: {len(rate)} shapes, {rate.min():.3g} to {rate.max():.3g} TFLOP/s per rank",
-        f"memory {found.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach {100 * found.hbm_efficiency:.0f} % of it",
-        f"one operation costs {found.kernel_s * 1e6:.1f} us to dispatch",
-    ]
-    for name, table in found.node_tables.items():
-        row, size = int(table.rows[0]), table.sizes_bytes[-1]
-        seconds = table.seconds[0]
-        lines.append(
-            f"{name.replace('_', '-')} over {row} ranks: {seconds[0] * 1e6:.0f} us at 1 KiB, {size / seconds[-1] / 1e9:.2g} GB/s at 16 MiB"
-        )
-    if len(found.contention) > 1:
-        lines.append(f"with one of {samples.ranks} ranks busy its kernels take {100 * found.contention[0][1]:.0f} % of their time")
-    if samples.ranks > 1:
-        lines.append(
-            f"ranks wait for each other {found.meeting_s * 1e6:.0f} us at each meeting and {100 * found.spread:.1f} % of the compute between; "
-            f"collectives of sharded weights take {found.sharded_slowdown:.2g} times those above"
-        )
-    lines.append(f"within a step: {found.launch_s * 1e6:.0f} us of the host per operation, {found.step_s * 1e3:.2g} ms per step")
-    steps = [(f"{m} x {B} sequences on one rank", workload_of(config, 1, B, m), seconds) for B, m, seconds in samples.steps]
-    steps += [
-        (f"{m} x {B} over TP{samples.tensor}", workload_of(config, samples.tensor, B, m), seconds) for B, m, seconds in samples.tensor_steps
-    ]
-    steps += [
-        (f"{m} x {B} on each of {samples.ranks}, sharded", sharded_workload(config, samples.ranks, B, m), seconds)
-        for B, m, seconds in samples.sharded_steps
-    ]
-    for name, w, seconds in steps:
-        predicted = float(step_s(w, found))
-        lines.append(f"  {name}: {seconds:.3f} s, from these constants {100 * (predicted / seconds - 1):+.1f} %")
-    return "\n".join(lines)

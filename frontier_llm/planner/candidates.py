@@ -15,14 +15,25 @@ from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
 from frontier_llm.topology import AXIS_ORDERS
 from frontier_llm.topology.plan import tp_limit
 
+COLUMNS = ("tp", "pp", "dp", "chunks", "B", "m", "sp", "recompute", "zero", "dp_outer", "schedule")  # of a table of layouts
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
 
 # --fix key → the layout field it fixes
 FIXABLE = {
-    "tensor": "tp", "pipeline": "pp", "data": "dp", "chunks": "chunks", "micro_batch": "B", "sequence_parallel": "sp", "recompute": "recompute",
-    "zero": "zero", "data_mode": "zero", "schedule": "schedule", "axis_order": "dp_outer", "gradient_wire": "gradient_bytes",
-}  # fmt: skip
+    "tensor": "tp",
+    "pipeline": "pp",
+    "data": "dp",
+    "chunks": "chunks",
+    "micro_batch": "B",
+    "sequence_parallel": "sp",
+    "recompute": "recompute",
+    "zero": "zero",
+    "data_mode": "zero",
+    "schedule": "schedule",
+    "axis_order": "dp_outer",
+    "gradient_wire": "gradient_bytes",
+}
 
 
 def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
@@ -45,17 +56,15 @@ def enumerate_layouts(
             if pp > model.layers:
                 break
             dp = devices // (tp * pp)
-            if fixed.get("tp", tp) != tp or fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp or global_batch % dp:
-                continue
-            block = _options(model, tp, pp, dp, global_batch // dp, fixed)
-            if block.size:
-                rows.append(block)
-    found = _workload(model, np.concatenate(rows) if rows else np.zeros((0, 11)), dtype_bytes)
+            wanted = all(fixed.get(axis, degree) == degree for axis, degree in (("tp", tp), ("pp", pp), ("dp", dp)))
+            if wanted and global_batch % dp == 0:
+                rows.append(_options(model, tp, pp, dp, global_batch // dp, fixed))
+    found = _workload(model, np.concatenate([np.zeros((0, len(COLUMNS))), *rows]), dtype_bytes)
     return replace(found, gradient_bytes=fixed.get("gradient_bytes", 0))
 
 
 def _options(model: ModelConfig, tp: int, pp: int, dp: int, per_replica: int, fixed: Mapping[str, Any]) -> np.ndarray:
-    """Rows tp, pp, dp, chunks, B, m, sp, recompute, zero, dp_outer, schedule of one (tp, pp, dp)."""
+    """Rows of COLUMNS: everything that is left to choose for one (tp, pp, dp)."""
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
     plays: list[tuple[int, int]] = [(1, SCHEDULES.index("1f1b"))]
     if pp > 1 or fixed.get("schedule") == GPIPE:  # without a pipeline all schedules are one
@@ -65,7 +74,7 @@ def _options(model: ModelConfig, tp: int, pp: int, dp: int, per_replica: int, fi
         most = min(model.layers // pp, MAX_CHUNKS)
         plays += [(v, SCHEDULES.index("interleaved")) for v in range(2, most + 1)]
     sequence = [0, 1] if tp > 1 and model.sequence_length % tp == 0 else [0]
-    # what topology.plan refuses: sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
+    # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
     sharded = [FSDP] if pp == 1 and not fixed.get("gradient_bytes") else []
     modes = [0, 1, *sharded] if dp > 1 else [1]
     orders = [0, 1] if pp > 1 and dp > 1 else [0]
@@ -80,7 +89,7 @@ def _options(model: ModelConfig, tp: int, pp: int, dp: int, per_replica: int, fi
             _kept(orders, fixed, "dp_outer") or ([0] if len(orders) == 1 else []),
         )
     ]
-    return np.array(rows, dtype=float).reshape(len(rows), 11)
+    return np.array(rows, dtype=float).reshape(len(rows), len(COLUMNS))
 
 
 def _kept(values: list[int], fixed: Mapping[str, Any], key: str) -> list[int]:
@@ -88,8 +97,7 @@ def _kept(values: list[int], fixed: Mapping[str, Any], key: str) -> list[int]:
 
 
 def _workload(model: ModelConfig, table: np.ndarray, dtype_bytes: int) -> Workload:
-    names = ("tp", "pp", "dp", "chunks", "B", "m", "sp", "recompute", "zero", "dp_outer", "schedule")
-    columns = {name: table[:, index] for index, name in enumerate(names)}
+    columns = {name: table[:, index] for index, name in enumerate(COLUMNS)}
     return Workload(**model_numbers(model), **columns, dtype_bytes=dtype_bytes)
 
 
@@ -148,7 +156,7 @@ def _valid(name: str) -> str:
     return ", ".join(choices[name]) if name in choices else "a whole number"
 
 
-def legal_device_counts(model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]) -> list[int]:
+def legal_node_counts(model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]) -> list[int]:
     """The nearest node counts, below and above, that admit a layout."""
 
     def legal(number: int) -> bool:

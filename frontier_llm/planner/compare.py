@@ -8,7 +8,7 @@ from typing import Any
 from frontier_llm.machine import Rates
 from frontier_llm.planner.candidates import parse_fixed
 from frontier_llm.planner.report import WIDTH, layout_words, step_words, table, wrapped
-from frontier_llm.planner.search import Search, search
+from frontier_llm.planner.search import Plan, Search, search
 from frontier_llm.units import GIB
 
 FIELDS = ("tp", "pp", "chunks", "B", "sp", "recompute", "zero", "dp_outer", "schedule")
@@ -27,20 +27,20 @@ def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequ
         return f"what if {' '.join(words)}: the choice has that already"
     lines = [f"what if {' '.join(words)}"]
     for title, other in (("all else as chosen", exact), ("all else re-planned", free)):
-        if not other.plans:
-            reason = (
-                "no legal layout"
-                if not other.legal
-                else f"does not fit: {other.smallest_bytes / GIB:.1f} of {numbers.memory_bytes / GIB:.0f} GiB"
-            )
-            lines.append(f"  {title}: {reason}")
-            continue
-        plan = other.best
-        lines.append(
-            f"  {title}: {step_words(plan.step_s)} per step ({100 * (plan.step_s / best.step_s - 1):+.1f} %), "
-            f"{plan.peak_bytes / GIB:.1f} GiB ({(plan.peak_bytes - best.peak_bytes) / GIB:+.1f}), bubble {100 * plan.played.bubble:.1f} %: {layout_words(plan)}"
-        )
+        if not other.legal:
+            lines.append(f"  {title}: no legal layout")
+        elif not other.plans:
+            lines.append(f"  {title}: does not fit: {other.smallest_bytes / GIB:.1f} of {numbers.memory_bytes / GIB:.0f} GiB")
+        else:
+            lines.append(f"  {title}: {_against(best, other.best)}: {layout_words(other.best)}")
     shown = [best, *(other.best for other in (exact, free) if other.plans)]
     if exact.plans and free.plans and exact.best.workload == free.best.workload:
         shown.pop()
     return wrapped("\n".join([*lines, table(shown, width)]), width)
+
+
+def _against(best: Plan, other: Plan) -> str:
+    """Step, memory and bubble of a plan, with what the first two are more than the choice's."""
+    time = f"{step_words(other.step_s)} per step ({100 * (other.step_s / best.step_s - 1):+.1f} %)"
+    memory = f"{other.peak_bytes / GIB:.1f} GiB ({(other.peak_bytes - best.peak_bytes) / GIB:+.1f})"
+    return f"{time}, {memory}, bubble {100 * other.played.bubble:.1f} %"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import csv
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from frontier_llm.costs.workload import Workload
+from frontier_llm.costs.workload import RECOMPUTE, Workload
 from frontier_llm.errors import DataError
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -100,7 +100,8 @@ def read_measurements(path: Path) -> list[Measurement]:
     if {"id", "layers", "hidden", "TP", "PP"} <= columns:
         return [found for row in _with_heads(rows) if (found := _throughput(row)) is not None]
     raise DataError(
-        f"has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): {header[:80]}",
+        "has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): "
+        f"{header[:80]}",
         where=str(path),
         fix="name the columns as in frontier_llm/planner/published",
     )
@@ -155,59 +156,84 @@ def _number(text: str | None, default: float = 0.0) -> float:
 
 
 def _throughput(row: dict[str, str]) -> Measurement | None:
+    """A row of the table; None where it has no time, no shape or no cluster that is known."""
     row = {key: (value or "").strip() for key, value in row.items() if key}
-    layers, H, S = _number(row["layers"]), _number(row["hidden"]), _number(row["seq"], 2048.0)
-    V = _number(row["vocab"], 51200.0)
-    if V == 250e3:
-        V = 250880.0  # BLOOM's padded vocabulary
-    if not H:
+    cluster = _cluster(row)
+    shape = _shape(row)
+    if cluster is None or shape is None:
         return None
-    F = _number(row["ffn"]) or 4 * H
-    if not layers:
-        layers = float(round((_number(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F)))
-    A = _number(row["heads"]) or H / 128
-    dies = 2.0 if "OAM" in row.get("dev_unit", "") else 1.0  # two GCDs per package: the device here is the GCD
-    devices = _number(row["devices"]) * dies
-    tp, pp = _degree(row["TP"]), _degree(row["PP"])
-    known = bool(devices) and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != "" and not row.get("borrowed")
-    if not devices:
-        devices = 8 * tp * pp
-    dp = _number(row["DP"]) or max(devices / tp / pp, 1.0)
-    B = _number(row["MBS"]) or default_microbatch(row)
-    gbs = _number(row["GBS"])
-    if "replica" in row["GBS"]:
-        gbs *= dp
-    m = max(gbs / dp / B, 1.0) if gbs else 4.0 * pp
-    step_tokens = S * B * m * dp
-    tokens_per_s = _tokens_per_s(row, layers, H, S, V, F) / dies
-    seconds = _number(row["sec_per_iter"]) or (step_tokens / tokens_per_s / devices if tokens_per_s else 0.0)
+    machine, stack = cluster
+    layout = _layout(row)
+    seconds = _seconds(row, shape, layout)
     if not seconds:
         return None
-    label = " ".join(
-        [*(row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")), f"flash: {row['flash_attn']}"]
-    ).lower()
-    machine, stack = row.get("machine", ""), row.get("stack", "")
-    if not machine:
-        machine, stack = next(((name, software) for pattern, name, software in CLUSTERS if re.search(pattern, label)), ("", ""))
-    if not machine:
-        return None
-    unstated = _unstated(row, pp, stack)
-    workload = Workload(
-        S=S, V=V, layers=layers, H=H, A=A, D=H / A, F=F, tp=tp, pp=pp, dp=dp, B=B, m=m, **_properties(row, tp, pp, layers, A)
-    )
+    stated = _number(row["devices"]) > 0 and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
+    tp, pp = layout["tp"], layout["pp"]
     return Measurement(
         key=row["id"],
         dataset=_dataset(row["id"], machine, stack),
         machine=machine,
         stack=stack,
-        model=row["model"] or f"L{layers:.0f} H{H:.0f}",
-        workload=workload,
+        model=row["model"] or f"L{shape['layers']:.0f} H{shape['H']:.0f}",
+        workload=Workload(**shape, **layout, **_properties(row, tp, pp, shape["layers"], shape["A"])),
         seconds=seconds,
-        known=known,
+        known=stated and not row.get("borrowed"),
         approximate="D:" in row["TP"],
-        unstated=unstated,
+        unstated=_unstated(row, pp, stack),
         memory_gib=_number(row["mem_gb_per_dev"]) or None,
     )
+
+
+def _cluster(row: dict[str, str]) -> tuple[str, str] | None:
+    """(machine, stack) as the row names them, else by what it says of itself."""
+    if row.get("machine"):
+        return row["machine"], row.get("stack", "")
+    words = [row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")]
+    label = " ".join([*words, f"flash: {row['flash_attn']}"]).lower()
+    return next(((machine, stack) for pattern, machine, stack in CLUSTERS if re.search(pattern, label)), None)
+
+
+def _shape(row: dict[str, str]) -> dict[str, float] | None:
+    """The model's sizes, as a Workload calls them; layers that are not stated follow from the number of parameters."""
+    H, S, V = _number(row["hidden"]), _number(row["seq"], 2048.0), _number(row["vocab"], 51200.0)
+    if not H:
+        return None
+    if V == 250e3:
+        V = 250880.0  # BLOOM's padded vocabulary
+    F = _number(row["ffn"]) or 4 * H
+    layers = _number(row["layers"]) or float(round((_number(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F)))
+    A = _number(row["heads"]) or H / 128
+    return {"S": S, "V": V, "layers": layers, "H": H, "A": A, "D": H / A, "F": F}
+
+
+def _dies(row: dict[str, str]) -> float:
+    """Devices in what the row counts as one: the device here is the GCD, of which an MI250X package has two."""
+    return 2.0 if "OAM" in row.get("dev_unit", "") else 1.0
+
+
+def _devices(row: dict[str, str]) -> float:
+    """As stated, else enough for eight replicas."""
+    return _number(row["devices"]) * _dies(row) or 8 * _degree(row["TP"]) * _degree(row["PP"])
+
+
+def _layout(row: dict[str, str]) -> dict[str, float]:
+    """Degrees, microbatch B and microbatches m; what is not stated is what such codes are run with."""
+    tp, pp = _degree(row["TP"]), _degree(row["PP"])
+    dp = _number(row["DP"]) or max(_devices(row) / tp / pp, 1.0)
+    B = _number(row["MBS"]) or default_microbatch(row)
+    global_batch = _number(row["GBS"]) * (dp if "replica" in row["GBS"] else 1.0)
+    m = max(global_batch / dp / B, 1.0) if global_batch else 4.0 * pp
+    return {"tp": tp, "pp": pp, "dp": dp, "B": B, "m": m}
+
+
+def _seconds(row: dict[str, str], shape: Mapping[str, float], layout: Mapping[str, float]) -> float:
+    """Per step: as stated, else from the throughput; 0 where neither is given."""
+    if stated := _number(row["sec_per_iter"]):
+        return stated
+    tokens_per_s = _tokens_per_s(row, shape) / _dies(row)
+    if not tokens_per_s:
+        return 0.0
+    return shape["S"] * layout["B"] * layout["m"] * layout["dp"] / tokens_per_s / _devices(row)
 
 
 def _unstated(row: dict[str, str], pp: float, stack: str) -> tuple[str, ...]:
@@ -240,7 +266,8 @@ def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: flo
     llama = "lama" in row["model"]
     # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
     half = recompute.startswith(("selective layer", "selective op"))
-    mode = 2 if recompute.startswith("full") or half else 1 if recompute.startswith("selective") else 0
+    whole = recompute.startswith("full") or half
+    mode = RECOMPUTE["full" if whole else "selective" if recompute.startswith("selective") else "none"]
     zero = next((value for word, value in ZERO_OF.items() if word in shard), 0)
     per_virtual = _number(row["layers_per_virtual_stage"])
     fp32_gradients = "fp32 grad" in row["precision"]
@@ -266,27 +293,46 @@ def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: flo
     }
 
 
-def _tokens_per_s(row: dict[str, str], layers: float, H: float, S: float, V: float, F: float) -> float:
+def _tokens_per_s(row: dict[str, str], shape: Mapping[str, float]) -> float:
     """Per device as the source counts devices; from TFLOP/s by the stated convention where tokens/s are missing."""
     if _number(row["tokens_per_s_per_dev"]):
         return _number(row["tokens_per_s_per_dev"])
     flops = _number(row["tflops_per_dev"]) * 1e12
     if not flops:
         return 0.0
-    matrices = layers * (4 * H * H + 2 * H * F)
+    S, V, H, F = (shape[key] for key in ("S", "V", "H", "F"))
+    matrices = shape["layers"] * (4 * H * H + 2 * H * F)
     hardware = "hardware" in row["flops_convention"]
     per_token = (8 if hardware else 6) * matrices * (1 + S / (6 * H)) + 6 * V * H
     return flops / per_token
 
 
 def _dataset(key: str, machine: str, stack: str) -> str:
-    prefixes = {
-        "sc21t1": "Megatron SC'21 table 1", "sc21": "Megatron SC'21 table 2", "korth": "Korthikanti", "bloom": "BLOOM", "mcore": "Megatron-Core H100",
-        "llmf": "LLM-Foundry FSDP", "ttitan-a": "torchtitan A100", "ornl": "MI250X", "forge": "MI250X", "axonn": "MI250X", "mosaic": "MI250X",
-        "amd": "MI250X", "poro": "MI250X", "nemo": "NeMo H100 FP8", "bridge": "NeMo H100 FP8", "mtnlg": "MT-NLG 530B", "megascale": "MegaScale baseline",
-        "llama3": "Llama 3 405B", "ttitan-h": "torchtitan H100, H200", "fms": "FMS FSDP A100", "internevo": "InternEvo A100", "tinyllama": "TinyLlama",
-        "neox": "GPT-NeoX-20B",
-    }  # fmt: skip
     if machine in ("frontier", "lumi", "mi250"):
         return "MI250X"
+    prefixes = {
+        "sc21t1": "Megatron SC'21 table 1",
+        "sc21": "Megatron SC'21 table 2",
+        "korth": "Korthikanti",
+        "bloom": "BLOOM",
+        "mcore": "Megatron-Core H100",
+        "llmf": "LLM-Foundry FSDP",
+        "ttitan-a": "torchtitan A100",
+        "ornl": "MI250X",
+        "forge": "MI250X",
+        "axonn": "MI250X",
+        "mosaic": "MI250X",
+        "amd": "MI250X",
+        "poro": "MI250X",
+        "nemo": "NeMo H100 FP8",
+        "bridge": "NeMo H100 FP8",
+        "mtnlg": "MT-NLG 530B",
+        "megascale": "MegaScale baseline",
+        "llama3": "Llama 3 405B",
+        "ttitan-h": "torchtitan H100, H200",
+        "fms": "FMS FSDP A100",
+        "internevo": "InternEvo A100",
+        "tinyllama": "TinyLlama",
+        "neox": "GPT-NeoX-20B",
+    }
     return next((name for prefix, name in prefixes.items() if key.startswith(prefix)), f"{machine} {stack}")

@@ -14,17 +14,18 @@ from frontier_llm.config import available, load_model, load_run
 from frontier_llm.costs.workload import DTYPE_BYTES, FSDP
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
-from frontier_llm.planner.report import RECOMPUTE_NAMES, layout_words, nodes
+from frontier_llm.planner.report import RECOMPUTE_NAMES, layout_words
 from frontier_llm.planner.search import Search
 from frontier_llm.topology import AXIS_ORDERS, make_plan
 from frontier_llm.topology.stages import balanced
+from frontier_llm.units import GIB, plural
 
 SITES = ("frontier", "lumi", "local")
 SCRIPTS = {"gpt-1t": "slurm/train_1t.sbatch", "gpt-175b": "slurm/train_175b.sbatch", "gpt-22b": "slurm/train_22b.sbatch"}
 
 
-def run_content(model_name: str, machine_name: str, machine: Machine, found: Search, rates: Rates, name: str) -> dict[str, Any]:
-    """The run file's mapping for the search's choice."""
+def run_content(machine_name: str, machine: Machine, found: Search, rates: Rates, name: str) -> dict[str, Any]:
+    """The run file's mapping for the search's choice; what it trains is the caller's to say."""
     plan = found.best
     w = plan.workload
     parallel: dict[str, Any] = {
@@ -42,7 +43,6 @@ def run_content(model_name: str, machine_name: str, machine: Machine, found: Sea
     if counts != balanced(found.model, len(counts)):
         parallel["stage_layers"] = list(counts)
     return {
-        "model": model_name,
         "machine": machine_name,
         "parallel": parallel,
         "batch": {"global_batch": found.global_batch, "micro_batch": int(w.B)},
@@ -59,21 +59,21 @@ def emit(path: Path, model_name: str, machine_name: str, machine: Machine, found
     from it and says every choice of the layout, so that none of the run's own is left.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
-    if run:
-        content = {"base": _reference(run, path.parent), **run_content("", machine_name, machine, found, rates, name)}
-        del content["model"]
-        w = found.best.workload
-        mode = "fsdp" if w.zero == FSDP else "zero"
-        content["parallel"] |= {"data": int(w.dp), "chunks": int(w.chunks), "sequence_parallel": bool(w.sp), "data_mode": mode}
-    else:
-        content = run_content(model_name, machine_name, machine, found, rates, name)
-        if found.model.sequence_length != load_model(model_name).sequence_length:
-            content["model"] = {"base": model_name, "sequence_length": found.model.sequence_length}
     best = found.best
+    choice = run_content(machine_name, machine, found, rates, name)
+    if run:
+        w = best.workload
+        mode = "fsdp" if w.zero == FSDP else "zero"
+        choice["parallel"] |= {"data": int(w.dp), "chunks": int(w.chunks), "sequence_parallel": bool(w.sp), "data_mode": mode}
+        content = {"base": _reference(run, path.parent), **choice}
+    elif found.model.sequence_length == load_model(model_name).sequence_length:
+        content = {"model": model_name, **choice}
+    else:
+        content = {"model": {"base": model_name, "sequence_length": found.model.sequence_length}, **choice}
     head = (
         f"# {layout_words(best)}\n"
-        f"# planned for {nodes(found.nodes)} of {machine.name}: {best.step_s:.4g} s per step simulated, "
-        f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / 2**30:.1f} GiB on the fullest rank\n"
+        f"# planned for {plural(found.nodes, 'node')} of {machine.name}: {best.step_s:.4g} s per step simulated, "
+        f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / GIB:.1f} GiB on the fullest rank\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
@@ -93,16 +93,15 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
     """
     site = machine.name if machine.name in SITES else "generic"
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]
-    script = SCRIPTS.get(str(content["model"]))
+    script = SCRIPTS.get(str(content.get("model")))  # a file on top of a run names no model
     if script and site == "frontier":
         words = [
             f"{section}.{key}={_word(value)}"
             for section in ("parallel", "batch", "precision", "comm")
             for key, value in content.get(section, {}).items()
         ]
-        lines.append(
-            f"sbatch --account=PROJECT --nodes={nodes} {script} " + " ".join([*words, f"train.recompute={content['train']['recompute']}"])
-        )
+        words.append(f"train.recompute={content['train']['recompute']}")
+        lines.append(f"sbatch --account=PROJECT --nodes={nodes} {script} {' '.join(words)}")
     return "\n".join(lines)
 
 

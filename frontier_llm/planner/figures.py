@@ -20,7 +20,7 @@ from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, time
 from frontier_llm.planner.candidates import enumerate_layouts
 from frontier_llm.planner.search import Plan, Search
 from frontier_llm.schedule import Kind
-from frontier_llm.units import format_bytes
+from frontier_llm.units import GIB, format_bytes
 
 COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#f58518", Kind.BACKWARD_INPUT: "#e45756", Kind.BACKWARD_WEIGHT: "#eeca3b"}
 SHOWN_ACTIONS = 6000  # a timeline beyond this is a solid block
@@ -59,17 +59,20 @@ def write_figures(directory: Path, found: Search, machine: Machine, stack: str, 
 
 
 def _html(found: Search, machine: Machine, stack: str, numbers: Rates, paths: list[Path]) -> str:
-    pictures = "\n".join(
-        f'<h2>{path.stem}</h2><img style="max-width:100%" alt="{path.stem}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
-        for path in paths
-    )
+    pictures = "\n".join(map(_picture, paths))
     words = html.escape(report.text(found, machine, numbers, None) + "\n\n" + report.explain(found.best, machine, stack, numbers))
     title = html.escape(f"{found.model.name} on {found.nodes} nodes of {machine.name}")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f'<body style="font-family:sans-serif;max-width:1200px;margin:auto;padding:0 1rem"><h1>{title}</h1><p>Simulated, but for the points that a legend calls measured.</p>{pictures}'
+        f'<body style="font-family:sans-serif;max-width:1200px;margin:auto;padding:0 1rem"><h1>{title}</h1>'
+        f"<p>Simulated, but for the points that a legend calls measured.</p>{pictures}"
         f"<h2>report</h2><pre>{words}</pre></body></html>\n"
     )
+
+
+def _picture(path: Path) -> str:
+    content = base64.b64encode(path.read_bytes()).decode()
+    return f'<h2>{path.stem}</h2><img style="max-width:100%" alt="{path.stem}" src="data:image/png;base64,{content}">'
 
 
 def plain_log2(axes: Any, values: Number) -> None:
@@ -101,7 +104,6 @@ def draw_pipeline(figure: Any, plan: Plan) -> None:
             )
     axes.invert_yaxis()
     axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set(xlabel="seconds (simulated)", ylabel="pipeline rank", title=report.layout_words(plan))
     figure.legend(loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
 
@@ -112,14 +114,13 @@ def draw_memory(figure: Any, plan: Plan) -> None:
     ranks = np.arange(len(plan.memory))
     bottom = np.zeros(len(ranks))
     for name in plan.memory[0]:
-        size = np.array([lines[name] for lines in plan.memory]) / 2**30
+        size = np.array([lines[name] for lines in plan.memory]) / GIB
         if size.any():
             axes.bar(ranks, size, bottom=bottom, label=name, width=0.9)
             bottom += size
-    axes.axhline(plan.limit_bytes / 2**30, color="black", linestyle="--", label="device")
+    axes.axhline(plan.limit_bytes / GIB, color="black", linestyle="--", label="device")
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    axes.set(xlabel="pipeline rank", ylabel="GiB", ylim=(0, 1.08 * plan.limit_bytes / 2**30), title="memory per pipeline rank")
+    axes.set(xlabel="pipeline rank", ylabel="GiB", ylim=(0, 1.08 * plan.limit_bytes / GIB), title="memory per pipeline rank")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
 
 

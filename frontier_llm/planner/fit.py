@@ -63,12 +63,9 @@ def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
     """`numbers` with the constants that are to be fitted set back to where every fit starts."""
     values = {**START, **START_OF.get(machine, {})}
     constants: dict[str, Any] = {key: values[key] for key in keys if "fabric_bytes" not in key}
-    start = replace(numbers, **constants)
-    return (
-        replace(start, fabric_bytes_s=tuple(FABRIC_START for _ in start.fabric_bytes_s))
-        if any("fabric_bytes" in key for key in keys)
-        else start
-    )
+    if any("fabric_bytes" in key for key in keys):
+        constants["fabric_bytes_s"] = tuple(FABRIC_START for _ in numbers.fabric_bytes_s)
+    return replace(numbers, **constants)
 
 
 def fit(rows: Sequence[Measurement], start: Rates, keys: Sequence[str], iterations: int = 100) -> Rates:

@@ -7,6 +7,7 @@ from frontier_llm.costs.time import Placement, placement
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
 from frontier_llm.planner.search import Plan
+from frontier_llm.units import plural
 
 
 def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
@@ -51,8 +52,7 @@ def _share(sharing: int, rates: Rates, factor: float = 1.0) -> str:
 
 
 def _nics(machine: Machine, rates: Rates) -> str:
-    count = int(machine.node.nics.value)
-    return f"{count} NIC{'s' if count > 1 else ''} of {machine.node.nic_gbps.value:g} GB/s"
+    return f"{plural(int(machine.node.nics.value), 'NIC')} of {machine.node.nic_gbps.value:g} GB/s"
 
 
 def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:

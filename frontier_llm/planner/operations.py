@@ -55,14 +55,14 @@ def campaign(machine: Machine, nodes: int, parameters: float, step_s: float, ste
     effective = max(1 - lost, 0.0) if lost < 1 else 1 / (1 + lost)
     days = busy_s / 86400
     return Campaign(
-        tokens,
-        days,
-        days * 24 * nodes,
-        mtbf_s / 3600,
-        save_s,
-        interval_s,
-        max(1, round(interval_s / step_s)),
-        effective,
-        days / effective,
-        queue,
+        tokens=tokens,
+        days=days,
+        node_hours=days * 24 * nodes,
+        mtbf_hours=mtbf_s / 3600,
+        save_s=save_s,
+        interval_s=interval_s,
+        interval_steps=max(1, round(interval_s / step_s)),
+        effective=effective,
+        calendar_days=days / effective,
+        queue=queue,
     )

@@ -79,10 +79,9 @@ def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec,
     times = stage_times(w, rates, stages)
     message = 0.0 if rates.blocking_messages else float(p2p_s(w, rates))
     round_size = pp if v > 1 else 1
+    repeats = schedule_name != "gpipe" and not rates.contention  # GPipe's phases do not alternate: played whole
     length = m
-    if (
-        schedule_name != "gpipe" and not rates.contention and m > pp + 2 * STEADY_MICROBATCHES + round_size
-    ):  # GPipe's phases do not alternate: played whole
+    if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
         # 1F1B is in its stride after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
@@ -115,7 +114,7 @@ def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...],
 
 
 def _contended(timeline: Timeline, w: Workload, rates: Rates) -> Timeline:
-    """The timeline on devices that slow each other down: at each moment all that are busy lose the same factor, so time itself is stretched.
+    """The timeline on devices that slow each other down: at each moment all that are busy lose the same factor, so time is stretched.
 
     Durations are those with all devices of the node busy; `Rates.contention` says what they are with fewer.
     """
@@ -128,10 +127,11 @@ def _contended(timeline: Timeline, w: Workload, rates: Rates) -> Timeline:
     devices = busy * float(w.tp * w.dp)
     speed = np.where(devices > 0, np.interp(devices, counts, shares), 1.0)
     stretched = np.concatenate([[0.0], np.cumsum(np.diff(moments) * speed[:-1])])
-    return Timeline(
-        timeline.schedule,
-        *(tuple(list(np.interp(stage, moments, stretched)) for stage in times) for times in (timeline.start_s, timeline.end_s)),
-    )
+
+    def later(times: tuple[list[float], ...]) -> tuple[list[float], ...]:
+        return tuple(list(np.interp(stage, moments, stretched)) for stage in times)
+
+    return Timeline(timeline.schedule, later(timeline.start_s), later(timeline.end_s))
 
 
 def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
@@ -141,10 +141,8 @@ def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_siz
     alone sets the pace from here on - or first, middle and last rank advance at one and the same pace (messages set it).
     """
     pp = timeline.schedule.stages
-    work = [
-        sum(times[virtual_stage(rank, chunk, pp)].forward_s + times[virtual_stage(rank, chunk, pp)].backward_s for chunk in range(v))
-        for rank in range(pp)
-    ]
+    seconds = [one.forward_s + one.backward_s for one in times]
+    work = [sum(seconds[virtual_stage(rank, chunk, pp)] for chunk in range(v)) for rank in range(pp)]
     busiest = int(np.argmax(work))
     own = work[busiest] * round_size
     pace = _pace(timeline, busiest, v, round_size)
@@ -191,5 +189,13 @@ def _with_tail(
     pipeline = max(ends)
     finish = float(np.max(np.asarray(ends) + end.reduce_s))
     return Played(
-        timeline, pipeline, busy, ends, finish - pipeline, float(np.max(end.optimizer_s)), float(np.max(end.gather_s)), message, times
+        timeline=timeline,
+        pipeline_s=pipeline,
+        busy_s=busy,
+        end_s=ends,
+        reduce_s=finish - pipeline,
+        optimizer_s=float(np.max(end.optimizer_s)),
+        gather_s=float(np.max(end.gather_s)),
+        message_s=message,
+        stage_times=times,
     )

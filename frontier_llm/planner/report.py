@@ -18,7 +18,7 @@ from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.topology import AXIS_ORDERS
-from frontier_llm.units import GIB, format_count, format_seconds
+from frontier_llm.units import GIB, TERA, format_count, format_seconds, plural
 
 WIDTH = 140  # columns of a report that is not shown on a terminal
 RECOMPUTE_NAMES = {code: name for name, code in RECOMPUTE.items()}
@@ -62,12 +62,9 @@ def layout_words(plan: Plan) -> str:
 
 def step_words(seconds: float) -> str:
     """Three digits, in seconds however many: steps are compared with each other."""
-    return f"{seconds:.0f} s" if seconds >= 100 else format_seconds(seconds) if seconds < 10 else f"{seconds:.1f} s"
-
-
-def nodes(number: int) -> str:
-    """'1 node', '2 nodes'."""
-    return f"{number} node{'s' if number > 1 else ''}"
+    if seconds < 10:
+        return format_seconds(seconds)
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
@@ -83,12 +80,10 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     parts: dict[str, float] = {}
     for name, (forward, backward) in layer_terms(w, rates).items():
         parts[name] = m * layers * float(forward + backward)
-    for present, terms in (
-        (any(stage.embedding for stage in held), embedding_terms(w, rates)),
-        (any(stage.head for stage in held), head_terms(w, rates)),
-    ):
-        if present:
-            parts.update({name: m * float(forward + backward) for name, (forward, backward) in terms.items()})
+    ends = embedding_terms(w, rates) if any(stage.embedding for stage in held) else {}
+    ends |= head_terms(w, rates) if any(stage.head for stage in held) else {}
+    for name, (forward, backward) in ends.items():
+        parts[name] = m * float(forward + backward)
     beside = sum(layer_s(w, rates)) - sum(sum(term) for term in layer_terms(w, rates).values())
     parts["sharded weights and gradients"] = m * layers * float(beside)
     parts["host per microbatch"] = m * rates.microbatch_s
@@ -101,10 +96,8 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
 
 def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width: int = WIDTH) -> str:
     """The step as a table: seconds, share, and the numbers behind each line with tag and source; then the memory lines."""
-    lines, seen = (
-        ["where the step goes (busiest pipeline rank, simulated), and the numbers of the machine file behind each line"],
-        set[str](),
-    )
+    lines = ["where the step goes (busiest pipeline rank, simulated), and the numbers of the machine file behind each line"]
+    seen: set[str] = set()
     for name, seconds in breakdown(plan, rates).items():
         if seconds < 1e-4 * plan.step_s:
             continue
@@ -128,7 +121,10 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
 
 def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     """One line per plan; what binds it goes on a line of its own where `width` columns do not hold both."""
-    head = f"  {'#':>2} {'TP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} {'SP':2} {'recompute':9} {'Z':1} {'step':>9} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}"
+    head = (
+        f"  {'#':>2} {'TP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} "
+        f"{'SP':2} {'recompute':9} {'Z':1} {'step':>9} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}"
+    )
     rows = [f"{head}  bound by" if len(head) + 45 <= width else head]
     for index, plan in enumerate(plans, 1):
         w = plan.workload
@@ -156,7 +152,7 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, wi
     use = utilisations(best, model, rates)
     w = best.workload
     lines = [
-        f"{model.name} ({format_count(total_parameters(model))} parameters) on {nodes(found.nodes)} of {machine.name}: "
+        f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(found.nodes, 'node')} of {machine.name}: "
         f"{found.nodes * machine.devices_per_node} devices, {machine.device.name}",
         f"global batch {found.global_batch} sequences = {format_count(float(w.step_tokens))} tokens",
         f"{found.legal} legal layouts, {found.fitting} fit, {found.dominated} of these dominated; {len(found.plans)} finalists simulated",
@@ -164,8 +160,8 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, wi
         f"choice: {layout_words(best)}",
         f"  {step_words(best.step_s)} per step (simulated), {best.tokens_per_s_per_device:.1f} tokens/s per device, "
         f"{best.tokens_per_s_per_device * float(w.devices):,.0f} in all",
-        f"  MFU {100 * use['mfu']:.1f} % ({use['mfu'] * rates.peak_flops / 1e12:.1f} TFLOP/s, full attention counted; causal {100 * use['mfu_causal']:.1f} %), "
-        f"HFU {100 * use['hfu']:.1f} % (recomputation counted)",
+        f"  MFU {100 * use['mfu']:.1f} % ({use['mfu'] * rates.peak_flops / TERA:.1f} TFLOP/s, full attention counted; "
+        f"causal {100 * use['mfu_causal']:.1f} %), HFU {100 * use['hfu']:.1f} % (recomputation counted)",
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
@@ -174,10 +170,9 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, wi
         table(found.plans, width),
     ]
     if len(found.plans) > 1:
-        lines += [
-            "",
-            f"runner-up: {layout_words(found.plans[1])}: {100 * (found.plans[1].step_s / best.step_s - 1):+.1f} % time; {_why(best, found.plans[1])}",
-        ]
+        second = found.plans[1]
+        slower = f"{100 * (second.step_s / best.step_s - 1):+.1f} % time"
+        lines += ["", f"runner-up: {layout_words(second)}: {slower}; {_why(best, second)}"]
     lines += [f"rejected: {line}" for line in found.rejected]
     if found.across is not None:
         other = found.across
@@ -211,8 +206,8 @@ def campaign_lines(run: Campaign) -> list[str]:
     """Days, node-hours, checkpoints, walltime."""
     lines = [
         f"{format_count(run.tokens)} tokens: {run.days:.1f} days of computing, {run.node_hours:,.0f} node-hours",
-        f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with {format_seconds(run.save_s)} per save and "
-        f"{run.mtbf_hours:.1f} h between failures of the job)",
+        f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with "
+        f"{format_seconds(run.save_s)} per save and {run.mtbf_hours:.1f} h between failures of the job)",
         f"  expected share of useful time {100 * run.effective:.1f} %: {run.calendar_days:.1f} calendar days without queueing",
     ]
     if run.queue:
@@ -278,7 +273,5 @@ def search_as_dict(found: Search, machine: Machine, stack: str, rates: Rates, ru
         ],
         "rejected": list(found.rejected),
         "across_nodes": None if found.across is None else as_dict(found.across, found.model, rates),
-        "campaign": None
-        if run is None
-        else {**{key: value for key, value in vars(run).items() if key != "queue"}, "queue": run.queue.name if run.queue else None},
+        "campaign": None if run is None else {**vars(run), "queue": run.queue.name if run.queue else None},
     }

@@ -17,6 +17,7 @@ from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import count, enumerate_layouts
 from frontier_llm.planner.pipeline import Played, play
 from frontier_llm.topology import StageSpec, split_layers
+from frontier_llm.units import GIB
 
 TARGET_TOKENS = 16 * 2**20  # of the default global batch
 WARN_SHARE = 0.95  # of the device's memory
@@ -110,18 +111,17 @@ def search(
     dtype_bytes: int = 2,
 ) -> Search:
     """The best layouts of `model` on `nodes` nodes. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
+    fixed = dict(fixed or {})
     devices = nodes * rates.node_devices
-    limit = rates.node_devices
-    if (fixed or {}).get("tp", 1) > limit:
-        limit = int((fixed or {})["tp"])
-    layouts = enumerate_layouts(model, devices, global_batch, limit, fixed, dtype_bytes)
+    tp_max = max(rates.node_devices, int(fixed.get("tp", 1)))
+    layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, dtype_bytes)
+    nothing = Search(model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed)
     if count(layouts) == 0:
-        return Search(model, nodes, global_batch, 0, 0, 0, (), 0.0, fixed=dict(fixed or {}))
+        return nothing
     memory = peak_memory(layouts, rates)
     fits = memory <= rates.memory_bytes
-    legal, fitting = count(layouts), int(fits.sum())
-    result = Search(model, nodes, global_batch, legal, fitting, 0, (), float(memory.min()), fixed=dict(fixed or {}))
-    if not fitting:
+    result = replace(nothing, legal=count(layouts), fitting=int(fits.sum()), smallest_bytes=float(memory.min()))
+    if not result.fitting:
         return result
     kept, kept_memory = layouts.at(fits), memory[fits]
     seconds = np.asarray(step_s(kept, rates), dtype=float)
@@ -182,7 +182,7 @@ def _binding(plan: Plan, legal: Workload, kept: Workload) -> str:
     w = plan.workload
     reasons = []
     if np.any(legal.tp < w.tp) and not np.any(kept.tp < w.tp):
-        reasons.append(f"TP{int(w.tp)}: {plan.limit_bytes / 2**30:.0f} GiB")
+        reasons.append(f"TP{int(w.tp)}: {plan.limit_bytes / GIB:.0f} GiB")
     shares = overheads(plan)
     name = max(shares, key=lambda key: shares[key])
     reasons.append(f"{name} {100 * shares[name]:.1f} %")
@@ -210,15 +210,13 @@ def _rejections(layouts: Workload, memory: np.ndarray, fits: np.ndarray, rates: 
     for tp in np.unique(layouts.tp):
         family = layouts.tp == tp
         if not np.any(fits & family):
-            need = memory[family].min() / 2**30
-            lines.append(
-                f"TP{tp:.0f}: none of {int(family.sum())} layouts fits; the smallest needs {need:.1f} of {rates.memory_bytes / 2**30:.0f} GiB"
-            )
+            needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
+            lines.append(f"TP{tp:.0f}: none of {int(family.sum())} layouts fits; the smallest needs {needs}")
     for mode, name in ((0, "without recomputation"), (1, "with selective recomputation")):
         family = layouts.recompute == mode
         out = int((family & ~fits).sum())
         if out:
-            lines.append(f"{name} {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / 2**30:.0f} GiB")
+            lines.append(f"{name} {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / GIB:.0f} GiB")
     return lines
 
 

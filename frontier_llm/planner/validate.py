@@ -44,17 +44,17 @@ def score(dataset: str, part: str, predictions: Sequence[Prediction]) -> Score:
         chosen = min(group, key=lambda one: one.seconds)
         regrets.append(chosen.row.seconds / min(one.row.seconds for one in group) - 1)
     return Score(
-        dataset,
-        part,
-        len(predictions),
-        float(size.mean()),
-        float(np.median(size)),
-        float(np.quantile(size, 0.9)),
-        float(100 * errors.mean()),
-        pairs,
-        100 * right / pairs if pairs else float("nan"),
-        100 * float(np.mean(regrets)) if regrets else float("nan"),
-        sum(not one.fits and not one.row.approximate for one in predictions),
+        dataset=dataset,
+        part=part,
+        n=len(predictions),
+        mape=float(size.mean()),
+        median=float(np.median(size)),
+        p90=float(np.quantile(size, 0.9)),
+        bias=float(100 * errors.mean()),
+        pairs=pairs,
+        order=100 * right / pairs if pairs else float("nan"),
+        regret=100 * float(np.mean(regrets)) if regrets else float("nan"),
+        false_no_fit=sum(not one.fits and not one.row.approximate for one in predictions),
     )
 
 
@@ -109,13 +109,15 @@ def leave_models_out(rows: Sequence[Measurement]) -> list[Score]:
 
 def as_text(scores: Sequence[Score]) -> str:
     """The table."""
-    head = f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} {'pairs':>5} {'order':>6} {'regret':>6} {'refused':>7}"
+    head = (
+        f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} "
+        f"{'pairs':>5} {'order':>6} {'regret':>6} {'refused':>7}"
+    )
     lines = [head, "-" * len(head)]
     for one in scores:
-        order, regret = (f"{value:6.1f}" if value == value else "     -" for value in (one.order, one.regret))
-        lines.append(
-            f"{one.dataset:38} {one.part:20} {one.n:>4} {one.mape:6.1f} {one.median:6.1f} {one.p90:6.1f} {one.bias:+6.1f} {one.pairs:>5} {order} {regret} {one.false_no_fit:>7}"
-        )
+        errors = f"{one.mape:6.1f} {one.median:6.1f} {one.p90:6.1f} {one.bias:+6.1f}"
+        order, regret = ("     -" if np.isnan(value) else f"{value:6.1f}" for value in (one.order, one.regret))
+        lines.append(f"{one.dataset:38} {one.part:20} {one.n:>4} {errors} {one.pairs:>5} {order} {regret} {one.false_no_fit:>7}")
     return "\n".join(lines)
 
 
@@ -134,9 +136,8 @@ def validate_command(files: Sequence[Path], as_json: bool = False, cross: bool =
         return 0
     if show_rows:
         for one in predict(rows):
-            print(
-                f"{one.row.dataset:24} {one.row.key:44} measured {one.row.seconds:9.3f} s  predicted {one.seconds:9.3f} s  {100 * one.error:+6.1f} %"
-            )
+            times = f"measured {one.row.seconds:9.3f} s  predicted {one.seconds:9.3f} s  {100 * one.error:+6.1f} %"
+            print(f"{one.row.dataset:24} {one.row.key:44} {times}")
     print(
         "seconds per step, percent; `order` is the share of pairs ranked as measured\n"
         "`refused` counts runs that took place but would have been called too big (should be 0)"

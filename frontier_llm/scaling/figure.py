@@ -156,7 +156,9 @@ The two predicted columns are the planner's tokens/s and efficiency. All columns
 
 
 def _class(row: Row) -> str:
-    return "simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad"
+    if row.kind == "simulated":
+        return "simulated"
+    return "" if row.status == "ok" else "bad"
 
 
 def _some(value: float | None, pattern: str) -> str:

@@ -17,10 +17,9 @@ from frontier_llm.config import RunConfig, build
 from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import POINT_FILE
+from frontier_llm.scaling.student import t95
 
 WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
-# two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom; 1.96 beyond the table
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def harvest(root: Path) -> list[Row]:
     for sample in samples:
         point = sample.point
         groups.setdefault((point["mode"], point["model"], point["site"], point["nodes"], point["global_batch"]), []).append(sample)
-    return with_efficiency([summarise(group) for _, group in sorted(groups.items(), key=lambda item: item[0])])
+    return with_efficiency([summarise(groups[key]) for key in sorted(groups)])
 
 
 def summarise(samples: Sequence[Sample]) -> Row:
@@ -100,7 +99,9 @@ def summarise(samples: Sequence[Sample]) -> Row:
     rates = [rate for sample in samples if (rate := sample.tokens_per_s) is not None]
     mean = statistics.fmean(rates) if rates else None
     failures = [sample.status for sample in samples if sample.status != "ok"]
-    status = "ok" if not failures else failures[0] + (f" ({len(failures)} of {len(samples)} repeats)" if len(samples) > 1 else "")
+    status = failures[0] if failures else "ok"
+    if failures and len(samples) > 1:
+        status += f" ({len(failures)} of {len(samples)} repeats)"
     config = build(RunConfig, point["config"])
     try:
         predicted: float | None = predict(config, point["devices"]).tokens_per_s
@@ -127,8 +128,7 @@ def summarise(samples: Sequence[Sample]) -> Row:
 
 def half_width(values: Sequence[float]) -> float:
     """Half width of the 95 % confidence interval of the mean of two or more values (Student's t)."""
-    quantile = _T95[len(values) - 2] if len(values) - 2 < len(_T95) else 1.96
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
@@ -169,16 +169,14 @@ def as_json(rows: Sequence[Row]) -> str:
 
 def as_text(rows: Sequence[Row]) -> str:
     """For a terminal."""
-    lines = [
-        f"{'series':<26} {'nodes':>6} {'devices':>8} {'batch':>7} {'tokens/s':>12} {'±95%':>6} {'efficiency':>10} {'predicted':>10}  status"
-    ]
+    head = f"{'series':<26} {'nodes':>6} {'devices':>8} {'batch':>7}"
+    lines = [f"{head} {'tokens/s':>12} {'±95%':>6} {'efficiency':>10} {'predicted':>10}  status"]
     for row in rows:
         rate = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
         spread = f"{row.ci95_percent:.1f}" if row.ci95_percent is not None else "-"
         own = f"{row.efficiency:.1%}" if row.efficiency is not None else "-"
         predicted = f"{row.predicted_efficiency:.1%}" if row.predicted_efficiency is not None else "-"
         name = f"{row.mode} {row.model}" + (" SIMULATED" if row.kind == "simulated" else "")
-        lines.append(
-            f"{name:<26} {row.nodes:>6} {row.devices:>8} {row.global_batch:>7} {rate:>12} {spread:>6} {own:>10} {predicted:>10}  {row.status}"
-        )
+        point = f"{name:<26} {row.nodes:>6} {row.devices:>8} {row.global_batch:>7}"
+        lines.append(f"{point} {rate:>12} {spread:>6} {own:>10} {predicted:>10}  {row.status}")
     return "\n".join(lines)

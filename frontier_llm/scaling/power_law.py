@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Student's t, two-sided 95 %, by degrees of freedom; its square is the 95 % point of F(1, dof)
-_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
-_T95_MANY = 1.96
+from frontier_llm.scaling.student import t95
+
 _GRID = 2000  # candidate values of E between 0 and the smallest loss
 
 
@@ -57,12 +56,16 @@ def fit_power_law(compute_flops: Sequence[float], losses: Sequence[float], irred
     errors = y - (level + slope * x)
     dof = len(x) - 2
     spread = np.sqrt(errors @ errors / dof / np.sum((x - x.mean()) ** 2))
-    half = _t95(dof) * spread
+    half = t95(dof) * spread
     law = irreducible + np.exp(level + slope * x)
     return PowerLaw(
-        irreducible, float(np.exp(level)), float(-slope), (float(-slope - half), float(-slope + half)),
-        float(1 - errors @ errors / np.sum((y - y.mean()) ** 2)), tuple(map(float, L / law - 1)),
-    )  # fmt: skip
+        irreducible=irreducible,
+        coefficient=float(np.exp(level)),
+        exponent=float(-slope),
+        exponent_interval=(float(-slope - half), float(-slope + half)),
+        r_squared=float(1 - errors @ errors / np.sum((y - y.mean()) ** 2)),
+        residuals=tuple(map(float, L / law - 1)),
+    )
 
 
 def find_irreducible(compute_flops: Sequence[float], losses: Sequence[float]) -> Irreducible:
@@ -72,14 +75,10 @@ def find_irreducible(compute_flops: Sequence[float], losses: Sequence[float]) ->
     candidates = np.linspace(0, min(losses), _GRID, endpoint=False)
     squares = np.array([_squares(fit_power_law(compute_flops, losses, E)) for E in candidates])
     dof = len(losses) - 3
-    allowed = candidates[squares <= squares.min() * (1 + _t95(dof) ** 2 / dof)]
+    allowed = candidates[squares <= squares.min() * (1 + t95(dof) ** 2 / dof)]
     return Irreducible(float(candidates[squares.argmin()]), (float(allowed.min()), float(allowed.max())))
 
 
 def _squares(law: PowerLaw) -> float:
     """Residual sum of squares of log L, comparable between values of E."""
     return float(np.sum(np.log1p(law.residuals) ** 2))
-
-
-def _t95(dof: int) -> float:
-    return _T95.get(dof, _T95_MANY)

@@ -26,13 +26,9 @@ class Prediction:
         """A problem when the predicted memory exceeds the device's."""
         if self.peak_bytes <= self.limit_bytes:
             return []
-        return [
-            Problem(
-                "memory",
-                f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can have on machine {self.machine!r}",
-                "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set train.recompute=full",
-            )
-        ]
+        what = f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can have on {self.machine!r}"
+        fix = "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set train.recompute=full"
+        return [Problem("memory", what, fix)]
 
 
 def predict(config: RunConfig, devices: int, machine: str | None = None) -> Prediction:

@@ -9,7 +9,7 @@ and that may be the very work that the sender waits for. RCCL on gfx90a is known
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from frontier_llm.errors import Problem
@@ -52,25 +52,21 @@ def check_queues(schedule: Schedule, queues: int, apart: bool = True, two_stage:
     """
     packets = [_enqueue(schedule, stage, two_stage) for stage in range(schedule.stages)]
     lines = [_deal(listed, queues, apart) for listed in packets]
-    heads = [dict.fromkeys(line, 0) for line in lines]
     done: list[set[int]] = [set() for _ in packets]
     moved = True
     while moved:
         moved = False
-        waiting: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
+        waiting: dict[tuple, list[tuple[int, deque[int]]]] = defaultdict(list)  # (stage, queue) of those ready to meet
         for stage, line in enumerate(lines):
-            for queue, entries in line.items():
-                if heads[stage][queue] == len(entries):
-                    continue
-                packet = packets[stage][entries[heads[stage][queue]]]
+            for queue in filter(None, line):
+                packet = packets[stage][queue[0]]
                 if done[stage].issuperset(packet.after):
                     waiting[packet.meeting].append((stage, queue))
         for met in waiting.values():
             stage, queue = met[0]
-            if len(met) == packets[stage][lines[stage][queue][heads[stage][queue]]].parties:
+            if len(met) == packets[stage][queue[0]].parties:
                 for stage, queue in met:
-                    done[stage].add(lines[stage][queue][heads[stage][queue]])
-                    heads[stage][queue] += 1
+                    done[stage].add(queue.popleft())
                 moved = True
     stuck = {stage for stage, listed in enumerate(packets) if len(done[stage]) < len(listed)}
     if stuck:
@@ -83,15 +79,15 @@ def _hang(stage: int, packets: list[_Packet], done: set[int], queues: int) -> Pr
     return Problem(f"stage {stage}", what, "raise GPU_MAX_HW_QUEUES to the number of communication streams")
 
 
-def _deal(packets: list[_Packet], queues: int, apart: bool) -> dict[int, list[int]]:
+def _deal(packets: list[_Packet], queues: int, apart: bool) -> list[deque[int]]:
     """Streams get queues in turn, in the order of their first use; a queue holds positions of packets in issue order."""
     queue_of: dict[str, int] = {COMPUTE: -1} if apart else {}
-    line: dict[int, list[int]] = defaultdict(list)
+    line: dict[int, deque[int]] = defaultdict(deque)
     for index, packet in enumerate(packets):
         if packet.stream not in queue_of:
             queue_of[packet.stream] = (len(queue_of) - apart) % queues
         line[queue_of[packet.stream]].append(index)
-    return line
+    return list(line.values())
 
 
 def _enqueue(schedule: Schedule, stage: int, two_stage: tuple[str, ...]) -> list[_Packet]:

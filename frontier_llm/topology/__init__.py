@@ -2,7 +2,7 @@
 
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.plan import ParallelPlan, make_plan, plan_problems
-from frontier_llm.topology.rectangles import Rectangle, rectangles_of_run, spans
+from frontier_llm.topology.rectangles import Rectangle, contiguous_runs, rectangles_of_run, spans
 from frontier_llm.topology.shards import ShardSpec, split, whole
 from frontier_llm.topology.stages import StageSpec, head_cost_in_layers, split_layers
 
@@ -13,6 +13,7 @@ __all__ = [
     "Rectangle",
     "ShardSpec",
     "StageSpec",
+    "contiguous_runs",
     "head_cost_in_layers",
     "make_plan",
     "plan_problems",

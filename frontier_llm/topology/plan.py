@@ -29,17 +29,22 @@ class ParallelPlan:
 
     def describe(self) -> str:
         """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
-        extra = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        sp = ", sequence parallel" if self.sequence_parallel else ""
-        return (
-            f"TP{self.grid.tp} x PP{self.grid.pp}{extra} x DP{self.grid.dp}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sp}"
-        )
+        chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
+        degrees = f"TP{self.grid.tp} x PP{self.grid.pp}{chunks} x DP{self.grid.dp}"
+        sequence = ", sequence parallel" if self.sequence_parallel else ""
+        return f"{degrees}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sequence}"
 
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Every rule that this config violates on `world_size` ranks; empty when the layout is legal."""
-    degrees, tensor = _degree_problems(config, world_size), [*_tensor_problems(config), *_tensor_chunk_problems(config)]
-    return [*model_problems(config.model), *degrees, *tensor, *_pipeline_problems(config), *_engine_problems(config)]
+    return [
+        *model_problems(config.model),
+        *_degree_problems(config, world_size),
+        *_tensor_problems(config),
+        *_tensor_chunk_problems(config),
+        *_pipeline_problems(config),
+        *_engine_problems(config),
+    ]
 
 
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
@@ -188,50 +193,41 @@ def _pipeline_problems(config: RunConfig) -> list[Problem]:
 
 def _engine_problems(config: RunConfig) -> list[Problem]:
     """What the engines that bring their own data parallelism cannot do, and why."""
-    parallel, deepspeed = config.parallel, config.optimizer.engine == "deepspeed"
-    native = not deepspeed and parallel.data_mode == "zero"
-    weights_cut = "fsdp" if parallel.data_mode == "fsdp" else f"zero {parallel.zero}" if parallel.zero > 1 else ""
-    rules = [
-        (
-            parallel.data_mode == "fsdp" and deepspeed,
-            Problem("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them"),
-        ),
-        (
-            parallel.zero > 1 and not deepspeed,
-            Problem("parallel.zero", f"{parallel.zero} is DeepSpeed's", "set optimizer.engine=deepspeed, or parallel.data_mode=fsdp, or zero=1"),
-        ),
-        (
-            parallel.zero == 0 and deepspeed,
-            Problem("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", "set parallel.zero=1, 2 or 3, or optimizer.engine=native"),
-        ),
-        (
-            bool(weights_cut) and parallel.pipeline > 1,
-            Problem(
-                "parallel.pipeline",
-                f"{parallel.pipeline} stages with {weights_cut}: gradients would be reduced, and with fsdp and zero 3 weights gathered, "
-                "once per microbatch, and a pipeline needs many",
-                "set parallel.pipeline=1, or data_mode=zero with zero=1",
-            ),
-        ),
-        (
-            deepspeed and parallel.zero > 1 and parallel.schedule != "1f1b",
-            Problem("parallel.schedule", f"{parallel.schedule} with zero {parallel.zero}: DeepSpeed reduces after each backward", "use 1f1b"),
-        ),
-        (
-            deepspeed and config.precision.dtype not in ("fp32", "bf16"),
-            Problem("precision.dtype", f"{config.precision.dtype} with the engine deepspeed is not supported", "use bf16 or fp32, or optimizer.engine=native"),
-        ),
-        (
-            not native and config.guard.recompute_interval > 0,
-            Problem("guard.recompute_interval", "only the native engine can compute a step again", "set it to 0, or use the native engine with data_mode=zero"),
-        ),
-        (
-            not native and config.precision.gradient_wire != "full",
-            Problem("precision.gradient_wire", "only the native engine narrows gradients on their way", "set it to full, or use the native engine with data_mode=zero"),
-        ),
-        (
-            config.optimizer.deepspeed_config is not None and not deepspeed,
-            Problem("optimizer.deepspeed_config", "is given, but the engine is native", "set optimizer.engine=deepspeed, or leave it out"),
-        ),
-    ]  # fmt: skip
-    return [problem for broken, problem in rules if broken]
+    parallel, precision = config.parallel, config.precision
+    deepspeed, fsdp = config.optimizer.engine == "deepspeed", parallel.data_mode == "fsdp"
+    native = not deepspeed and not fsdp
+    found: list[Problem] = []
+
+    def refuse(where: str, what: str, fix: str) -> None:
+        found.append(Problem(where, what, fix))
+
+    if fsdp and deepspeed:
+        refuse("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them")
+    if parallel.zero > 1 and not deepspeed:
+        fix = "set optimizer.engine=deepspeed, or parallel.data_mode=fsdp, or zero=1"
+        refuse("parallel.zero", f"{parallel.zero} is DeepSpeed's", fix)
+    if parallel.zero == 0 and deepspeed:
+        fix = "set parallel.zero=1, 2 or 3, or optimizer.engine=native"
+        refuse("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", fix)
+    if (fsdp or parallel.zero > 1) and parallel.pipeline > 1:
+        what = (
+            f"{parallel.pipeline} stages with {'fsdp' if fsdp else f'zero {parallel.zero}'}: gradients would be reduced, and with fsdp "
+            "and zero 3 weights gathered, once per microbatch, and a pipeline needs many"
+        )
+        refuse("parallel.pipeline", what, "set parallel.pipeline=1, or data_mode=zero with zero=1")
+    if deepspeed and parallel.zero > 1 and parallel.schedule != "1f1b":
+        what = f"{parallel.schedule} with zero {parallel.zero}: DeepSpeed reduces after each backward"
+        refuse("parallel.schedule", what, "use 1f1b")
+    if deepspeed and precision.dtype not in ("fp32", "bf16"):
+        fix = "use bf16 or fp32, or optimizer.engine=native"
+        refuse("precision.dtype", f"{precision.dtype} with the engine deepspeed is not supported", fix)
+    if not native and config.guard.recompute_interval > 0:
+        fix = "set it to 0, or use the native engine with data_mode=zero"
+        refuse("guard.recompute_interval", "only the native engine can compute a step again", fix)
+    if not native and precision.gradient_wire != "full":
+        fix = "set it to full, or use the native engine with data_mode=zero"
+        refuse("precision.gradient_wire", "only the native engine narrows gradients on their way", fix)
+    if config.optimizer.deepspeed_config is not None and not deepspeed:
+        fix = "set optimizer.engine=deepspeed, or leave it out"
+        refuse("optimizer.deepspeed_config", "is given, but the engine is native", fix)
+    return found

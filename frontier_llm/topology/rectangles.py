@@ -68,20 +68,27 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
         yield Rectangle((row, *part.offset), (1, *part.shape))
 
 
+def contiguous_runs(outer: Rectangle, part: Rectangle) -> tuple[np.ndarray, int]:
+    """(flat indices at which the runs of `part` start in a row-major array holding `outer`, i64; the elements of each run)."""
+    dims = len(outer.shape)
+    if dims == 0:
+        return np.zeros(1, np.int64), 1
+    strides = [prod(outer.shape[dim + 1 :]) for dim in range(dims)]
+    begin = [mine - its for mine, its in zip(part.offset, outer.offset, strict=True)]
+    # dims after the last cut one are whole, so a run spans them and the cut dim itself
+    cut = max((dim for dim in range(dims) if part.shape[dim] != outer.shape[dim]), default=0)
+    starts = np.zeros(1, np.int64)
+    for dim in range(cut):
+        starts = (starts[:, None] + (np.arange(part.shape[dim]) + begin[dim]) * strides[dim]).ravel()
+    return starts + begin[cut] * strides[cut], part.shape[cut] * strides[cut]
+
+
 def spans(outer: Rectangle, part: Rectangle, merge_gap: int, limit: int) -> list[tuple[int, int]]:
     """Flat ranges of a row-major array holding `outer` that cover `part`, in order, each at most `limit` elements.
 
     Ranges closer than `merge_gap` elements are read as one: a short gap costs less than another read.
     """
-    dims = len(outer.shape)
-    strides = [prod(outer.shape[dim + 1 :]) for dim in range(dims)]
-    begin = [mine - its for mine, its in zip(part.offset, outer.offset, strict=True)]
-    cut = max((dim for dim in range(dims) if part.shape[dim] != outer.shape[dim]), default=0)
-    starts = np.zeros(1, np.int64)
-    for dim in range(cut):
-        starts = (starts[:, None] + (np.arange(part.shape[dim]) + begin[dim]) * strides[dim]).ravel()
-    run = part.shape[cut] * strides[cut] if dims else 1
-    starts += begin[cut] * strides[cut] if dims else 0
+    starts, run = contiguous_runs(outer, part)
     breaks = np.flatnonzero(np.diff(starts) - run > merge_gap) + 1
     firsts, lasts = starts[np.r_[0, breaks]], starts[np.r_[breaks - 1, len(starts) - 1]] + run
     return [

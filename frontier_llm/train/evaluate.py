@@ -37,9 +37,10 @@ def evaluate(state: TrainState, source: BatchSource, samples: int, interrupted: 
 
 @torch.no_grad()
 def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> float | None:
-    """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the same. Collective over the world.
+    """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the same.
 
-    The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when `interrupted()` after one of them.
+    The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when
+    `interrupted()` after one of them. Collective over the world.
     """
     rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
     feed, loss_sum, targets = state.new_feed(source), 0.0, 0
@@ -59,4 +60,6 @@ def _bytes_per_token(data: DataConfig) -> float | None:
         return None
     metas = [read_meta(source.path) for source in data.validation]
     known = [meta for meta in metas if meta is not None and meta.text_bytes]
-    return sum(meta.text_bytes for meta in known) / sum(meta.tokens for meta in known) if len(known) == len(metas) else None
+    if len(known) < len(metas):
+        return None
+    return sum(meta.text_bytes for meta in known) / sum(meta.tokens for meta in known)

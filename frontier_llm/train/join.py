@@ -29,12 +29,12 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
     """Join the job's ranks; leave the groups at the end, whatever happens."""
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
-    between_nodes = _prepare(config, place)
+    sockets_forbidden = _set_environment(config, place)
     device = _device(config, place)
     plan = make_plan(config, world_size)
     mesh = _join(config, plan, place, device)
     try:
-        if between_nodes and device.type == "cuda" and place is not None:
+        if sockets_forbidden and device.type == "cuda" and place is not None:
             _check_network(mesh, place)
         yield plan, mesh, device
     except (FrontierError, RuntimeError) as error:
@@ -57,10 +57,11 @@ def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainStat
         state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
 
 
-def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
-    """Set what RCCL, libfabric and MIOpen need on this machine before the first of them starts; True where sockets are forbidden.
+def _set_environment(config: RunConfig, place: RankEnv | None) -> bool:
+    """Set what RCCL, libfabric and MIOpen need on this machine before the first of them starts.
 
     Logged with the reasons; what the user has exported stays, and is said. A launcher's exports (slurm/, launch/) come first.
+    Returns True where collectives must not fall to sockets: between nodes of a machine whose network has a plugin.
     """
     machine = Path(config.machine).stem
     if place is None or machine not in MACHINES:
@@ -68,19 +69,17 @@ def _prepare(config: RunConfig, place: RankEnv | None) -> bool:
     nodes = -(-place.world_size // place.local_world_size)
     wanted = [variable for variable in machine_environment(machine, nodes) if not any(map(environ, variable.also))]
     kept = adopt({variable.name: variable.value for variable in wanted})
-    log.info(
-        f"environment for {machine} on {plural(nodes, 'node')}: "
-        + ", ".join(f"{v.name} ({v.reason})" for v in wanted if v.name not in kept)
-    )
+    reasons = ", ".join(f"{variable.name} ({variable.reason})" for variable in wanted if variable.name not in kept)
+    log.info(f"environment for {machine} on {plural(nodes, 'node')}: {reasons}")
     for variable in wanted:
         if variable.name in kept:
             log.info(f"kept {variable.name}={kept[variable.name]}, which you exported, over {variable.value}: {variable.reason}")
     # what torch's watchdog dumps before it ends the process goes to the run, not to 3,072 files in the user's home
     adopt({"TORCH_FR_DUMP_TEMP_FILE": str(Path(config.train.run_dir).resolve() / "logs" / "flight_torch_rank_")})
-    between = nodes > 1 and any(variable.name == "NCCL_NET" for variable in wanted)
-    if between and place.local_rank == 0:
+    sockets_forbidden = nodes > 1 and any(variable.name == "NCCL_NET" for variable in wanted)
+    if sockets_forbidden and place.local_rank == 0:
         adopt({**LOG_VARIABLES, "NCCL_DEBUG_FILE": _rccl_log(place)})
-    return between
+    return sockets_forbidden
 
 
 def _rccl_log(place: RankEnv) -> str:
@@ -124,9 +123,16 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     default = "nccl" if device.type == "cuda" else "gloo"
     backend = default if config.comm.backend == "auto" else config.comm.backend
     node = (place.rank - place.local_rank, place.local_world_size) if config.comm.store == "node" else None
-    connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, config.train.timeout_s, node)
-    tied, timeout_s = config.model.tied_embeddings, config.train.timeout_s
-    algorithms = load_algorithms(config.comm.algorithms)
-    by_axis = config.comm.timeouts_s.model_dump()
-    transport, per_node = config.comm.transport, place.local_world_size
-    return build_mesh(plan.grid, place.rank, plan.chunks, tied, timeout_s, transport, per_node, algorithms, by_axis)
+    timeout_s = config.train.timeout_s
+    connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, timeout_s, node)
+    return build_mesh(
+        plan.grid,
+        place.rank,
+        plan.chunks,
+        tied_embeddings=config.model.tied_embeddings,
+        timeout_s=timeout_s,
+        transport=config.comm.transport,
+        ranks_per_node=place.local_world_size,
+        algorithms=load_algorithms(config.comm.algorithms),
+        timeouts_s=config.comm.timeouts_s.model_dump(),
+    )

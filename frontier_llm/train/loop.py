@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.fx.experimental.symbolic_shapes  # noqa: F401  # the first backward imports it, and sympy with it: not while the other ranks wait
+# the first backward imports it, and sympy with it: not while the other ranks wait
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager

@@ -58,7 +58,10 @@ def train_step(state: TrainState) -> StepResult:
 
 
 def local_gradients(state: TrainState, feed: Feed) -> dict[str, torch.Tensor]:
-    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter. Changes nothing else; native engine only."""
+    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter.
+
+    Changes nothing but the gradient buffers; for the native engine alone.
+    """
     sync = state.sync
     assert isinstance(sync, GradientSync)
     sync.begin(reduce=False)

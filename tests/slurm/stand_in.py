@@ -25,13 +25,17 @@ def train(words: list[str]) -> int:
     assert place is not None
     directory = Path(config.train.run_dir)
     incarnation = int(environ("FRONTIER_LLM_INCARNATION") or 0)
-    (directory / "alive").mkdir(parents=True, exist_ok=True)
+
+    def say_alive(step: int) -> None:
+        run_dir.write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
+
     if environ("STAND_IN_DEAF") and incarnation == 1:
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python listens
     with SignalWatcher() as watcher:
         step, wrong = run_dir.latest_step(directory), environ("STAND_IN_WRONG")
         if wrong in run_dir.untrusted_hosts(directory):
             wrong = None
+        say_alive(step)  # rank 0 may have saved the last step before a slower one begins
         while step < config.train.steps and watcher.requested is None and not (directory / run_dir.STOP_FILE).exists():
             if planted := environ("STAND_IN_CRASH"):
                 when, who = map(int, planted.split(":"))
@@ -53,7 +57,7 @@ def train(words: list[str]) -> int:
                 return 1
             time.sleep(float(environ("STAND_IN_STEP_S") or 0.05))
             step += 1
-            run_dir.write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
+            say_alive(step)
             if place.rank == 0:
                 with (directory / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")

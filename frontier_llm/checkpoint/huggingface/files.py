@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.packing import packed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -107,7 +108,7 @@ def write_sharded(directory: Path, entries: Sequence[Entry], dtype: torch.dtype,
     Returns the files' names. The headers are known before the first number is, so one tensor at a time is in memory.
     """
     size = torch.empty((), dtype=dtype).element_size()
-    shards = _pack(entries, size, shard_bytes)
+    shards = list(packed(entries, lambda entry: prod(entry.shape) * size, shard_bytes))
     names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     stream = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
@@ -122,19 +123,6 @@ def write_sharded(directory: Path, entries: Sequence[Entry], dtype: torch.dtype,
         content = {"metadata": {"total_size": size * sum(prod(entry.shape) for entry in entries)}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return names
-
-
-def _pack(entries: Sequence[Entry], element_bytes: int, shard_bytes: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = []
-    room = 0
-    for entry in entries:
-        needed = prod(entry.shape) * element_bytes
-        if not shards or needed > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(entry)
-        room -= needed
-    return shards
 
 
 def _write_file(file: IO[bytes], shard: Sequence[Entry], dtype: torch.dtype, element_bytes: int, tensors: Iterator[Tensor]) -> None:

@@ -97,12 +97,13 @@ def _sentencepiece(path: Path) -> tuple[str, str]:
     scored = [n for n in range(len(pieces)) if n not in special and not source.is_byte(n)]
     symbols = [n for n in scored if source.get_score(n) == 0 and pieces[n] == "\n"]
     plain = set(scored) - set(symbols)
-    merges = [
-        (-source.get_score(n), ids[left], ids[right])
-        for n in plain
-        for cut in range(1, len(pieces[n]))
-        if (left := pieces[n][:cut]) in ids and ids[left] in plain and (right := pieces[n][cut:]) in ids and ids[right] in plain
-    ]
+    plain_pieces = {pieces[n] for n in plain}
+    merges = []
+    for n in plain:
+        for cut in range(1, len(pieces[n])):
+            left, right = pieces[n][:cut], pieces[n][cut:]
+            if left in plain_pieces and right in plain_pieces:
+                merges.append((-source.get_score(n), ids[left], ids[right]))
     pairs = [(pieces[left], pieces[right]) for _, left, right in sorted(merges)]
     bpe = models.BPE(vocab=ids, merges=pairs, unk_token=pieces[source.unk_id()], byte_fallback=True, fuse_unk=False)
     result = tokenizers.Tokenizer(bpe)

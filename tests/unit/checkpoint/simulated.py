@@ -111,7 +111,17 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         dtype = snapshot.dtype
     tensors, rows = index_pieces(described)
     degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
-    manifest = build_manifest(progress(step), 1, degrees, config or {}, {}, dtype, tensors, rows, parts)
+    manifest = build_manifest(
+        progress(step),
+        incarnation=1,
+        layout=degrees,
+        config=config or {},
+        environment={},
+        dtype=dtype,
+        tensors=tensors,
+        rows=rows,
+        parts=parts,
+    )
     folder.commit(directory, manifest)
     return manifest
 

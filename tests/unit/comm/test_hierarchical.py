@@ -32,7 +32,8 @@ from frontier_llm.comm.algorithms import HIERARCHICAL
 from frontier_llm.comm.groups import Transport
 from frontier_llm.comm.hierarchical import halving_skips
 from frontier_llm.config.load import available
-from frontier_llm.costs.hierarchical import crossover_bytes, hierarchical_s, rail_bytes, rail_rounds
+from frontier_llm.costs.collectives import flat_s
+from frontier_llm.costs.hierarchical import hierarchical_s, rail_bytes, rail_rounds
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.topology import Grid
@@ -141,9 +142,11 @@ def test_the_shipped_table_follows_the_costs() -> None:
     sizes = 2.0 ** np.arange(20, 32)
     for operation in ("reduce_scatter", "all_gather", "all_reduce"):
         for nodes in (2, 4, 16, 64, 256, 1024, 9408):
-            for size, best, gain in crossover_bytes(machine, nodes, 8, 1, operation, sizes):
-                if gain > 1.5 or gain < 1 / 1.6:
-                    assert table.choose(operation, nodes, int(size)) == best, (operation, nodes, size, gain)
+            flat_by_size, staged_by_size = (price(machine, 8 * nodes, 8, 1, sizes, operation) for price in (flat_s, hierarchical_s))
+            for size, flat, staged in zip(sizes, flat_by_size, staged_by_size, strict=True):
+                best = "hierarchical" if staged < flat else "flat"
+                if flat > 1.5 * staged or staged > 1.6 * flat:
+                    assert table.choose(operation, nodes, int(size)) == best, (operation, nodes, size, flat / staged)
     assert table.choose("reduce_scatter", 1, 1 << 20) == "flat"
 
 

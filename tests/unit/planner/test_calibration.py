@@ -16,7 +16,8 @@ from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import elementwise
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.planner.calibration import calibrated_rates, machine_content, non_negative, report, sharded_workload, workload_of
+from frontier_llm.planner.calibration import calibrated_rates, non_negative, sharded_workload, workload_of
+from frontier_llm.planner.calibration_output import machine_content, report
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology import make_plan
 

@@ -76,6 +76,14 @@ def test_the_report_fits_the_terminal(columns: int, capsys: pytest.CaptureFixtur
     assert "bound by" in out
 
 
+def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its model is the run's own, so no script of slurm/ stands for it."""
+    emitted = tmp_path / "planned.yaml"
+    code, out, _ = run(capsys, "--run", "train_22b", "--nodes", "16", "--emit", str(emitted))
+    assert code == 0
+    assert f"frontier-llm submit {emitted} --site frontier --nodes 16" in out and "sbatch --account" not in out
+
+
 def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_took(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from frontier_llm.costs.memory import peak_memory
 from frontier_llm.costs.workload import FSDP, SCHEDULES, model_numbers
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.planner.candidates import count, enumerate_layouts, legal_device_counts, parse_fixed
+from frontier_llm.planner.candidates import count, enumerate_layouts, legal_node_counts, parse_fixed
 from frontier_llm.planner.report import breakdown, layout_words
 from frontier_llm.planner.search import RESOLUTION, default_global_batch, search, simulate_layout, smallest_machine
 from frontier_llm.topology import AXIS_ORDERS, plan_problems
@@ -190,7 +190,7 @@ def test_too_small_and_impossible_sizes() -> None:
     assert search(model, FRONTIER, need, default_global_batch(model, need)).plans
     assert not search(model, FRONTIER, need // 2, default_global_batch(model, need // 2)).plans
     assert search(model, FRONTIER, 383, 9600).legal == 0
-    near = legal_device_counts(model, 8, 383, 9600, {})
+    near = legal_node_counts(model, 8, 383, 9600, {})
     assert near[-1] == 384
     assert all(count(enumerate_layouts(model, 8 * nodes, 9600, 8)) for nodes in near)
 

@@ -46,11 +46,11 @@ def test_throughput_efficiency_and_interval(tmp_path: Path) -> None:
     mean = statistics.fmean(rates)
     assert second.tokens_per_s == pytest.approx(mean)
     assert second.efficiency == pytest.approx(mean / 2 / tokens)
-    assert second.ci95_percent == pytest.approx(100 * 4.30 * statistics.stdev(rates) / 3**0.5 / mean)
+    assert second.ci95_percent == pytest.approx(100 * 4.303 * statistics.stdev(rates) / 3**0.5 / mean)
 
 
 def test_half_width_of_a_known_sample() -> None:
-    assert half_width([1.0, 3.0]) == pytest.approx(12.71)  # mean 2, standard error 1, one degree of freedom
+    assert half_width([1.0, 3.0]) == pytest.approx(12.706)  # mean 2, standard error 1, one degree of freedom
 
 
 def test_failed_and_unfinished_points_stay_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

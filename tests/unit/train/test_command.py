@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from frontier_llm.cli import checks
 from frontier_llm.cli import main as command_line
 from frontier_llm.cli import train as train_command
 from frontier_llm.config import load_run
@@ -161,9 +162,9 @@ def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch)
 @pytest.mark.parametrize(("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)])
 def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monkeypatch, free_bytes, free_files, fits):
     disk = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
-    monkeypatch.setattr(train_command.os, "statvfs", lambda path: disk)
+    monkeypatch.setattr(checks.os, "statvfs", lambda path: disk)
     config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.save_interval=10", "train.steps=100"])
-    problems = train_command._space_problems(config, 4)
+    problems = checks._space_problems(config, 4)
     if fits:
         assert problems == []
         return

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from frontier_llm.cli.train import check
+from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
 from frontier_llm.errors import BackendError, ConfigError
 

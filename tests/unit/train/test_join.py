@@ -31,7 +31,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     clean.setenv("NCCL_CROSS_NIC", "0")
-    assert join._prepare(load_run("bench", ["machine=frontier"]), PLACE)
+    assert join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
     said = capfd.readouterr().err
     assert environ("FI_CXI_RDZV_PROTO") == "alt_read" and environ("NCCL_NET") == "AWS Libfabric"
     assert environ("NCCL_CROSS_NIC") == "0" and "kept NCCL_CROSS_NIC=0, which you exported, over 1" in said
@@ -50,14 +50,14 @@ def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean:
 
 
 def test_one_node_and_unknown_machines_forbid_nothing(clean: pytest.MonkeyPatch) -> None:
-    assert not join._prepare(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, 0, "n0", "n0", 23456, "slurm"))
-    assert not join._prepare(load_run("bench", ["machine=frontier"]), None)
+    assert not join._set_environment(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, 0, "n0", "n0", 23456, "slurm"))
+    assert not join._set_environment(load_run("bench", ["machine=frontier"]), None)
 
 
 def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rccl.log"
     clean.setattr(join, "_rccl_log", lambda place: str(path))
-    assert join._prepare(load_run("bench", ["machine=frontier"]), PLACE)
+    assert join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
     path.write_text("n1:1:1 [0] NCCL INFO Using network Socket\n")
     with pytest.raises(BackendError, match="RCCL uses Socket between nodes"):
         join._check_network(serial_mesh(), PLACE)

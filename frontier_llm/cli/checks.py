@@ -1,0 +1,118 @@
+"""What is refused in one process, in seconds, before any rank starts: layout, data, run directory, disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.config import RunConfig
+from frontier_llm.errors import ConfigError, FrontierError, Problem
+from frontier_llm.units import format_bytes, plural
+
+
+def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
+    """Refuse whatever would fail on the ranks, a disk without room for checkpoints if it `saves` them too, and log the layout.
+
+    Raises ConfigError (or its kin) with every problem found.
+    """
+    from frontier_llm.data.loader import data_problems
+    from frontier_llm.topology import make_plan, plan_problems
+
+    problems = [*plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
+    problems += _tensorboard_problems(config)
+    problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
+    if problems:
+        raise ConfigError(problems)
+    plan = make_plan(config, world_size)
+    if config.optimizer.engine == "deepspeed":
+        _check_deepspeed(config, plan.microbatches)
+    log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
+
+
+def check_resume(config: RunConfig, allowed: Sequence[str]) -> None:
+    """Refuse to go on from checkpoints of other mathematics than `config`, but for the keys that are `allowed` to change."""
+    checkpoints = Path(config.train.run_dir) / "checkpoints"
+    if any(checkpoints.glob("step_*")):  # importing torch takes two seconds
+        from frontier_llm.checkpoint import inspect
+
+        inspect.check_resume(checkpoints, config, allowed)
+
+
+def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
+    from frontier_llm.config.deepspeed import INSTALL, deepspeed_settings
+
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError("deepspeed is not installed", f"{INSTALL}, or set optimizer.engine=native", "optimizer.engine")
+    deepspeed_settings(config, microbatches)
+
+
+def _named_file_problems(config: RunConfig) -> list[Problem]:
+    """The machine file and the table of algorithms that the run names."""
+    from frontier_llm.config.load import find_file
+    from frontier_llm.machine import load_machine
+
+    found: list[Problem] = []
+    try:
+        load_machine(config.machine)
+    except FrontierError as error:
+        found += error.problems
+    try:
+        if config.comm.algorithms not in ("flat", "hierarchical"):
+            find_file(config.comm.algorithms, "algorithms")
+    except FrontierError as error:
+        found += [Problem("comm.algorithms", problem.what, problem.fix) for problem in error.problems]
+    return found
+
+
+def _tensorboard_problems(config: RunConfig) -> list[Problem]:
+    if not config.train.tensorboard or importlib.util.find_spec("tensorboard") is not None:
+        return []
+    return [Problem("train.tensorboard", "tensorboard is not installed", "pip install tensorboard, or set train.tensorboard=false")]
+
+
+def _run_dir_problems(run_dir: Path) -> list[Problem]:
+    others = run_dir / "config.yaml"
+    if others.is_file() and not any((run_dir / name).exists() for name in ("plan.json", "checkpoints")):
+        what = f"{others} is not from a run, and a run there would overwrite it"
+        return [Problem("train.run_dir", what, "rename that file, or choose another directory")]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        file = next((path for path in (run_dir, *run_dir.parents) if path.is_file()), None)
+        why = f"{file} is a file" if file else error.strerror
+        return [Problem("train.run_dir", f"{run_dir} cannot be written: {why}", "choose a directory you can write to")]
+    return []
+
+
+def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """The checkpoints that this start writes before it may delete one must fit, in bytes and in files."""
+    from frontier_llm.costs.parameters import total_parameters
+    from frontier_llm.costs.workload import statistics_bytes
+
+    train = config.train
+    checkpoints = Path(train.run_dir) / "checkpoints"
+    existing = len(list(checkpoints.glob("step_????????"))) if checkpoints.is_dir() else 0
+    saves = 1 + (train.steps - 1) // train.save_interval if train.save_interval else 1
+    count = min(saves, 1 if existing >= train.keep_checkpoints else 2)
+    values = 3 * total_parameters(config.model)  # master weights and two moments
+    needed_bytes = count * values * statistics_bytes(config.precision.dtype)
+    needed_files = count * (world_size + 3)  # a shard per rank, manifest, its digest, the folder
+    where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
+    disk = os.statvfs(where)
+    free_bytes, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
+    if needed_bytes <= free_bytes and (needed_files <= free_files or disk.f_files == 0):  # 0: a file system without a table of files
+        return []
+    return [
+        Problem(
+            "train.run_dir",
+            f"the first {count} checkpoints need {format_bytes(needed_bytes)} and {needed_files} files; "
+            f"{where} has {format_bytes(free_bytes)} and {free_files} files free",
+            "free space, raise the quota, or choose another train.run_dir",
+        )
+    ]

@@ -1,0 +1,60 @@
+"""Why a search has no plan to offer, and what to change: the errors of `frontier-llm plan`."""
+
+from __future__ import annotations
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.errors import LayoutError, nearest
+from frontier_llm.machine import Machine, Rates, load_machine, machine_names, own_stack, rates
+from frontier_llm.planner.candidates import legal_node_counts
+from frontier_llm.planner.search import Search, smallest_machine
+from frontier_llm.units import GIB
+
+
+def check_found(found: Search, machine: Machine, numbers: Rates) -> None:
+    """Raise LayoutError when nothing is legal or nothing fits, with what to change."""
+    if found.plans:
+        return
+    if not found.legal:
+        raise _nothing_legal(found, machine)
+    needs, has = f"{found.smallest_bytes / GIB:.1f} GiB", f"{numbers.memory_bytes / GIB:.0f}"
+    if found.fixed:
+        what = f"none of the {found.legal} layouts with these choices fixed fits: the smallest needs {needs} of {has}"
+        raise LayoutError(what, "fix less, or use more nodes", "plan --fix")
+    nodes = smallest_machine(found.model, numbers)
+    if nodes is None:
+        raise too_big(found.model, machine, numbers)
+    raise LayoutError(
+        f"{found.model.name} does not fit on {found.nodes} nodes of {machine.name}: of {found.legal} legal layouts the smallest needs "
+        f"{needs} per device, which has {has}",
+        f"use at least {nodes} nodes",
+        "plan",
+    )
+
+
+def _nothing_legal(found: Search, machine: Machine) -> LayoutError:
+    """With the nearest numbers of nodes and global batches that admit a layout."""
+    model, fixed = found.model, f" with {dict(found.fixed)}" if found.fixed else ""
+    near = legal_node_counts(model, machine.devices_per_node, found.nodes, found.global_batch, found.fixed)
+    batches = nearest(found.global_batch, range(found.nodes, 4 * found.global_batch + found.nodes, found.nodes))
+    counts = " or ".join(map(str, near)) if near else "another number of"
+    return LayoutError(
+        f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {found.global_batch} "
+        f"on {found.nodes} nodes of {machine.devices_per_node} devices{fixed}",
+        f"use {counts} nodes, or a global batch such as {' or '.join(map(str, batches))}" + (", or fix less" if fixed else ""),
+        "plan",
+    )
+
+
+def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:
+    """The error for a model that no size of this machine holds, naming the smallest of the others that does."""
+    homes = []
+    for name in machine_names():
+        other = load_machine(name)
+        nodes = smallest_machine(model, rates(other, own_stack(other)))
+        if nodes is not None:
+            homes.append((nodes * other.devices_per_node * other.device.memory_gib.value, nodes, name))
+    fix = "no machine in configs/machines holds it; shrink the model"
+    if homes:
+        _, nodes, name = min(homes)
+        fix = f"the smallest that holds it: {nodes} nodes of {name}"
+    return LayoutError(f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes", fix, "plan")
