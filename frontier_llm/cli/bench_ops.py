@@ -29,12 +29,15 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.errors import BackendError
     from frontier_llm.ops import select_ops, working_dtype
     from frontier_llm.ops.bench import compare, copy_bandwidth
+    from frontier_llm.train.host_memory import keep_freed_memory
     from frontier_llm.units import TERA, format_seconds
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BackendError(
             "torch sees no GPU", "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu", "--device cuda"
         )
+    if args.device == "cpu":
+        keep_freed_memory()  # as in training
     dtype = working_dtype(args.dtype)
     ops = select_ops(OpsConfig(), args.device, dtype)
     results = list(compare(ops, model, args.micro_batch, dtype, args.device))
