@@ -1,7 +1,7 @@
 // Loads prebuilt code objects and launches them through the vendor's driver, which is opened at run time: building this needs a C++
 // compiler alone, no ROCm and no CUDA. Called from frontier_llm/ops/driver.py through ctypes.
 //
-// Every function returns 0, or -1 with a text in `error`.
+// Every function returns 0, or -1 and leaves a text that the same thread gets from frontier_gpu_error.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -42,14 +42,21 @@ std::array<std::atomic<Handle>, kMaxDevices> primary_contexts;
 constexpr int kMaxArguments = 64;
 constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-int fail(char* error, int size, const char* what, int code) {
+thread_local char error[512];
+
+template <class... Values>
+int fail_with(const char* format, Values... values) {
+  snprintf(error, sizeof error, format, values...);
+  return -1;
+}
+
+int fail(const char* what, int code) {
   const char* text = nullptr;
   if (driver.amd && driver.hip_error_text)
     text = driver.hip_error_text(code);
   else if (driver.error_text)
     driver.error_text(code, &text);
-  snprintf(error, size, "%s: %s (code %d)", what, text ? text : "unknown error", code);
-  return -1;
+  return fail_with("%s: %s (code %d)", what, text ? text : "unknown error", code);
 }
 
 // The copy that torch has loaded, if any: a second HIP runtime in one process would have its own idea of every device.
@@ -78,16 +85,16 @@ int make_current(int device) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+// What went wrong in this thread's last call that returned -1.
+EXPORT const char* frontier_gpu_error() { return error; }
+
 // Opens the driver: libamdhip64 (amd) or libcuda.
-EXPORT int frontier_gpu_open(int amd, char* error, int error_size) {
+EXPORT int frontier_gpu_open(int amd) {
   Driver found;
   found.amd = amd;
   const Handle library =
       amd ? open_library({"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}) : open_library({"libcuda.so.1", "libcuda.so"});
-  if (!library) {
-    snprintf(error, error_size, "%s", dlerror());
-    return -1;
-  }
+  if (!library) return fail_with("%s", dlerror());
   const char* missing = nullptr;
   const auto resolve = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
@@ -108,45 +115,36 @@ EXPORT int frontier_gpu_open(int amd, char* error, int error_size) {
     resolve(found.function_set_attribute, "cuFuncSetAttribute");
     resolve(found.error_text, "cuGetErrorString");
   }
-  if (missing) {
-    snprintf(error, error_size, "the driver library has no %s", missing);
-    return -1;
-  }
+  if (missing) return fail_with("the driver library has no %s", missing);
   driver = found;
-  if (const int code = driver.init(0)) return fail(error, error_size, "the driver does not start", code);
+  if (const int code = driver.init(0)) return fail("the driver does not start", code);
   return 0;
 }
 
 // Loads one code object on a device; *function is what frontier_gpu_launch takes.
-EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, int shared_bytes, Handle* function, char* error, int error_size) {
+EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, int shared_bytes, Handle* function) {
   Handle module = nullptr;
-  if (device < 0 || device >= kMaxDevices) {
-    snprintf(error, error_size, "device %d; there may be %d", device, kMaxDevices);
-    return -1;
-  }
-  if (const int code = make_current(device)) return fail(error, error_size, "no context on the device", code);
-  if (const int code = driver.module_load(&module, image)) return fail(error, error_size, "the driver refuses the code object", code);
-  if (const int code = driver.module_get_function(function, module, symbol)) return fail(error, error_size, symbol, code);
+  if (device < 0 || device >= kMaxDevices) return fail_with("device %d; there may be %d", device, kMaxDevices);
+  if (const int code = make_current(device)) return fail("no context on the device", code);
+  if (const int code = driver.module_load(&module, image)) return fail("the driver refuses the code object", code);
+  if (const int code = driver.module_get_function(function, module, symbol)) return fail(symbol, code);
   if (!driver.amd && shared_bytes > 48 * 1024)  // above this CUDA wants to be asked
     if (const int code = driver.function_set_attribute(*function, kMaxDynamicSharedBytes, shared_bytes))
-      return fail(error, error_size, "more shared memory than this device gives a block", code);
+      return fail("more shared memory than this device gives a block", code);
   return 0;
 }
 
 // Launches a loaded function on that device. `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or float at its start.
 // Triton's kernels take two scratch pointers after them; ours use none (ops/triton/build.py refuses any that does), so they are null.
-EXPORT int frontier_gpu_launch(int device, Handle function, const uint32_t* grid, uint32_t threads, uint32_t shared_bytes, Handle stream,
-                               const char* arguments, int count, char* error, int error_size) {
+EXPORT int frontier_gpu_launch(int device, Handle function, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t threads,
+                               uint32_t shared_bytes, Handle stream, const char* arguments, int count) {
   static const Handle no_scratch = nullptr;
   void* slots[kMaxArguments + 2];
-  if (count > kMaxArguments) {
-    snprintf(error, error_size, "%d arguments; at most %d", count, kMaxArguments);
-    return -1;
-  }
+  if (count > kMaxArguments) return fail_with("%d arguments; at most %d", count, kMaxArguments);
   for (int i = 0; i < count; ++i) slots[i] = const_cast<char*>(arguments) + 8 * i;
   slots[count] = slots[count + 1] = const_cast<Handle*>(&no_scratch);
-  if (const int code = make_current(device)) return fail(error, error_size, "no context on the device", code);
-  if (const int code = driver.launch(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, stream, slots, nullptr))
-    return fail(error, error_size, "the driver says", code);
+  if (const int code = make_current(device)) return fail("no context on the device", code);
+  if (const int code = driver.launch(function, grid_x, grid_y, grid_z, threads, 1, 1, shared_bytes, stream, slots, nullptr))
+    return fail("the driver says", code);
   return 0;
 }

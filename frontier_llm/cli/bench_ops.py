@@ -32,10 +32,13 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.errors import BackendError
     from frontier_llm.ops import select_ops, working_dtype
     from frontier_llm.ops.bench import compare, copy_bandwidth
+    from frontier_llm.train.host_memory import keep_freed_memory
 
     if args.device == "cuda" and not torch.cuda.is_available():
         fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu"
         raise BackendError("torch sees no GPU", fix, "--device cuda")
+    if args.device == "cpu":
+        keep_freed_memory()  # as in training
     dtype = working_dtype(args.dtype)
     timings = list(compare(select_ops(OpsConfig(), args.device, dtype), model, args.micro_batch, dtype, args.device))
     copy_bytes_per_s = copy_bandwidth(args.device)

@@ -56,9 +56,9 @@ class GpuDriver:
 
     def load(self, device: int, image: bytes, symbol: str, shared_bytes: int) -> int:
         """Load a code object on a device."""
-        function, error = ctypes.c_void_p(), ctypes.create_string_buffer(512)
-        if self._library.frontier_gpu_load(device, image, symbol.encode(), shared_bytes, ctypes.byref(function), error, 512):
-            raise LaunchError(error.value.decode())
+        function = ctypes.c_void_p()
+        if self._library.frontier_gpu_load(device, image, symbol.encode(), shared_bytes, ctypes.byref(function)):
+            raise LaunchError(_said(self._library))
         assert function.value is not None
         return function.value
 
@@ -67,12 +67,9 @@ class GpuDriver:
         tensors: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         """Launch on torch's current stream."""
-        error, dims = ctypes.create_string_buffer(512), (ctypes.c_uint32 * 3)(*grid)
-        stream, count = torch.cuda.current_stream().cuda_stream, len(slots) // SLOT_BYTES
-        if self._library.frontier_gpu_launch(
-            device, ctypes.c_void_p(function), dims, threads, shared_bytes, ctypes.c_void_p(stream), slots, count, error, 512
-        ):
-            raise LaunchError(error.value.decode())
+        stream = torch.cuda.current_stream().cuda_stream
+        if self._library.frontier_gpu_launch(device, function, *grid, threads, shared_bytes, stream, slots, len(slots) // SLOT_BYTES):
+            raise LaunchError(_said(self._library))
 
 
 def architecture_of_device(device: int = 0) -> str:
@@ -88,9 +85,17 @@ def _open(vendor: str) -> ctypes.CDLL:
     """The launcher with the vendor's driver opened; raises BackendError when either is missing."""
     if not LAUNCHER.exists():
         raise BackendError(f"{LAUNCHER.name} has not been built", "scripts/build_native.sh", "GPU ops")
-    library, error = ctypes.CDLL(str(LAUNCHER)), ctypes.create_string_buffer(512)
-    if library.frontier_gpu_open(int(vendor == "hip"), error, 512):
+    library = ctypes.CDLL(str(LAUNCHER))
+    library.frontier_gpu_error.restype = ctypes.c_char_p
+    number, pointer = ctypes.c_uint32, ctypes.c_void_p
+    library.frontier_gpu_launch.argtypes = (ctypes.c_int, pointer, *5 * (number,), pointer, ctypes.c_char_p, ctypes.c_int)
+    if library.frontier_gpu_open(int(vendor == "hip")):
         name = "libamdhip64.so" if vendor == "hip" else "libcuda.so.1"
         fix = f"load the {'ROCm' if vendor == 'hip' else 'CUDA'} module, or put the folder of {name} into LD_LIBRARY_PATH"
-        raise BackendError(f"the GPU driver cannot be opened: {error.value.decode()}", fix, "GPU ops")
+        raise BackendError(f"the GPU driver cannot be opened: {_said(library)}", fix, "GPU ops")
     return library
+
+
+def _said(library: ctypes.CDLL) -> str:
+    """What went wrong in this thread's last call."""
+    return str(library.frontier_gpu_error().decode())

@@ -23,8 +23,8 @@ Argument = Tensor | int | float | None
 
 _SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are Q
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_POINTED = {f"*{name}": dtype for dtype, name in _DTYPE_NAMES.items()}
-_POINTED |= {"*fp64": torch.float64, "*i64": torch.int64, "*i32": torch.int32}
+POINTED = {f"*{name}": dtype for dtype, name in _DTYPE_NAMES.items()}
+POINTED |= {"*fp64": torch.float64, "*i64": torch.int64, "*i32": torch.int32}
 _MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # of a grid, on either vendor
 
 
@@ -56,24 +56,24 @@ class _Variant:
     """A variant's code objects (by whether they assume alignment) and what they take."""
 
     codes: dict[bool, _Code]
-    arguments: tuple[tuple[str, str], ...]  # (name, type)
+    arguments: tuple[tuple[str, torch.dtype | None], ...]  # name, and what a pointer points to; None: a number
     by16: tuple[int, ...]  # which of them the aligned code assumes to be multiples of 16
     layout: struct.Struct
 
 
-def address_or_number(name: str, kind: str, value: Argument, device: int) -> int | float:
+def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, device: int) -> int | float:
     """What a kernel gets for an argument: a tensor's address (0 for None) or the number itself.
 
     Raises BackendError for a tensor of another type or on another device (index, -1 is the CPU): the kernel would read garbage.
     """
-    if not kind.startswith("*"):
+    if pointed is None:
         assert not isinstance(value, Tensor) and value is not None, name
         return value
     if value is None:
         return 0
     assert isinstance(value, Tensor), name
-    if value.dtype is not _POINTED[kind] or value.get_device() != device:
-        what = f"{name} is {value.dtype} on {value.device}, the kernel reads {_POINTED[kind]} on the current device ({device})"
+    if value.dtype is not pointed or value.get_device() != device:
+        what = f"{name} is {value.dtype} on {value.device}, the kernel reads {pointed} on the current device ({device})"
         raise BackendError(what, "give the op tensors of one type, on the device that torch.cuda.set_device chose", "GPU launch")
     return value.data_ptr()
 
@@ -138,7 +138,7 @@ class PrebuiltKernels:
 
 def _packed(variant: _Variant, values: Sequence[int | float], grid: tuple[int, int, int]) -> bytes:
     """SLOT_BYTES per argument; raises LaunchError for a number or a grid that the kernel cannot have."""
-    if any(blocks > most for blocks, most in zip(grid, _MOST_BLOCKS, strict=True)):
+    if grid[0] > _MOST_BLOCKS[0] or grid[1] > _MOST_BLOCKS[1] or grid[2] > _MOST_BLOCKS[2]:
         raise LaunchError(f"a grid has at most {_MOST_BLOCKS} blocks", "take a smaller batch.micro_batch")
     try:
         return variant.layout.pack(*values)
@@ -151,7 +151,7 @@ def _variant(arguments: list[tuple[str, str, bool]]) -> _Variant:
     kinds = [kind for _, kind, _ in arguments]
     layout = struct.Struct("<" + "".join("Q" if kind.startswith("*") else _SLOT[kind] for kind in kinds))
     by16 = tuple(index for index, (_, _, assumed) in enumerate(arguments) if assumed)
-    return _Variant({}, tuple((name, kind) for name, kind, _ in arguments), by16, layout)
+    return _Variant({}, tuple((name, POINTED[kind] if kind.startswith("*") else None) for name, kind, _ in arguments), by16, layout)
 
 
 def _code(folder: Path, line: dict[str, Any]) -> _Code:

@@ -21,6 +21,7 @@ from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.machine.precision import FLUSHING, fp16_note
 from frontier_llm.topology import ParallelPlan, make_plan
 from frontier_llm.train.build import TrainState, build_state
+from frontier_llm.train.host_memory import keep_freed_memory
 from frontier_llm.units import plural
 
 
@@ -31,6 +32,8 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
     log.set_rank(place.rank if place else 0, world_size)
     sockets_forbidden = _set_environment(config, place)
     device = _device(config, place)
+    if device.type == "cpu":
+        keep_freed_memory()
     plan = make_plan(config, world_size)
     mesh = _join(config, plan, place, device)
     try:

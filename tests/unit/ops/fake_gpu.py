@@ -91,7 +91,7 @@ def fake_gpu(architecture: str, folder: Path) -> Iterator[tuple[prebuilt.Prebuil
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE)
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
-        patch.setattr(prebuilt, "address_or_number", lambda name, kind, value, device: checked_address(name, kind, value, -1))
+        patch.setattr(prebuilt, "address_or_number", lambda name, pointed, value, device: checked_address(name, pointed, value, -1))
         gpu_driver._open.cache_clear()
         yield prebuilt.PrebuiltKernels(architecture, folder), driver, Record.in_dll(driver, "record")
     gpu_driver._open.cache_clear()

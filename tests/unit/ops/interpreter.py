@@ -21,7 +21,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "triton" 
 from triton.runtime import interpreter  # noqa: E402
 
 from frontier_llm.ops.kernel_table import KERNELS, variants  # noqa: E402
-from frontier_llm.ops.prebuilt import _POINTED, address_or_number  # noqa: E402
+from frontier_llm.ops.prebuilt import POINTED, address_or_number  # noqa: E402
 
 # What the interpreter does for tensors on a GPU, which here would copy all of them onto themselves.
 interpreter.GridExecutor._init_args_hst = lambda self, arguments, named: (arguments, named)
@@ -99,12 +99,12 @@ class InterpretedKernels:
     def launch(self, kernel, dtype, variant, grid, *arguments):
         table = KERNELS[kernel]
         signature = table.signature({torch.float16: "fp16", torch.float32: "fp32"}[dtype])
-        values = [address_or_number(name, kind, a, -1) for (name, kind), a in zip(signature.items(), arguments, strict=True)]
+        values = [address_or_number(name, POINTED.get(kind), a, -1) for (name, kind), a in zip(signature.items(), arguments, strict=True)]
         if table.aligned_only:
             assert not [a.name for a, value in zip(table.arguments, values, strict=True) if a.by16 and value % 16]
         function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{table.module}"), kernel)
         tensors = {
-            name: torch.empty(0, dtype=_POINTED[kind]) if a is None else a
+            name: torch.empty(0, dtype=POINTED[kind]) if a is None else a
             for (name, kind), a in zip(signature.items(), arguments, strict=True)
             if kind.startswith("*")
         }

@@ -1,0 +1,116 @@
+"""What the host needs per kernel launch, layer, microbatch and step: below this a GPU would wait for its host.
+
+    OMP_NUM_THREADS=1 python scripts/bench_host.py [--rounds 40] [--dtype fp32]
+
+Launches go the whole way to a driver that only takes notes (tests/unit/ops/fake_driver.c; its harness adds 0.1 us per argument, a real driver its own
+time). Steps are those of a model so small (H32, S16) that computing is a minor part, on the CPU: the costs of layers, microbatches and steps are
+what models of 2 and 10 layers with 2 and 10 microbatches differ by. CPU microseconds of the process, median and best of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from frontier_llm.config import load_run
+from frontier_llm.ops import Scores
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.train.join import joined_state
+from frontier_llm.train.step import train_step
+from tests.unit.ops.fake_gpu import fake_gpu
+
+LAUNCHES = 500  # timed together
+FEW, MANY = 2, 10  # layers, microbatches
+TINY = ("hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64", "sequence_length=16")
+
+
+def microseconds(work: Callable[..., object], *arguments: Any, calls: int = 1) -> float:
+    """CPU time of one call."""
+    begin = time.process_time()
+    for _ in range(calls):
+        work(*arguments)
+    return (time.process_time() - begin) / calls * 1e6
+
+
+def recorded_launches(kernels: Any) -> dict[str, tuple[Any, ...]]:
+    """The arguments of every launch of a few ops' forward and backward, by kernel."""
+    calls: dict[str, tuple[Any, ...]] = {}
+    launch = kernels.launch
+
+    def record(kernel: str, *rest: Any) -> None:
+        calls[kernel] = (kernel, *rest)
+        launch(kernel, *rest)
+
+    kernels.launch, ops = record, GpuOps(kernels)
+    x_SBF, q_SBaD = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, 2, 64), (64, 1, 2, 64)))
+    weight = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+    outputs = (
+        ops.layer_norm(x_SBF, weight, weight, 1e-5),
+        ops.gelu(x_SBF, weight, False),
+        ops.attention(q_SBaD, q_SBaD, q_SBaD, Scores(0.1)),
+    )
+    for output in outputs:
+        output.sum().backward()
+    kernels.launch = launch
+    return calls
+
+
+def bench_launches(rounds: int) -> None:
+    """Print microseconds per launch by kernel."""
+    with tempfile.TemporaryDirectory() as folder, fake_gpu("gfx90a", Path(folder)) as (kernels, _, _):
+        calls = recorded_launches(kernels)
+        times: dict[str, list[float]] = {kernel: [] for kernel in calls}
+        for _, (kernel, call) in product(range(rounds), calls.items()):
+            times[kernel].append(microseconds(kernels.launch, *call, calls=LAUNCHES))
+    for kernel, measured in times.items():
+        print(f"{kernel:20} {len(calls[kernel]) - 4:2} arguments: {median(measured):5.1f} us per launch, best {min(measured):5.1f}")
+
+
+def bench_steps(dtype: str, rounds: int) -> None:
+    """Print microseconds per layer and microbatch, per microbatch and per step."""
+    with ExitStack() as stack:
+        states = {}
+        for layers, microbatches in product((FEW, MANY), repeat=2):
+            model = [f"model.{setting}" for setting in (*TINY, f"layers={layers}")]
+            batch = [f"batch.global_batch={microbatches}", "batch.micro_batch=1"]
+            config = load_run("bench", [f"precision.dtype={dtype}", *batch, *model])
+            states[layers, microbatches] = stack.enter_context(joined_state(config, None))
+        times: dict[tuple[int, int], list[float]] = {key: [] for key in states}
+        for turn, (key, state) in product(range(rounds + 3), states.items()):
+            measured = microseconds(train_step, state)
+            if turn >= 3:
+                times[key].append(measured)
+    for name, statistic in (("median", median), ("best", min)):
+        us, more = {key: statistic(measured) for key, measured in times.items()}, MANY - FEW
+        layer = (us[MANY, MANY] - us[FEW, MANY] - us[MANY, FEW] + us[FEW, FEW]) / more**2
+        microbatch = (us[FEW, MANY] - us[FEW, FEW]) / more - FEW * layer
+        step = us[FEW, FEW] - FEW * microbatch - FEW**2 * layer
+        print(
+            f"{name} of {dtype}: {layer:.0f} us per layer and microbatch, {microbatch:.0f} per microbatch besides, {step:.0f} per step besides"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--dtype", default="fp32", help="of the tiny model's steps; the host's work is the same in all")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bench_launches(args.rounds)
+    bench_steps(args.dtype, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
