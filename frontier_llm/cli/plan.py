@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         "--validate scores the predictions against published measurements.",
         epilog=examples(
             "frontier-llm plan gpt-1t --machine frontier --nodes 384 --explain",
-            "frontier-llm plan llama-7b --machine lumi --nodes 4 --emit my.yaml",
+            "frontier-llm plan llama-2-7b --machine lumi --nodes 4 --emit my.yaml",
             "frontier-llm plan --validate",
         ),
     )

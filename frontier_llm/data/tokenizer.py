@@ -215,7 +215,7 @@ def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, s
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    model.save(str(temporary))
+    temporary.write_text(model.to_str(pretty=True), encoding="utf-8")  # not model.save: it raises a bare Exception on a full disk
     temporary.replace(path)
     return HuggingFaceTokenizer(path)
 
