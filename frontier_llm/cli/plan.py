@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import add_json, count_of, examples, positive
+from frontier_llm.units import plural
 
 if TYPE_CHECKING:
     from frontier_llm.config import ModelConfig
@@ -124,12 +125,24 @@ def _model(args: argparse.Namespace) -> ModelConfig:
 
     if not args.model:
         raise ConfigError("no model is named", "valid: " + ", ".join(available("models")), "plan MODEL")
+    if args.model not in available("models") and _is_run(args.model):
+        raise ConfigError(f"{args.model} is a run, not a model", f"frontier-llm plan --run {args.model}", "plan MODEL")
     try:
         return load_model(args.model, {"sequence_length": args.sequence_length} if args.sequence_length else None)
     except ConfigError as error:
         if "no model file" in str(error):
             raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
         raise
+
+
+def _is_run(name: str) -> bool:
+    from frontier_llm.config import available
+    from frontier_llm.config.load import read_yaml
+
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return not {"model", "batch", "train"}.isdisjoint(read_yaml(path))
+    return name in available("runs")
 
 
 def _measured(args: argparse.Namespace) -> int:
@@ -181,7 +194,7 @@ def _smallest(model: ModelConfig, machine: Machine, numbers: Rates) -> int:
 def _refuse(found: Search, machine: Machine, numbers: Rates) -> None:
     """Raise LayoutError when nothing is legal or nothing fits, with what to change."""
     from frontier_llm.errors import LayoutError, nearest
-    from frontier_llm.planner.candidates import legal_device_counts
+    from frontier_llm.planner.candidates import FIXABLE, legal_device_counts
     from frontier_llm.planner.search import smallest_machine
 
     if found.plans:
@@ -191,10 +204,13 @@ def _refuse(found: Search, machine: Machine, numbers: Rates) -> None:
         near = legal_device_counts(model, machine.devices_per_node, found.nodes, found.global_batch, found.fixed)
         batches = nearest(found.global_batch, range(found.nodes, 4 * found.global_batch + found.nodes, found.nodes))
         counts = " or ".join(map(str, near)) if near else "another number of"
+        batch = "" if found.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
+        names = {short: name for name, short in FIXABLE.items()}
+        fixed = " ".join(f"{names[short]}={value}" for short, value in found.fixed.items())
         raise LayoutError(
-            f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {found.global_batch} on {found.nodes} nodes "
-            f"of {machine.devices_per_node} devices" + (f" with {dict(found.fixed)}" if found.fixed else ""),
-            f"use {counts} nodes, or a global batch such as {' or '.join(map(str, batches))}" + (", or fix less" if found.fixed else ""),
+            f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {found.global_batch} on {plural(found.nodes, 'node')} "
+            f"of {machine.devices_per_node} devices" + (f" with {fixed}" if fixed else ""),
+            f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
             "plan",
         )
     if found.fixed:
@@ -208,7 +224,7 @@ def _refuse(found: Search, machine: Machine, numbers: Rates) -> None:
     if need is None:
         raise _too_big(model, machine, numbers)
     raise LayoutError(
-        f"{model.name} does not fit on {found.nodes} nodes of {machine.name}: of {found.legal} legal layouts the smallest needs "
+        f"{model.name} does not fit on {plural(found.nodes, 'node')} of {machine.name}: of {found.legal} legal layouts the smallest needs "
         f"{found.smallest_bytes / 2**30:.1f} GiB per device, which has {numbers.memory_bytes / 2**30:.0f}",
         f"use at least {need} nodes",
         "plan",

@@ -169,7 +169,7 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     return [
         Problem(
             "train.run_dir",
-            f"the first {count} checkpoints need {format_bytes(needed_bytes)} and {needed_files} files; "
+            f"the first {plural(count, 'checkpoint')} {'needs' if count == 1 else 'need'} {format_bytes(needed_bytes)} and {needed_files} files; "
             f"{where} has {format_bytes(free_bytes)} and {free_files} files free",
             "free space, raise the quota, or choose another train.run_dir",
         )

@@ -82,6 +82,20 @@ def test_an_unknown_key_gets_the_closest_valid_one(run_file: str, override: str,
         load_run(run_file, [override])
 
 
+def test_a_wrong_key_is_looked_for_where_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("base: quickstart\ntrain: {step: 5}\n")
+    with pytest.raises(ConfigError) as error:
+        load_run("mine.yaml", ["optimizer.lr=high", "data.train.0.weight=2"])
+    assert [problem.where for problem in error.value.problems] == [
+        "command line: optimizer.lr",
+        "command line: data.train",
+        "mine.yaml: train.step",
+    ]
+    with pytest.raises(ConfigError, match=r"did you mean mine\.yaml\?"):
+        load_run("mine")
+
+
 def test_all_violations_at_once(tmp_path: Path) -> None:
     path = write(
         tmp_path / "bad.yaml", "model: {base: gpt-tiny, layers: 0}\nbatch: {}\ntrain: {steps: soon, sped: 1}\nprecision: {dtype: fp8}\n"
@@ -116,6 +130,8 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
 def test_an_unknown_name_gets_the_closest_file() -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama-tiny'"):
         find_file("llama-tinny", "models")
+    with pytest.raises(ConfigError, match="gpt-175b is a model: name a run that trains it"):
+        load_run("gpt-175b")
     for name in ("a" * 5000, "a" * 300 + ".yaml", "llama\0tiny.yaml", "../models/llama-tiny"):  # the file system refuses the first three
         with pytest.raises(ConfigError, match="no model file"):
             find_file(name, "models")
