@@ -115,6 +115,14 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--check").returncode == 0
 
 
+def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "frontier_llm.cli.main"]
+    words = ["train", str(run_file), f"train.run_dir={tmp_path}/run", "parallel.data=2", "train.steps=2"]
+    done = subprocess.run([*launcher, *words], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(losses(tmp_path / "run")) == [1, 2]
+
+
 def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):
     run_dir = tmp_path / "run"
     overrides = [f"train.run_dir={run_dir}", "train.steps=100000", "parallel.pipeline=2", "train.log_interval=100"]
