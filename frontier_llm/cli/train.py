@@ -10,6 +10,7 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import add_resume, add_run, examples, resume_flags
+from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.units import format_bytes, plural
@@ -22,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="train a run file",
         description="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are started: "
         "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a checkpoint "
-        "within a step, a file STOP makes one and ends the run; starting it again goes on from the last one.",
+        "within a step, a file STOP makes one and ends the run; started again without that file, it goes on from the last one.",
         epilog=examples(
             "frontier-llm train quickstart train.steps=500",
             "frontier-llm train train_small parallel.data=1 --check",
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         _check_resume(config, args.allow_change)
     if args.check:
         return 0
+    if place is None and (stop := Path(config.train.run_dir) / STOP_FILE).exists():  # in a job it keeps the next attempt from going on
+        raise ConfigError("ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop))
     if place is None and world_size > 1:
         return _start_local_ranks(config, world_size, ["train", args.run, *overrides, *resume_flags(args)])
     with SignalWatcher() as signals:  # before the two seconds that importing torch takes

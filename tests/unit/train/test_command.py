@@ -115,6 +115,13 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--check").returncode == 0
 
 
+def test_a_stop_file_from_before_is_not_obeyed_in_silence(run_file, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    done = train(run_file, f"train.run_dir={tmp_path}/run")
+    assert done.returncode == 2 and f"fix: rm {tmp_path}/run/STOP" in done.stderr
+
+
 def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "frontier_llm.cli.main"]
     words = ["train", str(run_file), f"train.run_dir={tmp_path}/run", "parallel.data=2", "train.steps=2"]
