@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.config.load import dump, load_run
+from frontier_llm.planner.figures import _time_axis
 from frontier_llm.topology import make_plan
 
 
@@ -60,6 +62,13 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     page = (figures / "index.html").read_text()
     assert page.count("data:image/png;base64,") == 5
     assert "http" not in page.replace("https://", "http://").split("<pre>")[0]
+
+
+@pytest.mark.parametrize(("played", "axis"), [(8, "seconds (simulated)"), (4, "4 of the 8 microbatches")])
+def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, axis: str) -> None:
+    schedule = SimpleNamespace(microbatches=played)
+    plan = SimpleNamespace(workload=SimpleNamespace(m=8.0), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)))
+    assert axis in _time_axis(plan)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [100, 140])
