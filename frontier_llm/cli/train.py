@@ -15,6 +15,8 @@ from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.units import format_bytes, plural
 
+GPU_FILES = ("/dev/kfd", "/dev/nvidiactl")  # of the drivers of AMD and NVIDIA; asking torch takes two seconds
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the command."""
@@ -50,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         _check_resume(config, args.allow_change)
     if args.check:
         return 0
-    if place is None and (stop := Path(config.train.run_dir) / STOP_FILE).exists():  # in a job it keeps the next attempt from going on
-        raise ConfigError("ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop))
+    if place is None:
+        _check_start(config, world_size)
     if place is None and world_size > 1:
         return _start_local_ranks(config, world_size, ["train", args.run, *overrides, *resume_flags(args)])
     with SignalWatcher() as signals:  # before the two seconds that importing torch takes
@@ -92,6 +94,28 @@ def check(config: RunConfig, world_size: int) -> None:
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
+
+
+def _check_start(config: RunConfig, world_size: int) -> None:
+    """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds without any activation."""
+    from frontier_llm.costs.parameters import total_parameters
+    from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
+
+    stop = Path(config.train.run_dir) / STOP_FILE
+    if stop.exists():  # in a job it keeps the next attempt from going on
+        raise ConfigError("ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop))
+    if config.train.device == "cuda" or any(Path(gpu).exists() for gpu in GPU_FILES):
+        return
+    parallel, dtype = config.parallel, config.precision.dtype
+    whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients
+    replicas = world_size // (parallel.tensor * parallel.pipeline) if whole else 1
+    statistic = statistics_bytes(dtype)
+    copies = replicas * (DTYPE_BYTES[dtype] + statistic) + 3 * statistic  # weights and gradients; masters and moments once
+    needed_bytes, held_bytes = copies * total_parameters(config.model), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > held_bytes:
+        what = f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
+        fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
+        raise ConfigError(f"{what}; this computer has {format_bytes(held_bytes)} of memory and no GPU", fix, "model")
 
 
 def _check_resume(config: RunConfig, allowed: list[str]) -> None:

@@ -18,6 +18,7 @@ from frontier_llm.cli import main as command_line
 from frontier_llm.cli import train as train_command
 from frontier_llm.config import load_run
 from frontier_llm.costs.parameters import total_parameters
+from frontier_llm.errors import ConfigError
 from frontier_llm.units import format_bytes
 
 TINY = {
@@ -120,6 +121,19 @@ def test_a_stop_file_from_before_is_not_obeyed_in_silence(run_file, tmp_path):
     (tmp_path / "run" / "STOP").touch()
     done = train(run_file, f"train.run_dir={tmp_path}/run")
     assert done.returncode == 2 and f"fix: rm {tmp_path}/run/STOP" in done.stderr
+
+
+@pytest.mark.parametrize(("spare_bytes", "dtype"), [(0, "bf16"), (-1, "bf16"), (0, "fp32"), (-1, "fp32")])
+def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare_bytes, dtype):
+    config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"precision.dtype={dtype}", "parallel.pipeline=1", "train.device=cpu"])
+    weight_bytes = 2 if dtype == "bf16" else 4
+    held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes  # three replicas of two ranks, one optimizer state
+    monkeypatch.setattr(train_command.os, "sysconf", lambda name: {"SC_PHYS_PAGES": held, "SC_PAGE_SIZE": 1}[name])
+    monkeypatch.setattr(train_command, "GPU_FILES", ())
+    if spare_bytes == 0:
+        return train_command._check_start(config, 6)
+    with pytest.raises(ConfigError, match=r"optimizer state of 6 ranks take .*of memory and no GPU\n    fix: take a smaller model"):
+        train_command._check_start(config, 6)
 
 
 def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
