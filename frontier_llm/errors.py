@@ -63,8 +63,9 @@ class RankFailure(FrontierError):
     exit_code = 1
 
 
-# what torch and Hugging Face call our precisions
+# what others call our precisions, and torch's device of either vendor
 _SYNONYMS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+_SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
 
 
 def closest(name: str, valid: Iterable[str]) -> str:

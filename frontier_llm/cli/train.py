@@ -111,11 +111,17 @@ def _check_start(config: RunConfig, world_size: int) -> None:
     replicas = world_size // (parallel.tensor * parallel.pipeline) if whole else 1
     statistic = statistics_bytes(dtype)
     copies = replicas * (DTYPE_BYTES[dtype] + statistic) + 3 * statistic  # weights and gradients; masters and moments once
-    needed_bytes, held_bytes = copies * total_parameters(config.model), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed_bytes, held_bytes = copies * total_parameters(config.model), available_bytes()
     if needed_bytes > held_bytes:
         what = f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
         fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
-        raise ConfigError(f"{what}; this computer has {format_bytes(held_bytes)} of memory and no GPU", fix, "model")
+        raise ConfigError(f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU", fix, "model")
+
+
+def available_bytes() -> int:
+    """Memory that programs can still have, as Linux estimates it."""
+    line = next(line for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
 
 
 def _check_resume(config: RunConfig, allowed: list[str]) -> None:

@@ -179,7 +179,7 @@ def _as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
-    rule = _RULES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ")).format(**error.get("ctx", {}))
     near = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = closest(error["input"], re.findall(r"'([^']*)'", rule))

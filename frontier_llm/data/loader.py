@@ -198,6 +198,11 @@ def data_problems(run: RunConfig) -> list[Problem]:
         sources = _sources(run.data, split)
         if sources is None or isinstance(sources, str):
             continue
+        if not sources:
+            problems.append(
+                Problem(f"data.{split}", "is an empty list", "name a dataset" + (", or write null" if split != "train" else ""))
+            )
+            continue
         if (blend := next((source.path for source in sources if re.match(r"[\d.]+ \S", source.path)), None)) is not None:
             fix = f"data.{split}=[{{path: PREFIX, weight: {blend.split()[0]}}}, …]"
             problems.append(Problem(f"data.{split}", f"{blend!r} is a blend as Megatron writes it", fix))

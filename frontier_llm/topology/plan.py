@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frontier_llm.config import ModelConfig, RunConfig, model_problems
+from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import StageSpec, split_layers
@@ -39,7 +39,8 @@ class ParallelPlan:
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Every rule that this config violates on `world_size` ranks; empty when the layout is legal."""
     degrees, tensor = _degree_problems(config, world_size), [*_tensor_problems(config), *_tensor_chunk_problems(config)]
-    return [*model_problems(config.model), *degrees, *tensor, *_pipeline_problems(config), *_engine_problems(config)]
+    shapes = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
+    return [*shapes, *degrees, *tensor, *_pipeline_problems(config), *_engine_problems(config)]
 
 
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:

@@ -113,6 +113,12 @@ def test_a_path_alone_is_a_dataset(run_file: str) -> None:
     assert load_run(run_file, ["data.train=synthetic"]).data.train == "synthetic"
 
 
+def test_the_home_directory_is_meant_by_its_sign(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    run = load_run(run_file, ["train.run_dir=~/run", "data.train=~/a~b", "data.tokenizer=bytes"])
+    assert (run.train.run_dir, run.data.train[0].path, run.data.tokenizer) == ("/home/me/run", "/home/me/a~b", "bytes")  # type: ignore[union-attr]
+
+
 def test_a_missing_section_says_what_to_add(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run(write(tmp_path / "empty.yaml", "{}\n"))

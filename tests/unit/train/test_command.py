@@ -65,6 +65,13 @@ def losses(run_dir: Path) -> dict[int, float]:
         (["parallel.data=3", "batch.global_batch=8"], ["batch.global_batch", "6 or 12"]),
         (["data.train=[{path: /nowhere/text}]"], ["/nowhere/text"]),
         (["data.train=syntetic"], ["data.train: 'syntetic' is no dataset", "did you mean data.train=synthetic?"]),
+        (
+            ["optimizer.schedule=cosine", "optimizer.lr=1e-5"],
+            ["optimizer.min_lr: 3e-05 is above optimizer.lr 1e-05", "set optimizer.min_lr=1e-06"],
+        ),
+        (["data.validation=[]"], ["data.validation: is an empty list", "or write null"]),
+        (["train.run_dir=$SCRATCH/run"], ["command line: train.run_dir: must be a path without variables", "got '$SCRATCH/run'"]),
+        (["train.device=gpu"], ["did you mean 'cuda'?"]),
         (["train.run_dir=/proc/run"], ["train.run_dir", "cannot be written"]),
         (["train.run_dir=/proc/version/run"], ["/proc/version/run cannot be written: /proc/version is a file"]),
         (["comm.algorithms=nope"], ["comm.algorithms", "no algorithm file 'nope'", "frontier"]),
@@ -128,11 +135,14 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
     config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"precision.dtype={dtype}", "parallel.pipeline=1", "train.device=cpu"])
     weight_bytes = 2 if dtype == "bf16" else 4
     held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes  # three replicas of two ranks, one optimizer state
-    monkeypatch.setattr(train_command.os, "sysconf", lambda name: {"SC_PHYS_PAGES": held, "SC_PAGE_SIZE": 1}[name])
+    assert 0 < train_command.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(train_command, "available_bytes", lambda: held)
     monkeypatch.setattr(train_command, "GPU_FILES", ())
     if spare_bytes == 0:
         return train_command._check_start(config, 6)
-    with pytest.raises(ConfigError, match=r"optimizer state of 6 ranks take .*of memory and no GPU\n    fix: take a smaller model"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer state of 6 ranks take .*of memory to spare and no GPU\n    fix: take a smaller model"
+    ):
         train_command._check_start(config, 6)
 
 
