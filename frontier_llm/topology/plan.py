@@ -89,7 +89,7 @@ def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:
             Problem(
                 "parallel.data",
                 f"{parallel.data} x {model_ranks} model ranks is not the world size {world_size}",
-                f"start {parallel.data * model_ranks} ranks, set data={dp} or leave it out",
+                f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out",
             )
         )
     step = batch.micro_batch * dp
