@@ -122,7 +122,18 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
         fix = f"restore the values, add {flags}, or start anew with another train.run_dir"
         what = "the run would change its mathematics: {}".format
         raise CheckpointError([*(Problem(where, what(change)) for change in refused[:-1]), Problem(where, what(refused[-1]), fix)])
-    unknown = [key for key in allowed if not any(_under(change.key, [key]) for change in changes)]
-    if unknown and changes:
-        names = [change.key for change in changes]
-        raise CheckpointError([Problem("--allow-change", f"{key!r} has not changed", suggest(key, names)) for key in unknown])
+    if mistyped := [key for key in allowed if not _is_key(key)]:  # one that has not changed may have, before the last save
+        names = [change.key for change in changes] or list(RunConfig.model_fields)
+        raise CheckpointError([Problem("--allow-change", f"{key!r} is no key of a run", suggest(key, names)) for key in mistyped])
+
+
+def _is_key(key: str) -> bool:
+    section: Any = RunConfig
+    for part in key.split("."):
+        fields = getattr(section, "model_fields", None)
+        if fields is None:  # inside a section that may be absent: model.rope_scaling.factor
+            return True
+        if part not in fields:
+            return False
+        section = fields[part].annotation
+    return True
