@@ -63,9 +63,17 @@ class RankFailure(FrontierError):
     exit_code = 1
 
 
+# what others call our precisions, and torch's device of either vendor
+_SYNONYMS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+_SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
+
+
 def closest(name: str, valid: Iterable[str]) -> str:
-    """The valid name most like `name`, or '' when none is near; for 'did you mean'."""
-    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    """The valid name that means the same or is most like `name`, or '' when none is near; for 'did you mean'."""
+    valid = list(valid)
+    if (synonym := _SYNONYMS.get(name.removeprefix("torch."), "")) in valid:
+        return synonym
+    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return matches[0] if matches else ""
 
 

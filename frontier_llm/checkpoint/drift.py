@@ -40,9 +40,10 @@ class Change:
     saved: Any
     current: Any
     mathematics: bool
+    note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.saved!r} → {self.current!r}"
+        return f"{self.key}: {self.saved!r} → {self.current!r}" + (f" ({self.note})" if self.note else "")
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,6 +63,17 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
+def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
+    """What a longer run means for a learning rate that had begun its final decay when `step` steps were done; '' for nothing."""
+    if before.get("optimizer.schedule") != "wsd" or after.get("optimizer.schedule") != "wsd":
+        return ""
+    length = before["train.steps"] // 10 if before["optimizer.decay_steps"] is None else before["optimizer.decay_steps"]
+    begin = before["train.steps"] - length
+    if step <= begin or after["train.steps"] <= before["train.steps"]:
+        return ""
+    return f"the learning rate fell from step {begin} on and now rises again; to go on without that, start from a checkpoint before it"
+
+
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing."""
     try:
@@ -70,14 +82,24 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config  # of a version with other keys: compared as it is
 
 
-def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True) -> list[Change]:
-    """Every key whose value differs, in the current configuration's order; `begun` is False before any sample has been trained on."""
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True, step: int = 0) -> list[Change]:
+    """Every key whose value differs, in the current configuration's order.
+
+    `begun` is False before any sample has been trained on; `step` is the number of steps done.
+    """
     before, after = dict(_flatten(saved)), dict(_flatten(current))
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
+    notes = {"train.steps": _lost_decay(before, after, step)}
     return [
-        Change(key, before.get(key, _ABSENT), after.get(key, _ABSENT), _under(key, mathematics) and not _under(key, _HARMLESS))
+        Change(
+            key,
+            before.get(key, _ABSENT),
+            after.get(key, _ABSENT),
+            _under(key, mathematics) and not _under(key, _HARMLESS),
+            notes.get(key, ""),
+        )
         for key in keys
         if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     ]
@@ -100,7 +122,19 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
         problems = [Problem(where, f"the run would change its mathematics: {change}") for change in refused]
         fix = f"restore the values, add {flags}, or start anew with another train.run_dir"  # once, under the last
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
-    unknown = [key for key in allowed if not any(_under(change.key, [key]) for change in changes)]
-    if unknown and changes:
-        names = [change.key for change in changes]
-        raise CheckpointError([Problem("--allow-change", f"{key!r} has not changed", suggest(key, names)) for key in unknown])
+    mistyped = [key for key in allowed if not _is_key(key)]  # one that has not changed may have, before the last save
+    if mistyped:
+        names = [change.key for change in changes] or list(RunConfig.model_fields)
+        raise CheckpointError([Problem("--allow-change", f"{key!r} is no key of a run", suggest(key, names)) for key in mistyped])
+
+
+def _is_key(key: str) -> bool:
+    section: Any = RunConfig
+    for part in key.split("."):
+        fields = getattr(section, "model_fields", None)
+        if fields is None:  # inside a section that may be absent: model.rope_scaling.factor
+            return True
+        if part not in fields:
+            return False
+        section = fields[part].annotation
+    return True

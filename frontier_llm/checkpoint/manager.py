@@ -264,7 +264,8 @@ class CheckpointManager:
         return list(problems), all(answer["damaged"] for answer in gathered)
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
-        changes = drift.config_changes(drift.with_defaults(manifest.config), self._config, manifest.progress.consumed_samples > 0)
+        done = manifest.progress
+        changes = drift.config_changes(drift.with_defaults(manifest.config), self._config, done.consumed_samples > 0, done.step)
         drift.check_allowed(changes, self._allow_changes, where)
         elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
         for change in [*changes, *elsewhere]:

@@ -28,24 +28,40 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **settings})
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str, fix: str = "") -> NoReturn:
         """Exit with 2 after what, and what to type instead."""
-        options = _flags(self)
-        words = re.findall(r"(?:^|[ :])(--?[\w-]+)", message) if message.startswith("unrecognized arguments") else []
+        message = message.replace("required: RUN, key=value", "required: RUN")  # argparse takes a `*` that follows for required, too
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            words, options = [choice[1]], [name.strip("'") for name in choice[2].split(", ")]
-        near = [f"{closest(word, options)} instead of {word}" for word in words if closest(word, options)]
-        fix = ", ".join(near) if near else f"{self.prog} --help"
-        self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix}\n")
+            near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
+            fix = f"{near} instead of {choice[1]}" if near else ""
+        self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
+    def refuse(self, words: list[str], typed: list[str]) -> NoReturn:
+        """Exit with 2 over the words of `typed` that nothing takes: a mistyped option, an option of another framework, a value too many."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        near = [f"{closest(word, flags)} instead of {word}" for word in words if word.startswith("-") and closest(word, flags)]
+        fix = ", ".join(near)
+        if not near and any(action.dest == "overrides" for action in self._actions):
+            setting = re.sub(r"^-+", "", words[0])
+            example = f"{setting}=VALUE" if "." in setting and "=" not in setting else setting if "." in setting else "train.steps=100"
+            fix = f"settings of a run are words of the form key=value, e.g. {example}"
+            fix += "; docs/coming_from.md has other frameworks' options" if words[0].startswith("-") and "." not in setting else ""
+        elif not near and (flag := self._repeatable_before(words[0], typed)):
+            fix = f"{flag} takes one value; repeat it: {flag} {typed[typed.index(flag) + 1]} {flag} {words[0]}"
+        self.error(f"unrecognized arguments: {' '.join(words)}", fix)
 
-def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Every option of a parser and of its commands."""
-    found = [flag for action in parser._actions for flag in action.option_strings]
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found += [flag for command in action.choices.values() for flag in _flags(command)]
-    return found
+    def _repeatable_before(self, word: str, typed: list[str]) -> str:
+        """The option left of the word, where it is one that may be given several times."""
+        left = [option for option in typed[: typed.index(word)] if option.startswith("-")] if word in typed else []
+        action = self._option_string_actions.get(left[-1]) if left else None
+        return left[-1] if isinstance(action, argparse._AppendAction) else ""
+
+    def chosen(self, parsed: argparse.Namespace) -> Parser:
+        """The parser of the command, and of its action, that was typed."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and (command := getattr(parsed, action.dest, None)) in action.choices:
+                return action.choices[command].chosen(parsed)
+        return self
 
 
 def examples(*lines: str) -> str:

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from frontier_llm import log
+from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.units import format_bytes, plural
+
+GPU_FILES = ("/dev/kfd", "/dev/nvidiactl")  # of the drivers of AMD and NVIDIA; asking torch takes two seconds
 
 
 def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
@@ -30,6 +33,34 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
+
+
+def check_start(config: RunConfig, world_size: int) -> None:
+    """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds without any activation."""
+    from frontier_llm.costs.parameters import total_parameters
+    from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
+
+    stop = Path(config.train.run_dir) / STOP_FILE
+    if stop.exists():  # in a job it keeps the next attempt from going on
+        raise ConfigError("ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop))
+    if config.train.device == "cuda" or any(Path(gpu).exists() for gpu in GPU_FILES):
+        return
+    parallel, dtype = config.parallel, config.precision.dtype
+    whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients
+    replicas = world_size // (parallel.tensor * parallel.pipeline) if whole else 1
+    statistic = statistics_bytes(dtype)
+    copies = replicas * (DTYPE_BYTES[dtype] + statistic) + 3 * statistic  # weights and gradients; masters and moments once
+    needed_bytes, held_bytes = copies * total_parameters(config.model), available_bytes()
+    if needed_bytes > held_bytes:
+        what = f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
+        fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
+        raise ConfigError(f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU", fix, "model")
+
+
+def available_bytes() -> int:
+    """Memory that programs can still have, as Linux estimates it."""
+    line = next(line for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
 
 
 def check_resume(config: RunConfig, allowed: Sequence[str]) -> None:
@@ -111,7 +142,7 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     return [
         Problem(
             "train.run_dir",
-            f"the first {count} checkpoints need {format_bytes(needed_bytes)} and {needed_files} files; "
+            f"the first {plural(count, 'checkpoint')} {'needs' if count == 1 else 'need'} {format_bytes(needed_bytes)} and {needed_files} files; "
             f"{where} has {format_bytes(free_bytes)} and {free_files} files free",
             "free space, raise the quota, or choose another train.run_dir",
         )

@@ -98,6 +98,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
     trained = train(texts, args.output, args.vocab_size, args.sample_mib << 20)
     if trained.vocab_size < args.vocab_size:
         log.warn(f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly")
+    if trained.vocab_size > args.vocab_size:
+        log.warn(f"{args.vocab_size} ids are too few for every byte and the end of a document: it has {trained.vocab_size}")
     print(f"{trained.name}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
     return 0
 

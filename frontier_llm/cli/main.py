@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -54,7 +55,7 @@ def _usage() -> str:
     return "\n\n".join([head, *blocks, tail])
 
 
-def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     """As parse_args, but key=value words may also stand after options, where argparse's own `*` no longer takes them."""
     parsed, rest = parser.parse_known_args(arguments)
     loose = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -62,7 +63,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Na
         parsed.overrides = [*parsed.overrides, *loose]
         rest = [word for word in rest if word not in loose]
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.chosen(parsed).refuse(rest, arguments)
     return parsed
 
 
@@ -93,11 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 141
     except OSError as error:
-        if error.filename is None or name == "train":  # of a training rank the whole traceback is wanted
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a write that fails does not say of which file
+        if (error.filename is None and not full) or name == "train":  # of a training rank the whole traceback is wanted
             raise
-        print(
-            f"frontier-llm {name}: error\n{error.filename}: {error.strerror}\n    fix: check the path and its permissions", file=sys.stderr
-        )
+        what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        fix = "free space or raise the quota, then run the same command again" if full else "check the path and its permissions"
+        print(f"frontier-llm {name}: error\n{what}\n    fix: {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

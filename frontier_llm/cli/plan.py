@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         "--validate scores the predictions against published measurements.",
         epilog=examples(
             "frontier-llm plan gpt-1t --machine frontier --nodes 384 --explain",
-            "frontier-llm plan llama-7b --machine lumi --nodes 4 --emit my.yaml",
+            "frontier-llm plan llama-2-7b --machine lumi --nodes 4 --emit my.yaml",
             "frontier-llm plan --validate",
         ),
     )
@@ -126,12 +126,24 @@ def _model(args: argparse.Namespace) -> ModelConfig:
 
     if not args.model:
         raise ConfigError("no model is named", "valid: " + ", ".join(available("models")), "plan MODEL")
+    if args.model not in available("models") and _is_run(args.model):
+        raise ConfigError(f"{args.model} is a run, not a model", f"frontier-llm plan --run {args.model}", "plan MODEL")
     try:
         return load_model(args.model, {"sequence_length": args.sequence_length} if args.sequence_length else None)
     except ConfigError as error:
         if "no model file" in str(error):
             raise ConfigError(f"no model {args.model!r}", suggest(args.model, available("models"))) from None
         raise
+
+
+def _is_run(name: str) -> bool:
+    from frontier_llm.config import available
+    from frontier_llm.config.load import read_yaml
+
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return not {"model", "batch", "train"}.isdisjoint(read_yaml(path))
+    return name in available("runs")
 
 
 def _measured(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import signal
 
 from frontier_llm.cli.arguments import add_resume, add_run, examples, resume_flags
-from frontier_llm.cli.checks import check, check_resume
+from frontier_llm.cli.checks import check, check_resume, check_start
 from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
 
@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="train a run file",
         description="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are started: "
         "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a checkpoint "
-        "within a step, a file STOP makes one and ends the run; starting it again goes on from the last one.",
+        "within a step, a file STOP makes one and ends the run; started again without that file, it goes on from the last one.",
         epilog=examples(
             "frontier-llm train quickstart train.steps=500",
             "frontier-llm train train_small parallel.data=1 --check",
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         check_resume(config, args.allow_change)
     if args.check:
         return 0
+    if place is None:
+        check_start(config, world_size)
     if place is None and world_size > 1:
         return start_local_ranks(config, world_size, ["train", args.run, *overrides, *resume_flags(args)])
     with SignalWatcher() as signals:  # before the two seconds that importing torch takes

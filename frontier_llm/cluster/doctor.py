@@ -28,6 +28,8 @@ MIN_GCD_GIB = 60.0  # of 64: a GCD that shows less has lost memory or is in use
 SLOW_WRITE_S = 5.0  # for 1 MiB
 TIMEOUT_S = 45.0  # for the nodes' answers; with srun's start and end an examination stays below a minute
 SRUN_GRACE_S = 5.0
+NO_GCD = "a login node has none: ask inside an allocation (salloc); there, exclude the node and tell the site (rocm-smi shows its GCDs)"
+BROKEN = "exclude the node, and tell the site (rocm-smi there)"
 MIN_LOCAL_BYTES = 4 * GIB  # environment, MIOpen cache
 
 
@@ -186,7 +188,7 @@ def judge(site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], n
 def _judge_hardware(site: Site, fact: Facts, add: Callable[..., None]) -> None:
     count = len(fact.gcd_memory_gib)
     if site.bind == "gcd" and count != site.gpus_per_node:
-        add(fact.host, "GCDs", f"{count} of {site.gpus_per_node} are visible", "exclude the node, and tell the site (rocm-smi there)")
+        add(fact.host, "GCDs", f"{count} of {site.gpus_per_node} are visible", NO_GCD if count == 0 else BROKEN)
     weak = [memory for memory in fact.gcd_memory_gib if memory < MIN_GCD_GIB]
     if weak:
         what = f"{len(weak)} GCDs show {min(weak)} GiB, below {MIN_GCD_GIB:.0f}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import compileall
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -25,7 +26,7 @@ from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sbatch import JobScript, render, render_site
 from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir
 from frontier_llm.config import RunConfig, dump
-from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.errors import ConfigError, Problem, nearest
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
 
@@ -96,11 +97,23 @@ class Submission:
         }
 
 
+def _whole_node_problems(request: Request) -> list[Problem]:
+    """Nodes whose ranks cannot be cut into replicas; whoever asks for nodes is answered in nodes."""
+    parallel, per_node = request.config.parallel, request.site.tasks_per_node
+    model_ranks = parallel.tensor * parallel.pipeline
+    step = math.lcm(model_ranks, per_node) // per_node
+    if request.nodes % step == 0:
+        return []
+    what = f"{plural(request.nodes, 'node')} of {per_node} ranks are no whole replicas of tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+    valid = nearest(request.nodes, range(step, 2 * request.nodes + step + 1, step))
+    return [Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")]
+
+
 def problems(request: Request) -> list[Problem]:
     """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
     found = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
     if request.nodes >= 1:
-        found += plan_problems(request.config, request.nodes * request.site.tasks_per_node)
+        found += _whole_node_problems(request) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
     if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
         what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
         enough = -(-2 * request.lead_s // 60)

@@ -16,7 +16,7 @@ from frontier_llm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from frontier_llm.config.validate import model_problems
+from frontier_llm.config.validate import model_problems, optimizer_problems
 
 __all__ = [
     "BatchConfig",
@@ -40,4 +40,5 @@ __all__ = [
     "load_model",
     "load_run",
     "model_problems",
+    "optimizer_problems",
 ]

@@ -47,7 +47,12 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     shipped = available(kind)
     if name in shipped:
         return configs_dir() / kind / f"{name}.yaml"
-    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=suggest(name, shipped) + "; or the path of a .yaml file")
+    fix = suggest(name, shipped) + "; or the path of a .yaml file"
+    if os.path.isfile(f"{name}.yaml"):
+        fix = f"did you mean {name}.yaml?"
+    elif kind == "runs" and name in available("models"):
+        fix = f"{name} is a model: name a run that trains it, or write a run file with `model: {name}`; runs: {', '.join(shipped)}"
+    raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=fix)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def _as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
-    rule = _RULES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ")).format(**error.get("ctx", {}))
     near = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = closest(error["input"], re.findall(r"'([^']*)'", rule))
@@ -213,10 +218,21 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
 
     Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
     """
-    path = find_file(name_or_path, "runs")
+    path, overrides = find_file(name_or_path, "runs"), list(overrides)
     content = _compose(_expand_model(read_yaml(path), path.parent), "runs", path.parent, (path.resolve(),))
     over = _expand_model(parse_overrides(overrides), None)
-    return build(RunConfig, merge(content, over), where=str(path))
+    try:
+        return build(RunConfig, merge(content, over))
+    except ConfigError as error:
+        typed = [word.partition("=")[0] for word in overrides]
+        raise ConfigError(
+            [replace(p, where=f"{'command line' if _within(p.where, typed) else path}: {p.where}") for p in error.problems]
+        ) from None
+
+
+def _within(key: str, others: Iterable[str]) -> bool:
+    """True when one of the keys is this one, or a section around it, or inside it."""
+    return any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in others)
 
 
 def load_model(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -6,15 +6,26 @@ world size: that is `topology.plan`. Nothing here imports anything of the packag
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+def _path(text: str) -> str:
+    """`~` is the home directory, as in a shell; a variable would mean another file for everybody who reads the run's record."""
+    if "$" in text:
+        raise ValueError("must be a path without variables (on the command line the shell replaces them)")
+    return os.path.expanduser(text)
+
+
+PathText = Annotated[str, AfterValidator(_path)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -138,7 +149,7 @@ class PrecisionConfig(Section):
 class DataSource(Section):
     """One member of a blend: a .bin/.idx prefix and its weight (normalised over the blend)."""
 
-    path: str
+    path: PathText
     weight: PositiveFloat = 1.0
 
 
@@ -147,10 +158,10 @@ class DataConfig(Section):
 
     train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"
     validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None
-    tokenizer: str | None = None  # sentencepiece .model or Hugging Face tokenizer.json
+    tokenizer: PathText | None = None  # sentencepiece .model or Hugging Face tokenizer.json
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
     seed: NonNegativeInt = 1234
-    cache_dir: str | None = None  # sample indices; None = beside the data
+    cache_dir: PathText | None = None  # sample indices; None = beside the data
 
     @field_validator("train", "validation", mode="before")
     @classmethod
@@ -202,7 +213,7 @@ class CommConfig(Section):
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
-    run_dir: str = "runs/default"
+    run_dir: PathText = "runs/default"
     steps: PositiveInt = 100
     seed: NonNegativeInt = 1234  # initial weights
     recompute: Literal["none", "selective", "full"] = "none"

@@ -1,8 +1,8 @@
-"""Rules of a model's shape that no world size can change; the layout's rules live in topology.plan."""
+"""Rules of a model's shape and of the optimizer that no world size can change; the layout's rules live in topology.plan."""
 
 from __future__ import annotations
 
-from frontier_llm.config.schema import ModelConfig
+from frontier_llm.config.schema import ModelConfig, OptimizerConfig
 from frontier_llm.errors import Problem, divisors, nearest
 
 
@@ -25,6 +25,14 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     if model.norm == "rmsnorm" and model.norm_bias:
         problems.append(Problem("model.norm_bias", "rmsnorm has no bias", "set norm_bias: false or norm: layernorm"))
     return problems
+
+
+def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
+    """A learning rate that would rise where its schedule says that it falls: fine-tuning's small lr beside pretraining's default min_lr."""
+    if optimizer.schedule == "constant" or optimizer.min_lr <= optimizer.lr:
+        return []
+    what = f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise"
+    return [Problem("optimizer.min_lr", what, f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0")]
 
 
 def rotary_dim(model: ModelConfig) -> int:

@@ -6,6 +6,7 @@ line, and left to the caller's policy.
 
 from __future__ import annotations
 
+import codecs
 import json
 import zlib
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from frontier_llm.errors import DataError, suggest
 
 BLOCK_BYTES = 1 << 20
 ARRAY_HINT = "; a file with one large JSON value? It takes one object per line: jq -c '.[]' FILE > FILE.jsonl"
+DAMAGE_FIX = "mend the input (iconv -f LATIN1 -t UTF-8 for text in another encoding), or leave such inputs out with --skip-damaged"
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 CHUNK_BYTES = 4 << 20  # a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
 
 
@@ -58,6 +61,8 @@ def _read_lines(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
         if isinstance(line, Damage):
             yield line
             continue
+        if number == 0 and piece.start == 0:
+            line = line.removeprefix(codecs.BOM_UTF8)
         outcome = _parse_json(line, text_key) if piece.kind == "jsonl" else _decode(line)
         if isinstance(outcome, str):
             if first_line is None:
@@ -103,7 +108,7 @@ def _decode(line: bytes) -> Text | str | None:
 
 def _read_whole(piece: Piece) -> Iterator[Text | Damage]:
     """One document; a file above CHUNK_BYTES comes in several texts. A chunk that is not UTF-8 is left out and named."""
-    held, line, open_document = b"", 1, False
+    held, line, begun, open_document = b"", 1, False, False
     blocks = _blocks(piece)
     for block in blocks:
         if isinstance(block, Damage):
@@ -112,11 +117,13 @@ def _read_whole(piece: Piece) -> Iterator[Text | Damage]:
         held += block
         if len(held) < CHUNK_BYTES:
             continue
+        held, begun = held if begun else held.removeprefix(codecs.BOM_UTF8), True
         end = held.rfind(b"\n") + 1 or _character_end(held)
         chunk = _chunk(piece, held[:end], line, False)
         open_document = open_document or isinstance(chunk, Text)
         yield chunk
         line, held = line + held.count(b"\n", 0, end), held[end:]
+    held = held if begun else held.removeprefix(codecs.BOM_UTF8)
     if held:
         last = _chunk(piece, held, line, True)
         open_document = open_document and not isinstance(last, Text)
@@ -136,7 +143,7 @@ def _chunk(piece: Piece, data: bytes, line: int, last: bool) -> Text | Damage:
         return Text(data.decode(), last)
     except UnicodeDecodeError as error:
         line += data.count(b"\n", 0, error.start)
-        return Damage(f"{piece.path}:{line}", f"is not UTF-8: {error.reason}")
+        return Damage(f"{piece.path}:{line}", "is UTF-16, not UTF-8" if data.startswith(UTF_16) else f"is not UTF-8: {error.reason}")
 
 
 def _lines(piece: Piece) -> Iterator[bytes | Damage]:

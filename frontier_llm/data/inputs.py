@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from frontier_llm import log
 from frontier_llm.data.optional import optional
 from frontier_llm.errors import DataError, Problem, suggest
+from frontier_llm.units import plural
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -43,7 +45,11 @@ def find_inputs(paths: Iterable[str | Path]) -> list[Path]:
     known = ", ".join((*SUFFIXES, "and " + "/".join(PACKED_SUFFIXES) + " of text and JSONL"))
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(child for child in path.rglob("*") if child.is_file() and _is_input(child))
+            files = sorted(child for child in path.rglob("*") if child.is_file())
+            inside = [child for child in files if _is_input(child)]
+            others = [child.name for child in files if not _is_input(child)]
+            if inside and others:
+                log.info(f"{path}: read {plural(len(inside), 'file')}, left {len(others)} of other kinds, e.g. {others[0]}")
             if not inside:
                 problems.append(Problem(str(path), "holds no text, JSONL, parquet or MDS files", f"known endings: {known}"))
             found.extend(inside)

@@ -10,10 +10,11 @@ for every dp and micro_batch that divide the global batch, and pipeline and tens
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,15 @@ def data_problems(run: RunConfig) -> list[Problem]:
         sources = _sources(run.data, split)
         if sources is None or isinstance(sources, str):
             continue
+        if not sources:
+            problems.append(
+                Problem(f"data.{split}", "is an empty list", "name a dataset" + (", or write null" if split != "train" else ""))
+            )
+            continue
+        if (blend := next((source.path for source in sources if re.match(r"[\d.]+ \S", source.path)), None)) is not None:
+            fix = f"data.{split}=[{{path: PREFIX, weight: {blend.split()[0]}}}, …]"
+            problems.append(Problem(f"data.{split}", f"{blend!r} is a blend as Megatron writes it", fix))
+            continue
         mistyped = [source.path for source in sources if _is_almost_synthetic(source.path)]
         if mistyped:
             problems.append(Problem(f"data.{split}", f"{mistyped[0]!r} is no dataset", f"did you mean data.{split}=synthetic?"))
@@ -214,7 +224,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
         try:
             open_samples(run, split)
         except FrontierError as error:
-            problems.extend(error.problems)
+            problems.extend(replace(problem, where=f"data.{split}: {problem.where}") for problem in error.problems)
         for source in sources:
             try:
                 meta = read_meta(source.path)
@@ -222,7 +232,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
                 problems.extend(error.problems)
                 continue
             problems.extend(_mismatch(run, source.path, meta, digest))
-    return problems
+    return list(dict.fromkeys(problems))  # a dataset may be in both splits
 
 
 def _is_almost_synthetic(path: str) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.documents import Damage, Text, read
+from frontier_llm.data.documents import DAMAGE_FIX, Damage, Text, read
 from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import Piece, cut, find_inputs
@@ -192,7 +192,7 @@ def make_part(job: Job) -> Part:
         for item in (item for piece in job.pieces for item in read(piece, job.options.text_key)):
             if isinstance(item, Damage):
                 if not skip:
-                    raise DataError(item.why, where=item.where, fix="mend the input, or leave such inputs out with --skip-damaged")
+                    raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)
                 damaged += 1
                 examples += [f"{item.where}: {item.why}"] if len(examples) < EXAMPLES else []
                 continue

@@ -85,16 +85,21 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face `tokenizer.json`; the end-of-document id comes from tokenizer_config.json beside it, or from a usual name."""
+    """A Hugging Face `tokenizer.json`, or GPT-2's pair of vocab.json and merges.txt.
+
+    The end-of-document id comes from tokenizer_config.json beside it, or from a usual name.
+    """
 
     def __init__(self, path: str | Path) -> None:
         import tokenizers
 
-        self.name, self.digest = str(path), _digest(Path(path))
+        merges = _merges_beside(Path(path))
+        self.name, self.digest = str(path), _digest(Path(path), *filter(None, [merges]))
         try:
-            self._model = tokenizers.Tokenizer.from_file(str(path))
+            self._model = _byte_level(Path(path), merges) if merges else tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"is no Hugging Face tokenizer: {error}", where=str(path), fix="give a tokenizer.json file") from error
+        self.as_file: str | Path = str(self._model.to_str(pretty=True)) if merges else Path(path)  # tokenizer.json, or its content
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
@@ -118,6 +123,11 @@ class HuggingFaceTokenizer:
         what = f"has none of the end-of-document tokens {', '.join((*names, *END_OF_DOCUMENT_NAMES))}"
         raise DataError(what, where=str(path), fix="name it as eos_token in tokenizer_config.json beside it")
 
+    @property
+    def eod_name(self) -> str:
+        """The token that ends a document."""
+        return str(self._model.id_to_token(self.eod))
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
         # "fast" leaves out where each piece stood in the text: 1.6 to 1.8 times the speed
@@ -128,8 +138,27 @@ class HuggingFaceTokenizer:
         return self._model.decode([int(number) for number in ids], skip_special_tokens=True)
 
 
+def _merges_beside(vocabulary: Path) -> Path | None:
+    """GPT-2's merges.txt of a vocab.json, gpt2-merges.txt of gpt2-vocab.json; None for another file."""
+    merges = vocabulary.with_name(vocabulary.name.replace("vocab.json", "merges.txt"))
+    return merges if merges != vocabulary and merges.is_file() else None
+
+
+def _byte_level(vocabulary: Path, merges: Path) -> Any:
+    """GPT-2's tokenizer, as Megatron-LM's --vocab-file and --merge-file name it."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    model = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    ends = [name for name in END_OF_DOCUMENT_NAMES if model.token_to_id(name) is not None]
+    model.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ends])
+    return model
+
+
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, or a directory that holds tokenizer.json / tokenizer.model.
+    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, or a directory that holds one or GPT-2's pair.
 
     Raises DataError for a missing or foreign file.
     """
@@ -137,17 +166,26 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec)
     if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        found = [path / name for name in ("tokenizer.json", "tokenizer.model", *_pairs(path)) if (path / name).is_file()]
         if not found:
-            raise DataError("holds neither tokenizer.json nor tokenizer.model", where=str(path), fix="give the tokenizer's file")
+            what = "holds neither tokenizer.json nor tokenizer.model, nor vocab.json with merges.txt"
+            raise DataError(what, where=str(path), fix="give the tokenizer's file")
         path = found[0]
     if not path.is_file():
-        raise DataError("no such tokenizer", where=str(path), fix="train one with `frontier-llm data tokenizer`, or give `bytes`")
+        fix = "give a tokenizer's file or directory (nothing is downloaded), train one with `frontier-llm data tokenizer`, or give `bytes`"
+        raise DataError("no such tokenizer", where=str(path), fix=fix)
+    if path.name.endswith("merges.txt"):
+        raise DataError("is half a tokenizer", where=str(path), fix="give the vocab.json beside it")
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _pairs(directory: Path) -> list[str]:
+    """Names of the vocabularies in a directory that have their merges."""
+    return sorted(path.name for path in directory.glob("*vocab.json") if _merges_beside(path))
+
+
+def _digest(*paths: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def take_bytes(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
@@ -215,7 +253,7 @@ def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, s
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    model.save(str(temporary))
+    temporary.write_text(model.to_str(pretty=True), encoding="utf-8")  # not model.save: it raises a bare Exception on a full disk
     temporary.replace(path)
     return HuggingFaceTokenizer(path)
 

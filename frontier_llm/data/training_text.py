@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.documents import Damage, read
+from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.inputs import Piece, cut, find_inputs
 from frontier_llm.data.samples import derive_key
 from frontier_llm.errors import DataError
@@ -31,7 +31,7 @@ def training_text(
         elif skip_damaged:
             log.warn(f"left out {item.where}: {item.why}")
         else:
-            raise DataError(item.why, where=item.where, fix="mend the input, or leave such inputs out with --skip-damaged")
+            raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)
 
 
 def _shuffled(piece: Piece) -> int:

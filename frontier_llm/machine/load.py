@@ -98,11 +98,10 @@ def _problem(path: Path, lines: dict[tuple[str, ...], tuple[Path, int]], detail:
         return Problem(f"{file}:{line}: {dotted}", "unknown key", suggest(key[-1], getattr(section, "model_fields", {})))
     if detail["type"] == "missing":
         return Problem(f"{file}:{line}: {dotted}", "is required", f"add `{key[-1]}:` with value, tag and source")
-    return Problem(
-        f"{file}:{line}: {dotted}",
-        f"{detail['msg']}; got {_short(detail['input'])}",
-        "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}" if isinstance(detail["input"], int | float) else "",
-    )
+    bare = detail["type"].startswith("model_") and isinstance(detail["input"], int | float)  # where a number with its source belongs
+    fix = "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}" if bare else ""
+    what = detail["msg"].replace("Input should be", "must be").replace("greater than or equal to", "at least")
+    return Problem(f"{file}:{line}: {dotted}", f"{what}; got {_short(detail['input'])}", fix)
 
 
 def _short(value: Any) -> str:

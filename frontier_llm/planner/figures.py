@@ -63,7 +63,8 @@ def _html(found: Search, machine: Machine, stack: str, numbers: Rates, paths: li
     words = html.escape(report.text(found, machine, numbers, None) + "\n\n" + report.explain(found.best, machine, stack, numbers))
     title = html.escape(f"{found.model.name} on {found.nodes} nodes of {machine.name}")
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta name="color-scheme" content="light dark"><style>pre {{ overflow-x: auto }}</style><title>{title}</title>'
         f'<body style="font-family:sans-serif;max-width:1200px;margin:auto;padding:0 1rem"><h1>{title}</h1>'
         f"<p>Simulated, but for the points that a legend calls measured.</p>{pictures}"
         f"<h2>report</h2><pre>{words}</pre></body></html>\n"
@@ -104,8 +105,15 @@ def draw_pipeline(figure: Any, plan: Plan) -> None:
             )
     axes.invert_yaxis()
     axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    axes.set(xlabel="seconds (simulated)", ylabel="pipeline rank", title=report.layout_words(plan))
+    axes.set(xlabel=_time_axis(plan), ylabel="pipeline rank", title=report.layout_words(plan))
     figure.legend(loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
+
+
+def _time_axis(plan: Plan) -> str:
+    """The unit, and how much of the step is drawn."""
+    played, whole = plan.played.timeline.schedule.microbatches, int(plan.workload.m)
+    part = f", {played} of the {whole} microbatches: the pattern of the middle repeats" if played < whole else ""
+    return f"seconds (simulated{part})"
 
 
 def draw_memory(figure: Any, plan: Plan) -> None:

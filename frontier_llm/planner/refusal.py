@@ -5,9 +5,9 @@ from __future__ import annotations
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import LayoutError, nearest
 from frontier_llm.machine import Machine, Rates, load_machine, machine_names, own_stack, rates
-from frontier_llm.planner.candidates import legal_node_counts
+from frontier_llm.planner.candidates import FIXABLE, legal_node_counts
 from frontier_llm.planner.search import Search, smallest_machine
-from frontier_llm.units import GIB
+from frontier_llm.units import GIB, plural
 
 
 def check_found(found: Search, machine: Machine, numbers: Rates) -> None:
@@ -24,7 +24,7 @@ def check_found(found: Search, machine: Machine, numbers: Rates) -> None:
     if nodes is None:
         raise too_big(found.model, machine, numbers)
     raise LayoutError(
-        f"{found.model.name} does not fit on {found.nodes} nodes of {machine.name}: of {found.legal} legal layouts the smallest needs "
+        f"{found.model.name} does not fit on {plural(found.nodes, 'node')} of {machine.name}: of {found.legal} legal layouts the smallest needs "
         f"{needs} per device, which has {has}",
         f"use at least {nodes} nodes",
         "plan",
@@ -33,14 +33,16 @@ def check_found(found: Search, machine: Machine, numbers: Rates) -> None:
 
 def _nothing_legal(found: Search, machine: Machine) -> LayoutError:
     """With the nearest numbers of nodes and global batches that admit a layout."""
-    model, fixed = found.model, f" with {dict(found.fixed)}" if found.fixed else ""
+    model, names = found.model, {short: name for name, short in FIXABLE.items()}
+    fixed = " ".join(f"{names[short]}={value}" for short, value in found.fixed.items())
     near = legal_node_counts(model, machine.devices_per_node, found.nodes, found.global_batch, found.fixed)
     batches = nearest(found.global_batch, range(found.nodes, 4 * found.global_batch + found.nodes, found.nodes))
     counts = " or ".join(map(str, near)) if near else "another number of"
+    batch = "" if found.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
     return LayoutError(
         f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {found.global_batch} "
-        f"on {found.nodes} nodes of {machine.devices_per_node} devices{fixed}",
-        f"use {counts} nodes, or a global batch such as {' or '.join(map(str, batches))}" + (", or fix less" if fixed else ""),
+        f"on {plural(found.nodes, 'node')} of {machine.devices_per_node} devices" + (f" with {fixed}" if fixed else ""),
+        f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
         "plan",
     )
 

@@ -160,7 +160,7 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, wi
         f"choice: {layout_words(best)}",
         f"  {step_words(best.step_s)} per step (simulated), {best.tokens_per_s_per_device:.1f} tokens/s per device, "
         f"{best.tokens_per_s_per_device * float(w.devices):,.0f} in all",
-        f"  MFU {100 * use['mfu']:.1f} % ({use['mfu'] * rates.peak_flops / TERA:.1f} TFLOP/s, full attention counted; "
+        f"  MFU {100 * use['mfu']:.1f} % ({_tflops(use['mfu'] * rates.peak_flops / TERA)} TFLOP/s, full attention counted; "
         f"causal {100 * use['mfu_causal']:.1f} %), HFU {100 * use['hfu']:.1f} % (recomputation counted)",
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
@@ -183,6 +183,11 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, wi
     if run is not None:
         lines += ["", *campaign_lines(run)]
     return wrapped("\n".join(lines), width)
+
+
+def _tflops(value: float) -> str:
+    """A CPU's rate has its figures behind the point."""
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _why(best: Plan, other: Plan) -> str:

@@ -139,12 +139,12 @@ def page(rows: Sequence[Row], png: bytes) -> str:
     )
     sources = "".join(f"<li>{html.escape(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED)
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Scaling</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px; padding: 0 1rem; color: #222 }}
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Scaling</title><style>
+:root {{ color-scheme: light dark }} body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px; padding: 0 1rem }}
 img {{ max-width: 100% }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; font-size: 13px; width: 100% }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .3rem .45rem; text-align: right; white-space: nowrap }} tr.bad td {{ background: #fdecea }}
+th, td {{ border-bottom: 1px solid #8886; padding: .3rem .45rem; text-align: right; white-space: nowrap }} tr.bad td {{ background: #d9303030 }}
 th:first-child, td:first-child, th:last-child, td:last-child {{ text-align: left }} td:last-child {{ white-space: normal; min-width: 12rem }}
-tr.simulated td {{ font-style: italic; color: #555 }}
+tr.simulated td {{ font-style: italic; opacity: .75 }}
 </style></head><body><h1>Scaling experiments</h1>
 <p>Solid lines are measured; dashed and dotted lines are simulated by the planner; black marks are published. Efficiency is tokens/s per device
 relative to the smallest measured point of the series; bars are 95 % intervals over repeats. Failed points stay in the table.

@@ -72,7 +72,8 @@ def find_run(model: str) -> str:
     for name in available("runs"):
         if name.startswith("train_") and load_run(name).model.name == model:
             return name
-    raise ConfigError(f"no run file in configs/runs trains {model!r}", "give one with --run", "--model")
+    fix = f"--run {model}" if model in available("runs") else "give a run file with --run"
+    raise ConfigError(f"no run file in configs/runs trains {model!r}", fix, "--model")
 
 
 def default_batch(mode: Mode, config: RunConfig) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frontier_llm.config import ModelConfig, RunConfig, model_problems
+from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import StageSpec, split_layers
@@ -39,6 +39,7 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Every rule that this config violates on `world_size` ranks; empty when the layout is legal."""
     return [
         *model_problems(config.model),
+        *optimizer_problems(config.optimizer),
         *_degree_problems(config, world_size),
         *_tensor_problems(config),
         *_tensor_chunk_problems(config),
@@ -93,7 +94,7 @@ def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:
             Problem(
                 "parallel.data",
                 f"{parallel.data} x {model_ranks} model ranks is not the world size {world_size}",
-                f"start {parallel.data * model_ranks} ranks, set data={dp} or leave it out",
+                f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out",
             )
         )
     step = batch.micro_batch * dp

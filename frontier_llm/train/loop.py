@@ -80,6 +80,8 @@ class _Session:
         if self.is_first:
             self._write_run_files()
             self.metrics = metrics_of(self.state, self.manager.incarnation)
+            if self.state.current_step >= self.config.train.steps:
+                log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
         with self.watchdog.section("save"):
             self.saves.finish(progress_of(self.state, self.decisions.rewinds))

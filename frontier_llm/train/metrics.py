@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -105,9 +106,8 @@ class Metrics:
 
     def _take_back(self, kind: str, step: int) -> None:
         self._write(kind, step, {})
+        self._close_board()
         if self._events is not None:
-            if self._board is not None:
-                self._board.close()
             self._board = _summary_writer(self._events, step + 1)
 
     def communication(self) -> None:
@@ -120,8 +120,7 @@ class Metrics:
         """Write down what was communicated, flush and close."""
         self.communication()
         self._lines.close()
-        if self._board is not None:
-            self._board.close()
+        self._close_board()
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
@@ -129,12 +128,26 @@ class Metrics:
             self._lines.write((json.dumps(row) + "\n").encode())  # unbuffered: one write, so that a kill leaves a whole line or none
         except OSError as error:  # as a failed save, a full disk does not end the run
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
+        try:
+            self._draw(kind, step, values)
+        except OSError as error:  # of TensorBoard's own writing thread, which has ended with it
+            log.warn(f"TensorBoard's events end at step {step}: {error.strerror}; metrics.jsonl goes on")
+            self._board = None
+
+    def _draw(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._board is None:
+            return
+        for name, value in values.items():
+            scalars = value if isinstance(value, dict) else {"": value}
+            for part, scalar in scalars.items():
+                if isinstance(scalar, int | float):
+                    self._board.add_scalar("/".join(filter(None, (kind, name, part))), scalar, step)
+
+    def _close_board(self) -> None:
         if self._board is not None:
-            for name, value in values.items():
-                scalars = value if isinstance(value, dict) else {"": value}
-                for part, scalar in scalars.items():
-                    if isinstance(scalar, int | float):
-                        self._board.add_scalar("/".join(filter(None, (kind, name, part))), scalar, step)
+            with suppress(OSError):  # a disk that has filled up since the last event
+                self._board.close()
+            self._board = None
 
     def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
         share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""

@@ -31,7 +31,7 @@ h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem
 .tile, figure, table, pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
 .tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
 figure { margin: 0; padding: .6rem; background: #fff } figure svg { width: 100%; height: auto }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: .8rem }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: .8rem }
 table { border-collapse: collapse; width: 100% } td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line) }
 tr:first-child td, tr:first-child th { border-top: 0 }
 pre { padding: .8rem 1rem; overflow-x: auto; white-space: pre-wrap }

@@ -24,7 +24,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 def tokenizer_files(tokenizer: Tokenizer, sequence_length: int) -> dict[str, str | Path]:
     """File name → content or file to copy. Raises DataError for a kind that has no counterpart."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        return _huggingface(Path(tokenizer.name), tokenizer.eod, sequence_length)
+        return _huggingface(tokenizer, sequence_length)
     if isinstance(tokenizer, SentencePieceTokenizer):
         content, eos = _sentencepiece(Path(tokenizer.name))
         config = tokenizer_config(eos, sequence_length)
@@ -43,15 +43,11 @@ def tokenizer_config(eos_token: str, sequence_length: int) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _huggingface(path: Path, eod: int, sequence_length: int) -> dict[str, str | Path]:
-    import tokenizers
-
+def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[str, str | Path]:
+    path = Path(tokenizer.name)
     files: dict[str, str | Path] = {name: path.with_name(name) for name in _ALONG if path.with_name(name).is_file()}
-    if TOKENIZER_CONFIG not in files:
-        name = tokenizers.Tokenizer.from_file(str(path)).id_to_token(eod)
-        assert name is not None, "the end-of-document id is one of the tokenizer's own"
-        files[TOKENIZER_CONFIG] = tokenizer_config(name, sequence_length)
-    return {TOKENIZER: path, **files}
+    files.setdefault(TOKENIZER_CONFIG, tokenizer_config(tokenizer.eod_name, sequence_length))
+    return {TOKENIZER: tokenizer.as_file, **files}
 
 
 def _bytes() -> str:

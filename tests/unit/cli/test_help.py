@@ -9,12 +9,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from frontier_llm.cli import main as cli
 from frontier_llm.cli.arguments import Parser, count_of, natural, positive
 from frontier_llm.cli.main import COMMANDS, main
+from frontier_llm.config import available
 
 # commands that a login node answers: they must not wait for torch
 WITHOUT_TORCH = ("plan", "submit", "status", "doctor", "scaling", "data")
@@ -57,6 +59,20 @@ def test_ctrl_c_while_a_command_is_being_imported_leaves_no_traceback(
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_full_disk_is_one_short_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(*_: object, **__: object) -> None:
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"x")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert main(["plan", "gpt-tiny", "--machine", "local", "--emit", "x.yaml"]) == 2
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "frontier-llm plan: error",
+        "No space left on device",
+        "    fix: free space or raise the quota, then run the same command again",
+    ]
+
+
 @pytest.mark.parametrize("prog", PARSERS)
 def test_every_argument_is_explained(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = PARSERS[prog]
@@ -79,6 +95,15 @@ def test_examples_are_commands_of_this_program(prog: str) -> None:
         root = Parser(prog="frontier-llm")
         importlib.import_module(COMMANDS[words[0]][0]).add_parser(root.add_subparsers(dest="command"))
         assert root.parse_args(words).command == words[0]
+
+
+def test_the_models_and_runs_of_the_examples_are_shipped() -> None:
+    lines = [line for parser in PARSERS.values() for line in str(parser.epilog or "").splitlines()[1:]]
+    named = {kind: [m[1] for line in lines if (m := re.search(pattern, line))] for kind, pattern in (
+        ("models", r"frontier-llm plan ([\w-]+) |--model (?=[a-z])"), ("runs", r"frontier-llm (?:train|submit|calibrate) ([\w-]+) ")
+    )}  # fmt: skip
+    assert all(len(names) > 2 for names in named.values()), named
+    assert [name for kind, names in named.items() for name in names if name and name not in available(kind)] == []
 
 
 def test_every_command_has_examples() -> None:
@@ -106,6 +131,14 @@ def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
         (["data", "tokenize"], "the following arguments are required"),
         (["data", "tokenise", "x"], "invalid choice: 'tokenise'"),
         (["generate"], "required: MODEL"),
+        (["train"], "required: RUN\n"),
+        (["train", "x", "--optimizer.lr=1e-3"], "of the form key=value, e.g. optimizer.lr=1e-3"),
+        (["train", "x", "--check", "optimizer.lr", "1e-3"], "of the form key=value, e.g. optimizer.lr=VALUE"),
+        (["train", "--tensor-model-parallel-size", "8"], "docs/coming_from.md has other frameworks' options"),
+        (["plan", "gpt-1t", "--fix", "tensor=8", "pipeline=8"], "repeat it: --fix tensor=8 --fix pipeline=8"),
+        (["evaluate", "runs/a", "--data", "x", "y"], "repeat it: --data x --data y"),
+        (["evaluate", "runs/a", "y"], "frontier-llm evaluate --help"),
+        (["checkpoint", "export-hf", "a", "b", "--dtype", "float32"], "fp32 instead of float32"),
     ],
 )
 def test_wrong_words_end_with_2_and_a_way_out(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,13 @@ def test_torchrun() -> None:
     assert (place.master_addr, place.master_port, place.launcher) == ("host0", 29500, "torchrun")
 
 
+@pytest.mark.parametrize("port", [1, 20_000, 23_999, 24_000, 29_500, 31_999, 65_535])
+def test_the_ranks_do_not_meet_where_torchruns_own_store_listens(port: int) -> None:
+    env = {**TORCHRUN, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ports = [found({**env, "TORCHELASTIC_RESTART_COUNT": str(restart)}).master_port for restart in range(4)]
+    assert len({port, *ports}) == 5 and all(20_000 <= each < 32_000 for each in ports if each)
+
+
 def test_torchrun_inside_a_slurm_step_is_the_innermost() -> None:
     assert found({**SLURM, **TORCHRUN}).launcher == "torchrun"
 

@@ -40,7 +40,12 @@ def test_everything_wrong_is_said_before_sbatch_is_called(fake_slurm: Path, tmp_
     words = ["submit", "train_1t", "--site", "frontier", "--nodes", "500", "--time", "20:00:00", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert "-A PROJECT" in err and "at most 12:00:00" in err and "3584 or 4096" in err
+    assert (
+        "-A PROJECT" in err
+        and "at most 12:00:00" in err
+        and "500 nodes of 8 ranks are no whole replicas" in err
+        and "--nodes 448 or 512" in err
+    )
     assert fake_slurm.read_text() == "" and not (tmp_path / "r").exists()
 
 

@@ -82,6 +82,20 @@ def test_an_unknown_key_gets_the_closest_valid_one(run_file: str, override: str,
         load_run(run_file, [override])
 
 
+def test_a_wrong_key_is_looked_for_where_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("base: quickstart\ntrain: {step: 5}\n")
+    with pytest.raises(ConfigError) as error:
+        load_run("mine.yaml", ["optimizer.lr=high", "data.train.0.weight=2"])
+    assert [problem.where for problem in error.value.problems] == [
+        "command line: optimizer.lr",
+        "command line: data.train",
+        "mine.yaml: train.step",
+    ]
+    with pytest.raises(ConfigError, match=r"did you mean mine\.yaml\?"):
+        load_run("mine")
+
+
 def test_all_violations_at_once(tmp_path: Path) -> None:
     path = write(
         tmp_path / "bad.yaml", "model: {base: gpt-tiny, layers: 0}\nbatch: {}\ntrain: {steps: soon, sped: 1}\nprecision: {dtype: fp8}\n"
@@ -97,6 +111,12 @@ def test_a_path_alone_is_a_dataset(run_file: str) -> None:
     expected = load_run(run_file, ["data.train=[{path: a/b}]", "data.validation=[{path: c}, {path: d, weight: 2}]"]).data
     assert load_run(run_file, ["data.train=a/b", "data.validation=[c, {path: d, weight: 2}]"]).data == expected
     assert load_run(run_file, ["data.train=synthetic"]).data.train == "synthetic"
+
+
+def test_the_home_directory_is_meant_by_its_sign(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    run = load_run(run_file, ["train.run_dir=~/run", "data.train=~/a~b", "data.tokenizer=bytes"])
+    assert (run.train.run_dir, run.data.train[0].path, run.data.tokenizer) == ("/home/me/run", "/home/me/a~b", "bytes")  # type: ignore[union-attr]
 
 
 def test_a_missing_section_says_what_to_add(tmp_path: Path) -> None:
@@ -116,6 +136,8 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
 def test_an_unknown_name_gets_the_closest_file() -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama-tiny'"):
         find_file("llama-tinny", "models")
+    with pytest.raises(ConfigError, match="gpt-175b is a model: name a run that trains it"):
+        load_run("gpt-175b")
     for name in ("a" * 5000, "a" * 300 + ".yaml", "llama\0tiny.yaml", "../models/llama-tiny"):  # the file system refuses the first three
         with pytest.raises(ConfigError, match="no model file"):
             find_file(name, "models")

@@ -128,6 +128,11 @@ def test_fewer_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.Cap
     assert "of the 9000 ids" in capsys.readouterr().err
 
 
+def test_more_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tokenizer", corpus / "in", "--output", corpus / "few.json", "--vocab-size", 100) == 0
+    assert "100 ids are too few for every byte and the end of a document: it has 257" in capsys.readouterr().err
+
+
 def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # the second time the first result lies among the inputs
         assert run("tokenize", corpus / "in", "--output", corpus / "in" / "tokens", "--tokenizer", "bytes", "--workers", 1) == 0

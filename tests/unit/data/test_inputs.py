@@ -87,6 +87,35 @@ def test_text_file_is_one_document_or_one_per_line(tmp_path: Path) -> None:
     assert read_all(path, documents="file") == []
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text("first\nsecond\n\ufeffthird", encoding="utf-8-sig")
+    lines.write_text('{"text": "first"}\n', encoding="utf-8-sig")
+    whole = [Text("first\nsecond\n\ufeffthird")]  # inside a text it is a character like any other
+    assert read_all(text, documents="file") == whole
+    assert read_all(text) == [Text("first"), Text("second"), Text("\ufeffthird")]
+    assert read_all(lines) == [Text("first")]
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 2)
+    assert "".join(item.text for item in read_all(text, documents="file") if isinstance(item, Text)) == whole[0].text
+    text.write_text("", encoding="utf-8-sig")
+    assert read_all(text, documents="file") == []
+    monkeypatch.undo()
+    text.write_text("first", encoding="utf-16")
+    assert read_all(text, documents="file") == [Damage(f"{text}:1", "is UTF-16, not UTF-8")]
+
+
+def test_a_directory_says_what_it_leaves_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.txt", "b.jsonl", "README", "wiki_00"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_inputs([tmp_path])] == ["a.txt", "b.jsonl"]
+    assert f"{tmp_path}: read 2 files, left 2 of other kinds, e.g. README" in capsys.readouterr().err
+    (tmp_path / "README").unlink()
+    (tmp_path / "wiki_00").unlink()
+    find_inputs([tmp_path])
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("newlines", [True, False])
 def test_long_text_comes_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newlines: bool) -> None:
     monkeypatch.setattr(documents, "CHUNK_BYTES", 64)

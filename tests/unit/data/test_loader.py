@@ -176,9 +176,20 @@ def test_every_problem_is_found_at_once(corpus: Path) -> None:
     config = run_config(corpus, vocab_size=256, validation=(missing,), tokenizer=str(corpus / "none.model"))
     text = "\n".join(map(str, data_problems(config)))
     assert "no such tokenizer" in text
-    assert "nowhere.bin: no such file" in text
+    assert f"data.validation: {corpus}/nowhere.bin: no such file" in text
     assert "model.vocab_size: 256 is less than the 257 ids of the tokenizer that made" in text
     assert "set model.vocab_size=257" in text
+
+
+def test_a_problem_names_the_key_and_comes_once(corpus: Path) -> None:
+    config = run_config(corpus, vocab_size=256)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"validation": config.data.train})})
+    problems = data_problems(config)
+    assert len(problems) == len(set(problems)) > 0
+    blend = run_config(corpus, validation=(DataSource(path=f"0.3 {corpus}/a 0.7 {corpus}/b"),))
+    (problem,) = data_problems(blend)
+    assert problem.where == "data.validation" and "as Megatron writes it" in problem.what
+    assert problem.fix == "data.validation=[{path: PREFIX, weight: 0.3}, …]"
 
 
 def test_another_tokenizer_is_refused(corpus: Path) -> None:

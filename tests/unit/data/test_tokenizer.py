@@ -30,13 +30,24 @@ HARD = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["model", "json", "bytes"])
+def write_pair(tokenizer_json: Path, directory: Path) -> None:
+    """The files that GPT2BPETokenizer reads, of a byte-level tokenizer.json."""
+    model = json.loads(tokenizer_json.read_text(encoding="utf-8"))["model"]
+    (directory / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    (directory / "gpt2-merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module", params=["model", "json", "pair", "bytes"])
 def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     if request.param == "bytes":
         return load_tokenizer("bytes")
-    path = tmp_path_factory.mktemp("tokenizer") / f"tokenizer.{request.param}"
+    path = tmp_path_factory.mktemp("tokenizer") / f"tokenizer.{'model' if request.param == 'model' else 'json'}"
     (train_sentencepiece if request.param == "model" else train_huggingface)(SOURCES, path, 700)
-    return load_tokenizer(path)
+    if request.param != "pair":
+        return load_tokenizer(path)
+    write_pair(path, path.parent)
+    path.unlink()
+    return load_tokenizer(path.parent)
 
 
 def test_real_sources_come_back(codec: Tokenizer) -> None:
@@ -89,6 +100,21 @@ def test_directory_and_declared_end_of_document(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(damaged)
         with pytest.raises(DataError, match=r"tokenizer_config\.json: holds no JSON object"):
             load_tokenizer(tmp_path)
+
+
+def test_gpt2s_pair_is_the_tokenizer_json_of_the_same_model(tmp_path: Path) -> None:
+    whole = train_huggingface(SOURCES[:5], tmp_path / "tokenizer.json", 500)
+    (tmp_path / "pair").mkdir()
+    write_pair(tmp_path / "tokenizer.json", tmp_path / "pair")
+    pair = load_tokenizer(tmp_path / "pair" / "gpt2-vocab.json")
+    assert [pair.encode(text) for text in (*SOURCES[:5], *HARD)] == [whole.encode(text) for text in (*SOURCES[:5], *HARD)]
+    assert (pair.eod, pair.vocab_size) == (whole.eod, whole.vocab_size)
+    with pytest.raises(DataError, match=r"half a tokenizer\n    fix: give the vocab\.json"):
+        load_tokenizer(tmp_path / "pair" / "gpt2-merges.txt")
+    digest = pair.digest
+    merges = tmp_path / "pair" / "gpt2-merges.txt"
+    merges.write_text(merges.read_text(encoding="utf-8").rpartition("\n")[0].rpartition("\n")[0], encoding="utf-8")  # one merge less
+    assert load_tokenizer(tmp_path / "pair").digest != digest
 
 
 @pytest.mark.parametrize(("name", "content"), [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")])

@@ -75,6 +75,19 @@ def test_malformed_files_name_line_key_and_rule(tmp_path: Path, old: str, new: s
         assert f"{path}:{line}:" in message
 
 
+def test_only_a_number_that_needs_a_source_is_told_to_have_one(tmp_path: Path) -> None:
+    content = yaml.safe_load(FRONTIER.read_text())
+    content["device"]["peak_tflops"] = 191.5
+    content["stacks"]["frontier-llm"]["optimizer_bytes"] = -1
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError) as caught:
+        load_machine(str(path))
+    fixes = {problem.where.rpartition(": ")[2]: (problem.what, problem.fix) for problem in caught.value.problems}
+    assert fixes["device.peak_tflops"][1] == "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}"
+    assert fixes["stacks.frontier-llm.optimizer_bytes"] == ("must be at least 0; got -1", "")
+
+
 def test_a_missing_source_is_refused(tmp_path: Path) -> None:
     content = yaml.safe_load(FRONTIER.read_text())
     del content["device"]["peak_tflops"]["source"]

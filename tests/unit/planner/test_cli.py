@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.optim import KINDS
+from frontier_llm.planner.figures import _time_axis
 from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 from frontier_llm.topology import make_plan
 
@@ -63,6 +65,13 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     page = (figures / "index.html").read_text()
     assert page.count("data:image/png;base64,") == 5
     assert "http" not in page.replace("https://", "http://").split("<pre>")[0]
+
+
+@pytest.mark.parametrize(("played", "axis"), [(8, "seconds (simulated)"), (4, "4 of the 8 microbatches")])
+def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, axis: str) -> None:
+    schedule = SimpleNamespace(microbatches=played)
+    plan = SimpleNamespace(workload=SimpleNamespace(m=8.0), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)))
+    assert axis in _time_axis(plan)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [100, 140])
@@ -143,15 +152,19 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         (["gpt-22b", "--machine", "fronteir"], "did you mean 'frontier'"),
         (["gpt-1t", "--nodes", "2"], "use at least 64 nodes"),
         (["gpt-1t", "--nodes", "383", "--global-batch", "9600"], "or 384 nodes"),
-        (["gpt-22b", "--nodes", "8", "--fix", "tensor=7"], "no legal layout"),
+        (["gpt-22b", "--nodes", "8", "--fix", "tensor=7"], "with tensor=7\n    fix: use another number of nodes, or fix less"),
+        (["gpt-175b", "--nodes", "1"], "does not fit on 1 node of frontier"),
+        (["train_175b"], "is a run, not a model\n    fix: frontier-llm plan --run train_175b"),
+        (["{file}"], "is a run, not a model\n    fix: frontier-llm plan --run "),
         (["gpt-1t", "--nodes", "64", "--fix", "tensor=1", "--fix", "recompute=full"], "none of the"),
         (["gpt-1t", "--machine", "local"], "the smallest that holds it"),
         ([], "no model is named"),
         (["gpt-22b", "--nodes", "0"], "is not a whole number above 0"),
     ],
 )
-def test_bad_input_names_the_way_out(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, *words)
+def test_bad_input_names_the_way_out(words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("base: quickstart\ntrain: {steps: 5}\n")
+    code, out, err = run(capsys, *(word.format(file=tmp_path / "run.yaml") for word in words))
     assert code == 2
     assert expected in err
     assert "fix:" in err

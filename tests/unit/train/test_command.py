@@ -16,7 +16,7 @@ import yaml
 
 from frontier_llm.cli import checks
 from frontier_llm.cli import main as command_line
-from frontier_llm.cli import train as train_command
+from frontier_llm.cli import checks
 from frontier_llm.config import load_run
 from frontier_llm.costs.parameters import total_parameters
 from frontier_llm.errors import ConfigError
@@ -46,7 +46,7 @@ def train(run_file: Path, *arguments: str, timeout: float = 120) -> subprocess.C
 @pytest.mark.parametrize("words", list(permutations((["a=1", "b=2"], ["--strict"], ["--allow-change", "optimizer.lr"], ["c=3"]))))
 def test_options_may_stand_anywhere_after_the_run(words):
     parser = argparse.ArgumentParser()
-    train_command.add_parser(parser.add_subparsers())
+    checks.add_parser(parser.add_subparsers())
     parsed = command_line._parse(parser, ["train", "run.yaml", *chain(*words)])
     assert parsed.run == "run.yaml" and sorted(parsed.overrides) == ["a=1", "b=2", "c=3"]
     assert parsed.strict and parsed.allow_change == ["optimizer.lr"]
@@ -66,6 +66,13 @@ def losses(run_dir: Path) -> dict[int, float]:
         (["parallel.data=3", "batch.global_batch=8"], ["batch.global_batch", "6 or 12"]),
         (["data.train=[{path: /nowhere/text}]"], ["/nowhere/text"]),
         (["data.train=syntetic"], ["data.train: 'syntetic' is no dataset", "did you mean data.train=synthetic?"]),
+        (
+            ["optimizer.schedule=cosine", "optimizer.lr=1e-5"],
+            ["optimizer.min_lr: 3e-05 is above optimizer.lr 1e-05", "set optimizer.min_lr=1e-06"],
+        ),
+        (["data.validation=[]"], ["data.validation: is an empty list", "or write null"]),
+        (["train.run_dir=$SCRATCH/run"], ["command line: train.run_dir: must be a path without variables", "got '$SCRATCH/run'"]),
+        (["train.device=gpu"], ["did you mean 'cuda'?"]),
         (["train.run_dir=/proc/run"], ["train.run_dir", "cannot be written"]),
         (["train.run_dir=/proc/version/run"], ["/proc/version/run cannot be written: /proc/version is a file"]),
         (["comm.algorithms=nope"], ["comm.algorithms", "no algorithm file 'nope'", "frontier"]),
@@ -107,6 +114,7 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
     again = train(run_file, f"train.run_dir={whole}")
     assert again.returncode == 0 and "resuming after step 4" in again.stderr
+    assert "nothing to train: 4 steps are done, train.steps is 4" in again.stderr
     changed = [f"train.run_dir={parts}", "optimizer.lr=2e-3", "parallel.tensor=2"]
     logs = (parts / "logs" / "rank_0.log").stat()
     refused = train(run_file, *changed)
@@ -114,6 +122,37 @@ def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     assert "add --allow-change optimizer.lr" in refused.stderr
     assert (parts / "logs" / "rank_0.log").stat() == logs, "no rank was started"
     assert train(run_file, *changed, "--allow-change", "optimizer.lr", "--check").returncode == 0
+
+
+def test_a_stop_file_from_before_is_not_obeyed_in_silence(run_file, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    done = train(run_file, f"train.run_dir={tmp_path}/run")
+    assert done.returncode == 2 and f"fix: rm {tmp_path}/run/STOP" in done.stderr
+
+
+@pytest.mark.parametrize(("spare_bytes", "dtype"), [(0, "bf16"), (-1, "bf16"), (0, "fp32"), (-1, "fp32")])
+def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare_bytes, dtype):
+    config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"precision.dtype={dtype}", "parallel.pipeline=1", "train.device=cpu"])
+    weight_bytes = 2 if dtype == "bf16" else 4
+    held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes  # three replicas of two ranks, one optimizer state
+    assert 0 < checks.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(checks, "available_bytes", lambda: held)
+    monkeypatch.setattr(checks, "GPU_FILES", ())
+    if spare_bytes == 0:
+        return checks.check_start(config, 6)
+    with pytest.raises(
+        ConfigError, match=r"optimizer state of 6 ranks take .*of memory to spare and no GPU\n    fix: take a smaller model"
+    ):
+        checks.check_start(config, 6)
+
+
+def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "frontier_llm.cli.main"]
+    words = ["train", str(run_file), f"train.run_dir={tmp_path}/run", "parallel.data=2", "train.steps=2"]
+    done = subprocess.run([*launcher, *words], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(losses(tmp_path / "run")) == [1, 2]
 
 
 def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):
@@ -152,11 +191,11 @@ def test_a_rank_that_is_done_is_not_killed_by_a_late_warning(run_file, tmp_path,
 
 
 def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_command.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10))
+    monkeypatch.setattr(checks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10))
     config = load_run("train_small", [f"train.run_dir={tmp_path}"])
-    train_command.check(config, train_command.local_world_size(config), saves=False)
+    checks.check(config, checks.local_world_size(config), saves=False)
     with pytest.raises(ConfigError, match="the first"):
-        train_command.check(config, train_command.local_world_size(config))
+        checks.check(config, checks.local_world_size(config))
 
 
 @pytest.mark.parametrize(("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)])

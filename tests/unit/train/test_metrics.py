@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,21 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path: Path, capsys: pytest.Capt
     writer.close()
     full.close()
     assert course(tmp_path) == [(1, 3.0, 1), (3, 1.0, 1)]
+
+
+def test_tensorboard_on_a_full_disk_ends_its_events_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full:
+        def add_scalar(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        close = add_scalar
+
+    writer = metrics(tmp_path, 1, 0)
+    writer._board = Full()
+    steps(writer, 0, 2, loss=3.0)
+    assert capsys.readouterr().err.count("TensorBoard's events end at step 1: No space left on device; metrics.jsonl goes on") == 1
+    writer._board = Full()
+    writer.close()
+    assert course(tmp_path) == [(1, 3.0, 1), (2, 3.0, 1)]

@@ -22,10 +22,16 @@ def tokenizer(kind: str, directory: Path) -> Tokenizer:
         return train_sentencepiece(TEXTS, directory / "spm.model", 600)
     if kind == "huggingface":
         return train_huggingface(TEXTS, directory / "hf.json", 600)
+    if kind == "vocab and merges":
+        train_huggingface(TEXTS, directory / "hf.json", 600)
+        model = json.loads((directory / "hf.json").read_text(encoding="utf-8"))["model"]
+        (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (directory / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])), encoding="utf-8")
+        return load_tokenizer(directory / "vocab.json")
     return load_tokenizer("bytes")
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "bytes"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "vocab and merges", "bytes"])
 def test_ids_and_text_are_the_same_in_transformers(kind: str, tmp_path: Path) -> None:
     ours = tokenizer(kind, tmp_path)
     out = tmp_path / "out"

@@ -1,0 +1,39 @@
+"""What a resumed run is told about its changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from frontier_llm.checkpoint.drift import check_allowed, config_changes
+from frontier_llm.config import load_run
+from frontier_llm.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("settings", "done", "longer", "rises"),
+    [
+        (["optimizer.decay_steps=60"], 240, 500, True),  # the run had come to its end
+        (["optimizer.decay_steps=60"], 181, 500, True),
+        (["optimizer.decay_steps=60"], 180, 500, False),  # no step had been taken at a lower rate
+        (["optimizer.decay_steps=null"], 217, 500, True),  # a tenth of the run
+        (["optimizer.decay_steps=null"], 216, 500, False),
+        (["optimizer.decay_steps=60"], 240, 200, False),
+        (["optimizer.schedule=constant"], 240, 500, False),
+    ],
+)
+def test_a_longer_run_whose_learning_rate_rises_again_is_told_so(settings: list[str], done: int, longer: int, rises: bool) -> None:
+    saved, current = (load_run("quickstart", [*settings, f"train.steps={steps}"]).model_dump(mode="json") for steps in (240, longer))
+    (change,) = config_changes(saved, current, step=done)
+    assert str(change).startswith(f"train.steps: 240 → {longer}") and not change.mathematics
+    assert ("the learning rate fell from step" in str(change)) is rises
+
+
+def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None:
+    saved, other_layout = (load_run("quickstart", words).model_dump(mode="json") for words in ([], ["parallel.pipeline=1"]))
+    changes = config_changes(saved, other_layout, step=10)
+    check_allowed(
+        changes, ["optimizer.lr", "model", "model.rope_scaling.factor"], "step_10"
+    )  # made before the last save, so that there is nothing left to allow
+    for mistyped in ("optimizer.rl", "optimiser"):
+        with pytest.raises(CheckpointError, match="is no key of a run"):
+            check_allowed(changes, [mistyped], "step_10")
