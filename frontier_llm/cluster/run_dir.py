@@ -1,7 +1,7 @@
 """What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
 
 LATEST or checkpoints/LATEST   name of the last durable checkpoint
-metrics.jsonl                  one line per step, evaluation, save, start and rewind
+metrics.jsonl                  one line per step, evaluation, save, start and rewind; the last two name the layout
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the only start that may write (the fence)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
@@ -105,6 +105,17 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Held-out losses, one per step at which they were taken, in their order."""
     found = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "evaluation"}
     return [found[step] for step in sorted(found)]
+
+
+def layouts(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of starts and rewinds from which on the run had another `layout` than before; none in files from before it was written down."""
+    changes: list[dict[str, Any]] = []
+    for row in rows(run_dir):
+        if isinstance(row.get("layout"), dict):
+            changes = [change for change in changes if change["step"] < row["step"]]  # no step came of the others
+            if not changes or changes[-1]["layout"] != row["layout"]:
+                changes.append(row)
+    return changes
 
 
 def attempts(run_dir: Path) -> list[Attempt]:

@@ -50,6 +50,11 @@ def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
     problems = plan_problems(config, world_size)
     if problems:
         raise LayoutError(problems)
+    return plan_as_given(config, world_size)
+
+
+def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
+    """The layout without looking for problems: of a run that has taken place."""
     parallel, batch = config.parallel, config.batch
     dp = world_size // (parallel.tensor * parallel.pipeline)
     return ParallelPlan(

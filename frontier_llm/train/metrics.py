@@ -39,12 +39,13 @@ class Metrics:
     """Written by global rank 0, only ever appended to; each line carries the incarnation that wrote it.
 
     A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it so, and TensorBoard
-    is told the same.
+    is told the same. It also says on which layout the steps after it run, as an attempt may have another than the one before.
     """
 
     def __init__(self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int) -> None:
         """Go on after `done_steps` steps in the run's directory."""
         self._config, self._world_size, self._clock, self._incarnation = config, world_size, clock, incarnation
+        self._layout = layout_of(config, world_size)
         self._flops_per_token, self._peak_tflops = model_flops_per_token(config.model), peak_tflops(config)
         run_dir = Path(config.train.run_dir)
         self._events = run_dir / "events" if config.train.tensorboard else None
@@ -104,10 +105,11 @@ class Metrics:
         self._clock.take()
 
     def _take_back(self, kind: str, step: int) -> None:
-        self._write(kind, step, {})
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        self._write(kind, step, {"layout": self._layout})
         if self._events is not None:
-            if self._board is not None:
-                self._board.close()
             self._board = _summary_writer(self._events, step + 1)
 
     def communication(self) -> None:
@@ -146,6 +148,13 @@ class Metrics:
             f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "
             f"{speed.model_tflops:.3f} TFLOP/s per device{share}{eta}{skipped}"
         )
+
+
+def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """How the run is split over `world_size` ranks, in the words of its configuration."""
+    parallel = config.parallel
+    data = world_size // (parallel.tensor * parallel.pipeline)
+    return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
 
 
 def open_lines(path: Path) -> FileIO:
