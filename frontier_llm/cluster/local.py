@@ -25,7 +25,7 @@ from typing import IO, BinaryIO
 
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, held
 from frontier_llm.errors import FrontierError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # from our terminal or scheduler to the ranks
@@ -76,7 +76,8 @@ def run_local_ranks(
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM and SIGUSR1 are forwarded.
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM and SIGUSR1 are forwarded,
+    once all ranks are started where the caller holds them back (`signals.held`); then the ranks do so too, until they listen.
     After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; `log_dir/failure.json` then says who was first.
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
@@ -99,11 +100,14 @@ class _Ranks:
 
     def run(self) -> int:
         old = {number: signal.signal(number, self._forward) for number in FORWARDED} if _in_main_thread() else {}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             self._start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, old)  # now that all ranks can be told
             self._wait()
         finally:
             self._signal_all(signal.SIGKILL)  # only when an exception ended the wait: nobody outlives us
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in old.items():
                 signal.signal(number, handler)
         for thread in self.threads:
@@ -239,5 +243,6 @@ def _die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-if __name__ == "__main__":  # launch/local.sh RANKS COMMAND …
-    sys.exit(run_local_ranks(int(sys.argv[1]), sys.argv[2:], environment(), Path("logs") / time.strftime("%Y%m%d-%H%M%S")))
+if __name__ == "__main__":  # launch/local.sh RANKS CONFIG …
+    with held():
+        sys.exit(run_local_ranks(int(sys.argv[1]), ["train", *sys.argv[2:]], environment(), Path("logs") / time.strftime("%Y%m%d-%H%M%S")))
