@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,6 +26,7 @@ PERIOD_S = 1.0  # between two notices of a rank, if the store can take so many
 POSTS_PER_S = 20_000  # by all ranks together: a third of what the store on rank 0 takes (scripts/bench_rendezvous.py)
 ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
 STORE_S = 3.0  # how long it waits for the store itself: then rank 0 is stopped
+POLL_S = 0.25  # between two looks for the answer
 T = TypeVar("T")
 _FIRST, _ALARM = "first failure", "alarm"
 
@@ -110,14 +112,24 @@ class Inquiry:
             log.warn(f"cannot write failure.json: {error.strerror}")
 
     def accuse(self, error: WrongResults) -> None:
-        """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more."""
+        """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more.
+
+        The others stay until it has: with the first to leave, launchers end the rest.
+        """
         if self._rank == 0:
             first, hosts = error.suspects[0], error.hosts_to_exclude
             here = self._own(error.problems[0].what)
             cause = Cause(first.rank, first.host, here.step, here.section, here.what, first.tensor)
             self.record(cause, suspects=[vars(suspect) for suspect in error.suspects], excluded_hosts=hosts)
-            run_dir.distrust(self._run_dir, hosts)
-            log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
+            try:
+                run_dir.distrust(self._run_dir, hosts)
+                log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
+            except OSError as failed:
+                log.warn(f"cannot write down that {', '.join(hosts)} should no longer be used: {failed.strerror}")
+            self._claim(cause)
+        elif self._board is not None:
+            with suppress(RuntimeError):  # the store is gone, and rank 0 with it
+                self._answer(self._board)
 
     def forget(self) -> None:
         """Remove what an earlier start has recorded."""
@@ -144,13 +156,17 @@ class Inquiry:
 
     def _ask(self, board: Board, symptom: str) -> Cause:
         _within(STORE_S, lambda: board.claim(_ALARM, f"rank {self._rank}: {symptom}"))
+        return self._answer(board) or self._own(symptom)
+
+    def _answer(self, board: Board) -> Cause | None:
+        """What rank 0 has found out, as soon as it has; None when it takes too long."""
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
             claimed = _within(STORE_S, lambda: board.claimed(_FIRST))
             if claimed is not None:
                 return Cause(**json.loads(claimed))
-            time.sleep(0.25)
-        return self._own(symptom)
+            time.sleep(POLL_S)
+        return None
 
     def _investigate(self, board: Board, symptom: str) -> Cause:
         before = self._read_all(board)
