@@ -165,8 +165,8 @@ def _pipeline_problems(config: RunConfig) -> list[Problem]:
         problems.append(
             Problem(
                 "parallel.pipeline",
-                f"{parallel.pipeline} stages x {parallel.chunks} chunks = {virtual} pieces for {model.layers} layers",
-                f"at most {model.layers} pieces; lower pipeline or chunks",
+                f"{parallel.pipeline} stages{f' x {parallel.chunks} chunks' if parallel.chunks > 1 else ''} = {virtual} pieces for {model.layers} layers",
+                f"at most {model.layers} pieces; lower parallel.pipeline" + (" or parallel.chunks" if parallel.chunks > 1 else ""),
             )
         )
     if parallel.chunks > 1 and parallel.schedule != "interleaved":
