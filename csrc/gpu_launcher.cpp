@@ -1,5 +1,5 @@
 // Loads prebuilt code objects and launches them through the vendor's driver, which is opened at run time: building this needs a C++
-// compiler alone, no ROCm and no CUDA. Called from frontier_llm/ops/prebuilt.py through ctypes.
+// compiler alone, no ROCm and no CUDA. Called from frontier_llm/ops/driver.py through ctypes.
 //
 // Every function returns 0, or -1 with a text in `error`.
 #include <dlfcn.h>

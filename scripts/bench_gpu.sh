@@ -16,8 +16,8 @@ if [[ "$*" != *"--device cpu"* ]]; then
     echo "  fix: activate the environment that has it, set PYTHON, or try the script out: $0 --device cpu" >&2
     exit 1
   fi
-  architecture="$("$python" -c 'from frontier_llm.ops.prebuilt import architecture_of_device; print(architecture_of_device())')"
-  if ! "$python" -c "from frontier_llm.ops.prebuilt import read_manifest; read_manifest('$architecture')" 2>/dev/null; then
+  architecture="$("$python" -c 'from frontier_llm.ops.driver import architecture_of_device; print(architecture_of_device())')"
+  if ! "$python" -c "from frontier_llm.ops.manifest import read_manifest; read_manifest('$architecture')" 2>/dev/null; then
     "$python" setup.py build_ops --arch "$architecture"
   fi
 fi

@@ -10,7 +10,7 @@ from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.face import GROUPS
 from frontier_llm.ops.kernel_table import ARCHITECTURES
-from frontier_llm.ops.prebuilt import read_manifest
+from frontier_llm.ops.manifest import read_manifest
 from frontier_llm.ops.providers import PROVIDERS
 from frontier_llm.ops.select import Choice, choose
 

@@ -13,8 +13,11 @@ from importlib import metadata
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import native, prebuilt, reference
+from frontier_llm.ops import native, reference
+from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.face import GROUPS, Op
+from frontier_llm.ops.manifest import build_command
+from frontier_llm.ops.prebuilt import PrebuiltKernels
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 LOW = HALVES | {torch.float32}
@@ -70,12 +73,12 @@ def _always() -> str:
 
 
 @cache
-def _prebuilt_kernels() -> prebuilt.PrebuiltKernels | str:
+def _prebuilt_kernels() -> PrebuiltKernels | str:
     """The kernels of this machine's GPU, or why there are none."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     try:
-        return prebuilt.PrebuiltKernels(prebuilt.architecture_of_device())
+        return PrebuiltKernels(architecture_of_device())
     except BackendError as error:
         return str(error)
 
@@ -150,7 +153,7 @@ PROVIDERS: dict[str, Provider] = {
             _triton_version,
             _triton_missing,
             _load_triton,
-            prebuilt.build_command("gfx90a"),
+            build_command("gfx90a"),
             {"attention": HALVES},
         ),
         Provider(

@@ -22,7 +22,7 @@ from typing import Any
 from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.code_object import check_launch, read
 from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, Kernel, variants
-from frontier_llm.ops.prebuilt import MANIFEST_VERSION, check_triton, source_digest
+from frontier_llm.ops.manifest import MANIFEST_VERSION, check_triton, source_digest
 
 
 @dataclass(frozen=True)

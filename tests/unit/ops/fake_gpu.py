@@ -17,11 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from frontier_llm.ops import driver as gpu_driver
+from frontier_llm.ops import manifest as built
 from frontier_llm.ops import prebuilt
 from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, variants
 
 skipped = [
-    pytest.mark.skipif(not prebuilt.LAUNCHER.exists(), reason="scripts/build_native.sh"),
+    pytest.mark.skipif(not gpu_driver.LAUNCHER.exists(), reason="scripts/build_native.sh"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the fake driver"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real driver: test_gpu.py"),
 ]
@@ -66,8 +68,8 @@ def write_code_objects(folder, architecture):
                         }
                     )
                     (folder / lines[-1]["file"]).write_bytes(IMAGE)
-    manifest = {"version": prebuilt.MANIFEST_VERSION, "architecture": architecture, "tools": {"triton": "3.9.0"}}
-    manifest |= {"sources_sha256": prebuilt.source_digest(), "kernels": lines}
+    manifest = {"version": built.MANIFEST_VERSION, "architecture": architecture, "tools": {"triton": "3.9.0"}}
+    manifest |= {"sources_sha256": built.source_digest(), "kernels": lines}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -90,6 +92,6 @@ def fake_gpu(architecture: str, folder: Path) -> Iterator[tuple[prebuilt.Prebuil
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE)
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
         patch.setattr(prebuilt, "address_or_number", lambda name, kind, value, device: checked_address(name, kind, value, -1))
-        prebuilt._open_driver.cache_clear()
+        gpu_driver._open.cache_clear()
         yield prebuilt.PrebuiltKernels(architecture, folder), driver, Record.in_dll(driver, "record")
-    prebuilt._open_driver.cache_clear()
+    gpu_driver._open.cache_clear()

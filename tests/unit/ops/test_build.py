@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import code_object, prebuilt
+from frontier_llm.ops import code_object, driver, manifest
 from frontier_llm.ops.kernel_table import ARCHITECTURES, HEAD_DIMS, KERNELS, variants
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install --no-deps triton")
@@ -23,8 +23,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def gfx90a(tmp_path_factory):
     """The shipped folder when it is up to date, else a build into a temporary one (half a minute on one core)."""
     try:
-        prebuilt.read_manifest("gfx90a")
-        return prebuilt.GPU_DIR / "gfx90a"
+        manifest.read_manifest("gfx90a")
+        return manifest.GPU_DIR / "gfx90a"
     except BackendError:
         folder = tmp_path_factory.mktemp("gpu")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -35,8 +35,8 @@ def gfx90a(tmp_path_factory):
 
 @needs_triton
 def test_every_variant_is_there_and_fits_the_machine(gfx90a):
-    manifest = prebuilt.read_manifest("gfx90a", gfx90a)
-    built = {(line["kernel"], line["dtype"], line["variant"], line["aligned"]): line for line in manifest["kernels"]}
+    shipped = manifest.read_manifest("gfx90a", gfx90a)
+    built = {(line["kernel"], line["dtype"], line["variant"], line["aligned"]): line for line in shipped["kernels"]}
     assert set(built) == {
         (k.name, dtype, name, aligned)
         for k in KERNELS.values()
@@ -44,14 +44,14 @@ def test_every_variant_is_there_and_fits_the_machine(gfx90a):
         for name in variants(k.name, "gfx90a")
         for aligned in k.builds
     }
-    assert len(built) == len(manifest["kernels"])
+    assert len(built) == len(shipped["kernels"])
     for line in built.values():
         fits(line, "gfx90a")
         wants_what_the_launcher_gives(line, gfx90a, "gfx90a")
     for name in ("d64", "d128"):  # one wave computes while the other multiplies
         line = built["attention_forward", "bf16", name, True]
         assert ARCHITECTURES["gfx90a"].waves_per_simd(line["warps"], line["registers"], line["shared_bytes"]) >= 2
-    assert manifest["tools"]["triton"]
+    assert shipped["tools"]["triton"]
 
 
 def fits(line, architecture):
@@ -84,7 +84,7 @@ for name in ("attention_forward bf16 d128", "attention_grad_kv bf16 d64", "atten
 def test_the_other_architectures_too(architecture, tmp_path):
     """All of what is shipped; a sample of five where nothing is built (the whole takes two minutes)."""
     try:
-        folder, lines = prebuilt.GPU_DIR / architecture, prebuilt.read_manifest(architecture)["kernels"]
+        folder, lines = manifest.GPU_DIR / architecture, manifest.read_manifest(architecture)["kernels"]
         assert {line["kernel"] for line in lines} == set(KERNELS)
     except BackendError:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -232,10 +232,10 @@ def manifest_of(folder, **changes):
     code.write_bytes(b"code")
     digest = "5694d08a2e53ffcae0c3103e5ad6f6076abd960eb1f8a56577040bc1028f702b"  # sha256 of b"code"
     content = {
-        "version": prebuilt.MANIFEST_VERSION,
+        "version": manifest.MANIFEST_VERSION,
         "architecture": "gfx90a",
         "tools": {"triton": "3.9.0"},
-        "sources_sha256": prebuilt.source_digest(),
+        "sources_sha256": manifest.source_digest(),
         "kernels": [{"file": "a.hsaco", "sha256": digest}],
         **changes,
     }
@@ -244,33 +244,33 @@ def manifest_of(folder, **changes):
 
 def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
     with pytest.raises(BackendError, match=r"have not been built(.|\n)*build_ops --arch gfx90a"):
-        prebuilt.read_manifest("gfx90a", tmp_path)
+        manifest.read_manifest("gfx90a", tmp_path)
     manifest_of(tmp_path)
-    assert prebuilt.read_manifest("gfx90a", tmp_path)["architecture"] == "gfx90a"
+    assert manifest.read_manifest("gfx90a", tmp_path)["architecture"] == "gfx90a"
     for changes in ({"sources_sha256": "0"}, {"version": 0}, {"architecture": "gfx942"}):
         manifest_of(tmp_path, **changes)
         with pytest.raises(BackendError, match="other kernel sources"):
-            prebuilt.read_manifest("gfx90a", tmp_path)
+            manifest.read_manifest("gfx90a", tmp_path)
     for triton in ("3.4.0", "4.0.0", "?"):
         manifest_of(tmp_path, tools={"triton": triton})
         with pytest.raises(BackendError, match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && python setup.py build_ops --arch gfx90a"):
-            prebuilt.read_manifest("gfx90a", tmp_path)
+            manifest.read_manifest("gfx90a", tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(BackendError, match="unreadable manifest"):
-        prebuilt.read_manifest("gfx90a", tmp_path)
+        manifest.read_manifest("gfx90a", tmp_path)
     manifest_of(tmp_path)
     (tmp_path / "a.hsaco").write_bytes(b"coda")
     with pytest.raises(BackendError, match=r"a\.hsaco.*sha256 differs"):
-        prebuilt.read_manifest("gfx90a", tmp_path)
+        manifest.read_manifest("gfx90a", tmp_path)
     with pytest.raises(BackendError, match="no GPU ops are built for gfx906"):
-        prebuilt.read_manifest("gfx906")
+        manifest.read_manifest("gfx906")
 
 
-@pytest.mark.skipif(not prebuilt.LAUNCHER.exists(), reason="scripts/build_native.sh")
+@pytest.mark.skipif(not driver.LAUNCHER.exists(), reason="scripts/build_native.sh")
 @pytest.mark.parametrize("vendor", ["hip", "cuda"])
 def test_a_missing_driver_is_an_error_not_a_crash(vendor):
     try:
-        prebuilt._open_driver.__wrapped__(vendor)
+        driver._open.__wrapped__(vendor)
     except BackendError as error:
         assert "driver cannot be opened" in str(error) and "LD_LIBRARY_PATH" in str(error)
     else:

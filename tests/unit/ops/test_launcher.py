@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import AdamWUpdate, Scores, prebuilt
+from frontier_llm.ops import AdamWUpdate, Scores
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import ARCHITECTURES
+from frontier_llm.ops.prebuilt import _Code
 from tests.unit.ops.fake_gpu import DEVICE, STREAM, checked_address, fake_gpu, skipped
 
 pytestmark = skipped
@@ -141,19 +142,19 @@ def test_what_the_driver_says_is_said(gpu):
     fail.value = 0
     code = next(iter(kernels._variants["accumulate", "fp32", "any"].codes.values()))
     with pytest.raises(BackendError, match=r"absent: some error \(code 500\)(.|\n)*build_ops"):
-        kernels._load(DEVICE, prebuilt._Code(code.path, b"absent", 1, 0, {}))
+        kernels._load(DEVICE, _Code(code.path, "absent", 1, 0, {}))
     with pytest.raises(BackendError, match="device 64"):
         kernels._load(64, code)
     if kernels.architecture == "sm_90":
         fail = ctypes.c_int.in_dll(driver, "fail_attribute")
         fail.value = 1
         with pytest.raises(BackendError, match="more shared memory than this device gives a block"):
-            kernels._load(DEVICE, prebuilt._Code(code.path, code.symbol, 1, 100_000, {}))
+            kernels._load(DEVICE, _Code(code.path, code.symbol, 1, 100_000, {}))
         fail.value = 0
     broken = code.path.parent / "broken"
     broken.write_bytes(b"text")
     with pytest.raises(BackendError, match=r"the driver refuses the code object: some error \(code 200\)"):
-        kernels._load(DEVICE, prebuilt._Code(broken, b"accumulate", 1, 0, {}))
+        kernels._load(DEVICE, _Code(broken, "accumulate", 1, 0, {}))
 
 
 def test_another_thread_gets_its_device_first(gpu):

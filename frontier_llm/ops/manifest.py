@@ -1,0 +1,86 @@
+"""What was built ahead of time for an architecture: its manifest, held to the sources and to every code object's digest.
+
+A manifest that is missing, stale or damaged is one BackendError that names the command to run; nothing is compiled instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.errors import BackendError, Problem
+from frontier_llm.ops.kernel_table import ARCHITECTURES
+from frontier_llm.ops.native import NATIVE_DIR
+
+MANIFEST_VERSION = 2
+GPU_DIR = NATIVE_DIR / "gpu"
+
+# Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes (3.4 has one).
+TRITON_FROM, TRITON_BEFORE = (3, 5), (4, 0)
+
+
+def build_command(architecture: str) -> str:
+    """What the user types to build the kernels of an architecture."""
+    return f"pip install --no-deps triton && python setup.py build_ops --arch {architecture}"
+
+
+def check_triton(version: str, architecture: str, where: str) -> None:
+    """Raises BackendError for a Triton whose code objects the launcher cannot start."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if not TRITON_FROM <= numbers < TRITON_BEFORE:
+        wanted = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
+        fix = build_command(architecture).replace("--no-deps triton", f"--no-deps 'triton{wanted}'")
+        raise BackendError(f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}", fix, where)
+
+
+@cache
+def source_digest() -> str:
+    """One digest of the kernel sources and their table: a manifest of other sources is stale."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for path in [*sorted((here / "triton").glob("*.py")), here / "kernel_table.py"]:
+        if path.name != "build.py":
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, Any]:
+    """The manifest of an architecture, checked against the sources and every code object's digest.
+
+    Raises BackendError for an architecture without prebuilt ops, a stale manifest, or damaged code objects (all of them named).
+    """
+    folder = folder or GPU_DIR / architecture
+    path = folder / "manifest.json"
+    build = build_command(architecture)
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise BackendError(f"no GPU ops are built for {architecture} (there are: {known})", "set ops.* to sdpa or reference", "GPU ops")
+    if not path.is_file():
+        raise BackendError(f"the ops for {architecture} have not been built: no {path.name} in {folder}", build, "GPU ops")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found = (manifest["version"], manifest["architecture"], manifest["sources_sha256"])
+        codes = [(code["file"], code["sha256"]) for code in manifest["kernels"]]
+        triton = str(manifest["tools"]["triton"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackendError(f"unreadable manifest: {type(error).__name__}: {error}", build, str(path)) from error
+    if found != (MANIFEST_VERSION, architecture, source_digest()):
+        raise BackendError("the code objects were built from other kernel sources than these", build, str(path))
+    check_triton(triton, architecture, str(path))
+    damaged = [file for file, digest in codes if not _has_digest(folder / file, digest)]
+    if damaged:
+        raise BackendError(
+            [Problem(str(folder / file), "missing, or not the file that was built (sha256 differs)", build) for file in damaged]
+        )
+    return manifest
+
+
+def _has_digest(path: Path, digest: str) -> bool:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() == digest
+    except OSError:
+        return False
