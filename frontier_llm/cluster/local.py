@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -214,14 +215,13 @@ def failure_lines(log: Path) -> list[str]:
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
-    """Pass a rank's output on line by line, to the terminal and into its log."""
+    """Pass a rank's output on line by line, to the terminal and into its log; one goes on without the other. Who does not read holds the rank up."""
     for line in source:
-        log.write(line)
-        try:
+        with suppress(OSError):  # the disk is full
+            log.write(line)
+        with suppress(OSError, ValueError):  # the terminal is gone
             terminal.write(line.decode(errors="replace"))
             terminal.flush()
-        except (OSError, ValueError):  # the terminal is gone; the log goes on
-            continue
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

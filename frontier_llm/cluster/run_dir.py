@@ -17,12 +17,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
+TORN_BYTES = 1 << 16  # no line is nearly as long
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,31 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # else a power loss may bring the old content back
+        finally:
+            os.close(folder)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def open_lines(path: Path) -> FileIO:
+    """For appending whole lines; what a crash of the machine, or a full disk, has left of a torn one is cut off."""
+    lines = path.open("a+b", buffering=0)
+    size = path.stat().st_size
+    lines.seek(max(0, size - TORN_BYTES))
+    lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
+    return lines
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """One more line, on the device when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_lines(path) as lines:
+        lines.write((json.dumps(row) + "\n").encode())
+        os.fsync(lines.fileno())
 
 
 def latest_step(run_dir: Path) -> int:
@@ -128,10 +152,8 @@ def attempts(run_dir: Path) -> list[Attempt]:
 
 
 def record(run_dir: Path, attempt: Attempt) -> None:
-    """Append one attempt; a single write, so that it cannot be torn by a neighbour."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "attempts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(attempt)) + "\n")
+    """Append one attempt."""
+    append_line(run_dir / "attempts.jsonl", asdict(attempt))
 
 
 def take(run_dir: Path, job_id: str, host: str) -> int:

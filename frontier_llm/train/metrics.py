@@ -7,13 +7,13 @@ import math
 import resource
 import time
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from frontier_llm import log
+from frontier_llm.cluster.run_dir import open_lines
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.machine import load_machine
@@ -21,8 +21,6 @@ from frontier_llm.train.build import TrainState
 from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.step import StepResult
 from frontier_llm.units import GIB, TERA, format_seconds
-
-TORN_BYTES = 1 << 16  # no line is nearly as long
 
 
 @dataclass(frozen=True)
@@ -155,15 +153,6 @@ def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     parallel = config.parallel
     data = world_size // (parallel.tensor * parallel.pipeline)
     return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
-
-
-def open_lines(path: Path) -> FileIO:
-    """For appending whole lines; what a crash of the machine has left of a torn one is cut off."""
-    lines = path.open("a+b", buffering=0)
-    size = path.stat().st_size
-    lines.seek(max(0, size - TORN_BYTES))
-    lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
-    return lines
 
 
 def metrics_of(state: TrainState, incarnation: int) -> Metrics:

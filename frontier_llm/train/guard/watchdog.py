@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 import traceback
@@ -101,9 +100,9 @@ class Watchdog:
 
     def _leave(self, cause: Cause) -> None:
         """The last words of a rank after an exception, and its end."""
-        traceback.print_exc()
+        with suppress(OSError):  # the log's disk is full
+            traceback.print_exc()
         log.warn(cause.describe() if cause.rank == self._rank else f"secondary failure. {cause.describe()}")
-        sys.stderr.flush()
         if self._rank == 0:
             time.sleep(LINGER_S)
         self._close_stacks()  # last: the watching thread still writes, and its complaint would hide the cause
@@ -169,8 +168,10 @@ class Watchdog:
     def _give_up(self) -> None:
         """Nothing has moved for too long: the suspect named, this process ended; the stacks are on disk already."""
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
-        path = self._dump(waited)
-        cause = self._inquiry.find(waited)
-        self._inquiry.record(cause)
-        log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")
-        os._exit(STUCK)
+        try:
+            path = self._dump(waited)
+            cause = self._inquiry.find(waited)
+            self._inquiry.record(cause)
+            log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")
+        finally:  # whatever goes wrong here: nobody else would end this process
+            os._exit(STUCK)

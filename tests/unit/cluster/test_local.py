@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from frontier_llm.cluster.local import failure_lines, run_local_ranks
+from frontier_llm.cluster.local import _copy, failure_lines, run_local_ranks
 
 PYTHON = (sys.executable, "-u", "-c")
 
@@ -221,6 +222,14 @@ def test_children_of_a_dead_rank_are_removed(tmp_path: Path, monkeypatch: pytest
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_full_disk_does_not_hold_the_ranks_up() -> None:
+    lines = [b"x" * 1000 + b"\n"] * 200  # three times what a pipe holds
+    terminal = io.StringIO()
+    with open("/dev/full", "wb", buffering=0) as full:
+        _copy(io.BytesIO(b"".join(lines)), terminal, full)
+    assert terminal.getvalue().encode() == b"".join(lines)
 
 
 def test_failure_lines_keep_the_chain_and_fall_back_to_the_tail(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.comm import Ledger
 from frontier_llm.config import load_run
 from frontier_llm.train.clock import PhaseClock
-from frontier_llm.train.metrics import Metrics, open_lines
+from frontier_llm.train.metrics import Metrics
 from frontier_llm.train.step import StepResult
 
 
@@ -94,11 +94,11 @@ def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(tmp_path: Path
 def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "step", "step": 1, "loss": 3.0}\n{"kind": "step", "st')
-    with open_lines(path) as lines:
+    with run_dir.open_lines(path) as lines:
         lines.write(b'{"kind": "step", "step": 2, "loss": 2.0}\n')
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
     path.write_text("torn from the start")
-    open_lines(path).close()
+    run_dir.open_lines(path).close()
     assert path.read_bytes() == b""
 
 
