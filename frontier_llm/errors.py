@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -34,7 +34,20 @@ class FrontierError(Exception):
         if isinstance(problems, str):
             problems = Problem(where, problems, fix)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(f"  {problem}" if len(self.problems) > 1 else str(problem) for problem in self.problems))
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {problem}" if len(self.problems) > 1 else str(problem) for problem in self.problems)
+
+    def reword(self, names: Mapping[str, str]) -> None:
+        """Say other names for what the problems speak of: a command's flags for the configuration's keys."""
+
+        def said(text: str) -> str:
+            for name, other in names.items():
+                text = text.replace(name, other)
+            return text
+
+        self.problems = tuple(Problem(*map(said, (problem.where, problem.what, problem.fix))) for problem in self.problems)
 
 
 class ConfigError(FrontierError):

@@ -1,9 +1,13 @@
-"""One line per message on stderr: rank 0 speaks for the run, any rank may speak for itself."""
+"""One line per message on stderr: rank 0 speaks for the run, any rank may speak for itself.
+
+A message that cannot be written (the log's disk is full, the terminal has gone) must not end what it tells of.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 _rank: int | None = None
 
@@ -16,10 +20,15 @@ def set_rank(rank: int, world_size: int) -> None:
 def info(message: str) -> None:
     """A message of the run; printed by rank 0 (or by the only process)."""
     if not _rank:
-        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+        _say(message)
 
 
 def warn(message: str) -> None:
     """A message of this process, from any rank."""
     who = "" if _rank is None else f"[rank {_rank}] "
-    print(f"{time.strftime('%H:%M:%S')} {who}warning: {message}", file=sys.stderr, flush=True)
+    _say(f"{who}warning: {message}")
+
+
+def _say(message: str) -> None:
+    with suppress(OSError):
+        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)

@@ -11,4 +11,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 ranks="$1"
 shift
-exec "${FRONTIER_LLM_PYTHON:-python3}" -m frontier_llm.cluster.local "$ranks" train "$@"
+exec "${FRONTIER_LLM_PYTHON:-python3}" -m frontier_llm.cluster.local "$ranks" "$@"

@@ -25,9 +25,14 @@ if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
         exec >>"$log" 2>&1
     fi
 fi
+# Slurm's warning may come while Python starts, which takes long where thousands of ranks read its files: it waits until the rank can hear it
+held=()
+if env --block-signal=USR1 true 2>/dev/null; then
+    held=(env --block-signal=USR1)
+fi
 case "${FRONTIER_LLM_BIND:-none}" in
-    gcd) exec "$here/bind_gcd.sh" "$@" ;;
-    none) exec "$@" ;;
+    gcd) exec "${held[@]}" "$here/bind_gcd.sh" "$@" ;;
+    none) exec "${held[@]}" "$@" ;;
     *)
         echo "rank.sh: FRONTIER_LLM_BIND=$FRONTIER_LLM_BIND is neither gcd nor none" >&2
         exit 2

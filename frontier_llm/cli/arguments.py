@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from frontier_llm.errors import closest
+from frontier_llm.errors import FrontierError, closest
 
 _BYTES = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -62,6 +64,16 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction) and (command := getattr(parsed, action.dest, None)) in action.choices:
                 return action.choices[command].chosen(parsed)
         return self
+
+
+@contextmanager
+def as_typed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the body speak of what the user has typed: `names` has the flag for each name that it goes by elsewhere."""
+    try:
+        yield
+    except FrontierError as error:
+        error.reword(names)
+        raise
 
 
 def examples(*lines: str) -> str:

@@ -38,8 +38,11 @@ def run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.rank_env import discover
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
+    from frontier_llm.errors import ConfigError
     from frontier_llm.planner.candidates import tensor_degrees
 
+    if args.output.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{args.output} is no name of a machine file", f"--output {args.output.with_suffix('.yaml')}", "--output")
     place = discover()
     ranks = place.world_size if place else args.ranks
     config = load_run(args.run, args.overrides)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import examples, natural, positive
+from frontier_llm.cli.arguments import as_typed, examples, natural, positive
 from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
 from frontier_llm.errors import ConfigError, LayoutError
 
@@ -57,7 +57,8 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     from frontier_llm.inference.sampling import Sampling
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    return Sampling(**{name: getattr(args, name) for name in names})
+    with as_typed({name: f"--{name.replace('_', '-')}" for name in names}):
+        return Sampling(**{name: getattr(args, name) for name in names})
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

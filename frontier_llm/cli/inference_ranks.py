@@ -9,12 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import add_json, positive
+from frontier_llm.cli.arguments import add_json, as_typed, positive
 
 if TYPE_CHECKING:
     from frontier_llm.data.tokenizer import Tokenizer
     from frontier_llm.inference.model import InferenceModel
     from frontier_llm.inference.open import OpenedModel
+
+
+_FLAGS = {"parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline", "train.device=": "--device "}
 
 
 def add_model_options(parser: argparse.ArgumentParser, replicas: bool) -> None:
@@ -42,13 +45,15 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
     from frontier_llm.cluster.rank_env import discover, environment
 
     world_size = args.tensor * args.pipeline * getattr(args, "data_parallel", 1)
-    if discover() is not None or world_size == 1:
-        return work(args)
-    from frontier_llm.cluster.local import run_local_ranks
-    from frontier_llm.inference.model import inference_plan
-    from frontier_llm.inference.open import open_model
+    with as_typed(_FLAGS):
+        if discover() is not None or world_size == 1:
+            return work(args)
+        from frontier_llm.inference.model import inference_plan
+        from frontier_llm.inference.open import open_model
 
-    inference_plan(open_model(args.model).source.model, args.tensor, args.pipeline, world_size)
+        inference_plan(open_model(args.model).source.model, args.tensor, args.pipeline, world_size)
+    from frontier_llm.cluster.local import run_local_ranks
+
     with TemporaryDirectory(prefix="frontier-llm-") as logs:
         return run_local_ranks(world_size, as_arguments(args), environment(), Path(logs))
 

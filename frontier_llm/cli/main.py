@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from frontier_llm import __version__
@@ -113,7 +114,8 @@ def entry() -> NoReturn:
     """
     code = main()
     sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk under a rank's log must not change its code
+        sys.stderr.flush()
     if "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)

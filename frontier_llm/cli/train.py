@@ -33,6 +33,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when the run reached its last step."""
+    from frontier_llm.cluster.signals import held
+
+    with held():  # until ranks can hear what they are told: what is read and imported before takes seconds
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.rank_env import discover
     from frontier_llm.cluster.signals import SignalWatcher
 
@@ -49,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         check_start(config, world_size)
     if place is None and world_size > 1:
         return start_local_ranks(config, world_size, ["train", args.run, *overrides, *resume_flags(args)])
-    with SignalWatcher() as signals:  # before the two seconds that importing torch takes
+    with SignalWatcher() as signals:
         from frontier_llm.train.loop import Resume, train
 
         code = train(config, place, signals, Resume(args.strict, tuple(args.allow_change)))

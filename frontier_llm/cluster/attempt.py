@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -122,7 +123,7 @@ def run_step(step: Step) -> Outcome:
         "MASTER_ADDR": master_address(step),
         "FRONTIER_LLM_LOG_DIR": str(step.log_dir),
     }
-    process = subprocess.Popen(step.srun(), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603 a list
+    process = subprocess.Popen(step.srun(), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace")  # noqa: S603 a list
     assert process.stderr is not None
     said: list[str] = []
     reader = threading.Thread(target=_copy, args=(process.stderr, said), daemon=True)
@@ -136,7 +137,8 @@ def run_step(step: Step) -> Outcome:
     if code == 0:
         return Outcome("interrupted", 0)
     outcome = diagnose(code, said, step.log_dir)
-    print("\n".join([*outcome.message, "", outcome.detail]), file=sys.stderr, flush=True)
+    with suppress(OSError):  # the job's output is on a full disk
+        print("\n".join([*outcome.message, "", outcome.detail]), file=sys.stderr, flush=True)
     return outcome
 
 
@@ -219,7 +221,8 @@ def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None,
 
 
 def _copy(source: IO[str], kept: list[str]) -> None:
-    """Pass srun's messages on and keep them."""
+    """Pass srun's messages on and keep them. Who does not read holds srun up, so that a full disk is no reason to stop."""
     for line in source:
         kept.append(line.rstrip("\n"))
-        print(line, end="", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(line, end="", file=sys.stderr, flush=True)

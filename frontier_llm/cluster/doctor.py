@@ -126,7 +126,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
             *("--gpus-per-node=0", "--cpu-bind=none", "--overlap", "--kill-on-bad-exit=0", f"--time={math.ceil(timeout_s / 60)}"),
             *(python, "-P", "-m", "frontier_llm.cluster.probe", file.name),
         ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment())  # noqa: S603 a list
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, errors="replace", env=environment())  # noqa: S603 a list
         # srun's --time has a grain of a minute, and a hung node must not hold up the others' answers
         ends = [threading.Timer(timeout_s, process.terminate), threading.Timer(timeout_s + SRUN_GRACE_S, process.kill)]
         for end in ends:

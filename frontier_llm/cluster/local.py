@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ from typing import IO, BinaryIO
 
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, held
 from frontier_llm.errors import FrontierError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # from our terminal or scheduler to the ranks
@@ -76,7 +77,8 @@ def run_local_ranks(
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM and SIGUSR1 are forwarded.
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM and SIGUSR1 are forwarded,
+    once all ranks are started where the caller holds them back (`signals.held`); then the ranks do so too, until they listen.
     After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; `log_dir/failure.json` then says who was first.
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
@@ -99,11 +101,14 @@ class _Ranks:
 
     def run(self) -> int:
         old = {number: signal.signal(number, self._forward) for number in FORWARDED} if _in_main_thread() else {}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             self._start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, old)  # now that all ranks can be told
             self._wait()
         finally:
             self._signal_all(signal.SIGKILL)  # only when an exception ended the wait: nobody outlives us
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in old.items():
                 signal.signal(number, handler)
         for thread in self.threads:
@@ -210,14 +215,13 @@ def failure_lines(log: Path) -> list[str]:
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
-    """Pass a rank's output on line by line, to the terminal and into its log."""
+    """Pass a rank's output on line by line, to the terminal and into its log; one goes on without the other. Who does not read holds the rank up."""
     for line in source:
-        log.write(line)
-        try:
+        with suppress(OSError):  # the disk is full
+            log.write(line)
+        with suppress(OSError, ValueError):  # the terminal is gone
             terminal.write(line.decode(errors="replace"))
             terminal.flush()
-        except (OSError, ValueError):  # the terminal is gone; the log goes on
-            continue
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
@@ -239,5 +243,6 @@ def _die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-if __name__ == "__main__":  # launch/local.sh RANKS COMMAND …
-    sys.exit(run_local_ranks(int(sys.argv[1]), sys.argv[2:], environment(), Path("logs") / time.strftime("%Y%m%d-%H%M%S")))
+if __name__ == "__main__":  # launch/local.sh RANKS CONFIG …
+    with held():
+        sys.exit(run_local_ranks(int(sys.argv[1]), ["train", *sys.argv[2:]], environment(), Path("logs") / time.strftime("%Y%m%d-%H%M%S")))

@@ -112,7 +112,7 @@ def provider_error(provider: str | None) -> str:
     tool = shutil.which("fi_info")
     if tool is None:
         return NO_FI_INFO
-    done = subprocess.run([tool, "-p", provider], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 a list
+    done = subprocess.run([tool, "-p", provider], capture_output=True, errors="replace", timeout=30, check=False)  # noqa: S603 a list
     return "" if done.returncode == 0 and "provider" in done.stdout else (done.stderr.strip() or f"fi_info -p {provider} finds nothing")
 
 

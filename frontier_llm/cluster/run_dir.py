@@ -1,7 +1,7 @@
 """What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
 
 LATEST or checkpoints/LATEST   name of the last durable checkpoint
-metrics.jsonl                  one line per step, evaluation, save, start and rewind
+metrics.jsonl                  one line per step, evaluation, save, start and rewind; the last two name the layout
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the only start that may write (the fence)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
@@ -17,12 +17,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
+TORN_BYTES = 1 << 16  # no line is nearly as long
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,31 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # else a power loss may bring the old content back
+        finally:
+            os.close(folder)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def open_lines(path: Path) -> FileIO:
+    """For appending whole lines; what a crash of the machine, or a full disk, has left of a torn one is cut off."""
+    lines = path.open("a+b", buffering=0)
+    size = path.stat().st_size
+    lines.seek(max(0, size - TORN_BYTES))
+    lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
+    return lines
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """One more line, on the device when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_lines(path) as lines:
+        lines.write((json.dumps(row) + "\n").encode())
+        os.fsync(lines.fileno())
 
 
 def latest_step(run_dir: Path) -> int:
@@ -107,6 +131,17 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return [found[step] for step in sorted(found)]
 
 
+def layouts(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of starts and rewinds from which on the run had another `layout` than before; none in files from before it was written down."""
+    changes: list[dict[str, Any]] = []
+    for row in rows(run_dir):
+        if isinstance(row.get("layout"), dict):
+            changes = [change for change in changes if change["step"] < row["step"]]  # no step came of the others
+            if not changes or changes[-1]["layout"] != row["layout"]:
+                changes.append(row)
+    return changes
+
+
 def attempts(run_dir: Path) -> list[Attempt]:
     """Every recorded start, oldest first."""
     known = set(Attempt.__dataclass_fields__)
@@ -117,10 +152,8 @@ def attempts(run_dir: Path) -> list[Attempt]:
 
 
 def record(run_dir: Path, attempt: Attempt) -> None:
-    """Append one attempt; a single write, so that it cannot be torn by a neighbour."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "attempts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(attempt)) + "\n")
+    """Append one attempt."""
+    append_line(run_dir / "attempts.jsonl", asdict(attempt))
 
 
 def take(run_dir: Path, job_id: str, host: str) -> int:

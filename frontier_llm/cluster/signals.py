@@ -4,6 +4,9 @@ A Python signal handler runs between byte codes of the main thread; a rank waiti
 (measured: 6.0 s late, exactly when the collective returned). CPython's C-level handler, however, writes the signal's number
 to the wakeup descriptor at once, from whichever thread the kernel chose. A thread reads it here and raises a flag; the
 training loop looks at the flag between steps.
+
+Until there are handlers, half a second after the start at best, a signal would kill the process. So whoever starts ranks holds the warnings
+back (`held`): they wait in the kernel, also across exec, until a watcher takes them.
 """
 
 from __future__ import annotations
@@ -15,13 +18,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 # A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
 DEFAULT_SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
+_HELD = (signal.SIGUSR1, signal.SIGTERM)  # not Ctrl-C: nothing is lost yet, and the user sits there waiting
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """In the body, and in processes started there, SIGUSR1 and SIGTERM wait until a SignalWatcher is entered. Main thread only."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
@@ -34,7 +48,7 @@ class SignalWatcher:
     The first signal asks for an orderly end. A second one, `debounce_s` or more after it, ends the process at once with
     128 + its number, even when the main thread is stuck: what has been committed to disk stays, nothing else is waited for.
     Within `debounce_s` repeats count as one request, because Slurm and a script's trap may both deliver the same warning.
-    Must be entered in the main thread; restores handlers and wakeup descriptor when left.
+    Must be entered in the main thread; restores handlers, wakeup descriptor and mask when left.
     """
 
     def __init__(self, signals: Sequence[str] = DEFAULT_SIGNALS, debounce_s: float = 1.0) -> None:
@@ -61,9 +75,11 @@ class SignalWatcher:
         self._old: dict[signal.Signals, Any] = {number: signal.signal(number, _nothing) for number in self._signals}
         self._thread = threading.Thread(target=self._listen, name="signal-watcher", daemon=True)
         self._thread.start()
+        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)  # takes what has been held back
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)

@@ -52,7 +52,7 @@ class Allocation:
 def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
     """stdout of a Slurm command. Raises FrontierError with its own message when it fails or does not exist."""
     try:
-        done = subprocess.run(list(command), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)  # noqa: S603 a list
+        done = subprocess.run(list(command), cwd=cwd, env=env, capture_output=True, errors="replace", timeout=timeout_s, check=False)  # noqa: S603 a list
     except FileNotFoundError as error:
         raise FrontierError(f"there is no {command[0]} here", "run this on a login node of a Slurm cluster", command[0]) from error
     except subprocess.TimeoutExpired as error:

@@ -186,8 +186,8 @@ def submit(request: Request) -> Submission:
     run_dir.write_atomically(directory / "job.sbatch", made.script)
     job_id = slurm.call(made.command, env={**environment(), **made.variables}).strip().split(";")[0]
     done = Submission(made.script, made.command, directory, made.variables, job_id)
-    with (directory / "submissions.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(made.command)}) + "\n")
+    entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(made.command)}
+    run_dir.append_line(directory / "submissions.jsonl", entry)
     run_dir.write_atomically(directory / "successor", job_id + "\n")
     return done
 

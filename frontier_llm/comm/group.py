@@ -14,6 +14,7 @@ from torch import Tensor
 from frontier_llm.errors import RankFailure
 
 EXPLAIN_S = 3.0  # the ranks of a group time out within a second of each other
+CLOSED_S = 1.0  # and notice a closed connection at once, if they notice it
 
 # torch 2.13 renames these and warns at every call of the old names; 2.10 has only those
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -179,13 +180,14 @@ class TorchGroup:
         return self._watch("exchange", lambda: dist.batch_isend_irecv(operations))
 
     def explain(self, what: str, error: Exception, peer: int | None = None) -> RankFailure:
-        """The error to raise for a failed call, after up to EXPLAIN_S of asking the others, or the peer of a message, how far they are."""
+        """The error to raise for a failed call, after up to EXPLAIN_S, or CLOSED_S, of asking the others, or the peer of a message, how far they are."""
         parties = range(len(self._ranks)) if peer is None else sorted({self._rank, peer})
         key = f"behind/{self._name}/{[self._ranks[rank] for rank in parties]}"
         calls: dict[int, int] = {self._rank: self._calls[peer]}
         try:
             self._store.set(f"{key}/{self._rank}", str(self._calls[peer]))
-            deadline = time.monotonic() + EXPLAIN_S
+            closed = any(word in str(error).lower() for word in ("connection closed", "connection reset", "broken pipe"))
+            deadline = time.monotonic() + (CLOSED_S if closed else EXPLAIN_S)
             while (missing := [rank for rank in parties if rank not in calls]) and time.monotonic() < deadline:
                 found = [rank for rank in missing if self._store.check([f"{key}/{rank}"])]
                 calls.update({rank: int(self._store.get(f"{key}/{rank}")) for rank in found})

@@ -16,9 +16,8 @@ from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.costs.parameters import layer_shapes, norm_shapes
 from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
 from frontier_llm.schedule import Kind, build, channel_of
-from frontier_llm.topology import ParallelPlan, StageSpec
+from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan, StageSpec
 
-ALIGNMENT = 128  # elements; each parameter and each rank's slice of a bucket start on a multiple
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
 
@@ -125,7 +124,7 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
 def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int) -> Iterator[tuple[int, str]]:
     """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
     declared = [piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)]
-    chunk_numel = ALIGNMENT * plan.grid.dp
+    chunk_numel = BUCKET_ALIGNMENT * plan.grid.dp
 
     def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:
         return piece[1:]
@@ -138,7 +137,7 @@ def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: 
                 yield -(-padded // chunk_numel) * chunk_numel, key[1]
                 filled, padded = 0, 0
             filled += numel
-            padded += -(-numel // ALIGNMENT) * ALIGNMENT
+            padded += -(-numel // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
         yield -(-padded // chunk_numel) * chunk_numel, key[1]
 
 

@@ -8,7 +8,7 @@ In Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,25 +84,32 @@ class FrontierLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Text up to a stop string, per (context, generation arguments)."""
-        texts = []
-        for request in requests:
-            context, options = request.args
-            until = options.get("until") or []
-            stops = [until] if isinstance(until, str) else list(until)
-            wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
-            greedy = not options.get("do_sample", False)
-            sampling = Sampling(
-                wanted,
-                0.0 if greedy else float(options.get("temperature", 1.0)),
-                top_p=float(options.get("top_p", 1.0)),
-                min_p=float(options.get("min_p", 0.0)),
-            )
-            room = self.max_length - min(wanted, self.max_length - 1)
-            ids = self.tok_encode(context)
-            prompt = context if len(ids) <= room else self.tokens.decode(ids[-room:])
-            texts.append(complete(self.model, self.tokens, [prompt], sampling, stops)[0].text)
+        """Text up to a stop string, per (context, generation arguments); those of equal arguments are continued in batches."""
+        asked = [_generation(request.args[1]) for request in requests]
+        texts = [""] * len(requests)
+        for how in dict.fromkeys(asked):
+            sampling, stops = how
+            numbers = [number for number, other in enumerate(asked) if other == how]
+            prompts = [self._fitting(requests[number].args[0], sampling.max_new_tokens) for number in numbers]
+            made = complete(self.model, self.tokens, prompts, sampling, stops, batch_size=self.batch_size_per_gpu)
+            for number, completion in zip(numbers, made, strict=True):
+                texts[number] = completion.text
         return texts
+
+    def _fitting(self, context: str, new_tokens: int) -> str:
+        """The end of a context that leaves room for what is wanted."""
+        room = self.max_length - min(new_tokens, self.max_length - 1)
+        ids = self.tok_encode(context)
+        return context if len(ids) <= room else self.tokens.decode(ids[-room:])
+
+
+def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
+    """lm_eval's generation arguments: how to sample, and the strings that end a text."""
+    until = options.get("until") or []
+    wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
+    temperature = float(options.get("temperature", 1.0)) if options.get("do_sample", False) else 0.0
+    sampling = Sampling(wanted, temperature, top_p=float(options.get("top_p", 1.0)), min_p=float(options.get("min_p", 0.0)))
+    return sampling, (until,) if isinstance(until, str) else tuple(until)
 
 
 def _device(wanted: str | None) -> torch.device:

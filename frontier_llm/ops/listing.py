@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from frontier_llm.errors import BackendError
+from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.face import GROUPS
 from frontier_llm.ops.kernel_table import ARCHITECTURES
@@ -59,6 +59,7 @@ def kernel_report(architecture: str) -> list[dict[str, Any]]:
     waves_per_simd is the occupancy that registers and shared memory allow (at most 8 on CDNA, 16 on NVIDIA).
     """
     machine = ARCHITECTURES.get(architecture)
-    lines = read_manifest(architecture)["kernels"]  # names the architectures that there are
-    assert machine
+    if machine is None:
+        raise BackendError(f"no GPU ops are built for {architecture!r}", suggest(architecture, ARCHITECTURES), "ARCHITECTURE")
+    lines = read_manifest(architecture)["kernels"]
     return [{**line, "waves_per_simd": machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])} for line in lines]

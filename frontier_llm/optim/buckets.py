@@ -21,10 +21,7 @@ from frontier_llm.comm import DONE, Axis, Pending, single, start_all_gather_into
 from frontier_llm.ops import statistics_dtype
 from frontier_llm.packing import packed
 from frontier_llm.tensor_parallel import ShardedParameter
-from frontier_llm.topology import ShardSpec
-
-# Slices start on 128-element boundaries: 256 bytes in bf16, the width that RCCL and vector loads like.
-ALIGNMENT = 128
+from frontier_llm.topology import BUCKET_ALIGNMENT, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -148,9 +145,9 @@ def _distinct_modules(stages: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _allocate(parameters: list[ShardedParameter], dp: Axis, zero: int, device: torch.device) -> Bucket:
-    sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters]
+    sizes = [-(-parameter.numel() // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT for parameter in parameters]
     offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-    chunk = ALIGNMENT * dp.size
+    chunk = BUCKET_ALIGNMENT * dp.size
     numel = -(-sum(sizes) // chunk) * chunk
     dtype = parameters[0].dtype
     weights = torch.zeros(numel, dtype=dtype, device=device)

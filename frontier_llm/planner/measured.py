@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from frontier_llm.cluster import run_dir
 from frontier_llm.config import load_run
 from frontier_llm.costs import from_config
 from frontier_llm.errors import DataError
@@ -42,10 +43,11 @@ def read_run(directory: Path, numbers: Rates) -> MeasuredRun:
     try:
         config = load_run(str(directory / "config.yaml"))
         grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     except (ValueError, KeyError) as error:
         raise DataError(f"cannot be read as a run directory: {error}", where=str(directory), fix=MISSING) from error
-    times = [float(line["step_time_s"]) for line in lines if line["kind"] == "step"]
+    since = max((row["step"] for row in run_dir.layouts(directory)), default=0)  # the configuration is that of the last layout
+    rows = (row for row in run_dir.rows(directory) if row.get("kind") == "step" and row["step"] > since)
+    times = [float(row["step_time_s"]) for row in rows]
     if not times:
         raise DataError("holds no step times", where=str(directory), fix=MISSING)
     w = from_config(config, grid["tp"] * grid["pp"] * grid["dp"])

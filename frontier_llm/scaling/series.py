@@ -125,7 +125,18 @@ def make_series(mode: Mode, config: RunConfig, site: Site, nodes: Sequence[int],
 def _problems_at(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int) -> list[Problem]:
     point = make_point(mode, config, site, nodes, batch, Path("unused"))
     found = plan_problems(point.config, point.devices)
-    return [replace(problem, fix=_node_fix(config, site, nodes)) if problem.where == "world size" else problem for problem in found]
+    return [_answered(problem, mode, config, site, nodes) for problem in found]
+
+
+def _answered(problem: Problem, mode: Mode, config: RunConfig, site: Site, nodes: int) -> Problem:
+    """With a fix in what the user of a series chooses: nodes and batches."""
+    if problem.where == "world size":
+        return replace(problem, fix=_node_fix(config, site, nodes))
+    if problem.where == "batch.global_batch" and mode == "weak":  # a multiple of dp it is
+        return replace(problem, where="--batch-per-replica", fix=f"give a multiple of batch.micro_batch, {config.batch.micro_batch}")
+    if problem.where == "batch.global_batch":
+        return replace(problem, where="--global-batch", fix=problem.fix.replace("set batch.global_batch=", "give --global-batch "))
+    return problem
 
 
 def _node_fix(config: RunConfig, site: Site, nodes: int) -> str:

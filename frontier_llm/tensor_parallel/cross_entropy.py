@@ -44,6 +44,6 @@ def vocab_parallel_cross_entropy(logits_SBv: Tensor, targets_SB: Tensor, first_v
     return loss_N.view(targets_SB.shape)
 
 
-def mean_over_global_batch(loss_SB: Tensor, global_tokens: int) -> Tensor:
+def mean_over_global_batch(loss_SB: Tensor, global_tokens: int | Tensor) -> Tensor:
     """This microbatch's share of the step's mean loss. The one place that divides: collectives only sum (promise 7)."""
     return loss_SB.sum() / global_tokens

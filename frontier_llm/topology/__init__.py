@@ -1,13 +1,14 @@
 """rank ↔ (pp, dp, tp), groups as tuples of ranks, layers → stages, and what each rank owns."""
 
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
-from frontier_llm.topology.plan import ParallelPlan, make_plan, plan_problems
+from frontier_llm.topology.plan import ParallelPlan, make_plan, plan_as_given, plan_problems
 from frontier_llm.topology.rectangles import Rectangle, contiguous_runs, rectangles_of_run, spans
-from frontier_llm.topology.shards import ShardSpec, split, whole
+from frontier_llm.topology.shards import BUCKET_ALIGNMENT, ShardSpec, split, whole
 from frontier_llm.topology.stages import StageSpec, head_cost_in_layers, split_layers
 
 __all__ = [
     "AXIS_ORDERS",
+    "BUCKET_ALIGNMENT",
     "Grid",
     "ParallelPlan",
     "Rectangle",
@@ -16,6 +17,7 @@ __all__ = [
     "contiguous_runs",
     "head_cost_in_layers",
     "make_plan",
+    "plan_as_given",
     "plan_problems",
     "rectangles_of_run",
     "spans",

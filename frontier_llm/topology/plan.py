@@ -56,6 +56,11 @@ def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
     problems = plan_problems(config, world_size)
     if problems:
         raise LayoutError(problems)
+    return plan_as_given(config, world_size)
+
+
+def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
+    """The layout without looking for problems: of a run that has taken place."""
     parallel, batch = config.parallel, config.batch
     dp = world_size // (parallel.tensor * parallel.pipeline)
     return ParallelPlan(
@@ -166,8 +171,8 @@ def _pipeline_problems(config: RunConfig) -> list[Problem]:
         problems.append(
             Problem(
                 "parallel.pipeline",
-                f"{parallel.pipeline} stages x {parallel.chunks} chunks = {virtual} pieces for {model.layers} layers",
-                f"at most {model.layers} pieces; lower pipeline or chunks",
+                f"{parallel.pipeline} stages{f' x {parallel.chunks} chunks' if parallel.chunks > 1 else ''} = {virtual} pieces for {model.layers} layers",
+                f"at most {model.layers} pieces; lower parallel.pipeline" + (" or parallel.chunks" if parallel.chunks > 1 else ""),
             )
         )
     if parallel.chunks > 1 and parallel.schedule != "interleaved":

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+# elements: each parameter in a flat bucket, and each rank's slice of one, starts on a multiple; 256 bytes in bf16, the width that RCCL and
+# vector loads like
+BUCKET_ALIGNMENT = 128
+
 
 @dataclass(frozen=True)
 class ShardSpec:

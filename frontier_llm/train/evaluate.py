@@ -46,7 +46,7 @@ def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrup
     feed, loss_sum, targets = state.new_feed(source), 0.0, 0
     for step in range(rounds):
         hit("train.evaluate")
-        counted = feed.count_targets(step)
+        counted = int(feed.count_targets(step))
         mean = global_loss(state, state.evaluator.run(partial(feed.microbatch, step, global_targets=counted)))
         loss_sum, targets = loss_sum + float(mean) * counted, targets + counted
         if interrupted():

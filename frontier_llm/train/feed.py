@@ -38,7 +38,7 @@ class Feed:
         targets = self.count_targets(step)
         return lambda index: self.microbatch(step, index, targets)
 
-    def microbatch(self, step: int, index: int, global_targets: int) -> Microbatch:
+    def microbatch(self, step: int, index: int, global_targets: int | Tensor) -> Microbatch:
         """The microbatch with the sequence first."""
         if not self._reads:
             return Microbatch()
@@ -52,13 +52,16 @@ class Feed:
             global_targets,
         )
 
-    def count_targets(self, step: int) -> int:
-        """Targets of the step's global batch that count in the loss. Collective over dp where documents are masked."""
+    def count_targets(self, step: int) -> int | Tensor:
+        """Targets of the step's global batch that count in the loss. Collective over dp where documents are masked.
+
+        Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp.
+        """
         if not self._source.reset_at_documents:
             return self._targets_per_step
         step += self.left_out_steps
         mine = sum(self._source.microbatch(step, index).target_count for index in range(self._source.microbatches))
-        return int(all_reduce_(torch.tensor(mine, dtype=torch.int64, device=self._device), self._dp))
+        return all_reduce_(self._tensor(np.array([mine], np.int64)), self._dp)[0]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         """On the device; through pinned memory to a GPU, because from ordinary memory the host would wait for the copy's turn."""

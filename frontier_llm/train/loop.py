@@ -14,6 +14,7 @@ from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
+from frontier_llm.cluster.run_dir import write_atomically
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump
@@ -171,8 +172,8 @@ class _Session:
             self.metrics.communication()  # for `status` of a run that goes on
 
     def _write_run_files(self) -> None:
-        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        (self.run_dir / "plan.json").write_text(json.dumps(asdict(self.state.plan), indent=1), encoding="utf-8")
+        write_atomically(self.run_dir / "config.yaml", dump(self.config))
+        write_atomically(self.run_dir / "plan.json", json.dumps(asdict(self.state.plan), indent=1))
 
 
 def _recompute(state: TrainState) -> Recompute:

@@ -8,13 +8,13 @@ import resource
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from frontier_llm import log
+from frontier_llm.cluster.run_dir import open_lines
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.machine import load_machine
@@ -22,8 +22,6 @@ from frontier_llm.train.build import TrainState
 from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.step import StepResult
 from frontier_llm.units import GIB, TERA, format_seconds
-
-TORN_BYTES = 1 << 16  # no line is nearly as long
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,13 @@ class Metrics:
     """Written by global rank 0, only ever appended to; each line carries the incarnation that wrote it.
 
     A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it so, and TensorBoard
-    is told the same.
+    is told the same. It also says on which layout the steps after it run, as an attempt may have another than the one before.
     """
 
     def __init__(self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int) -> None:
         """Go on after `done_steps` steps in the run's directory."""
         self._config, self._world_size, self._clock, self._incarnation = config, world_size, clock, incarnation
+        self._layout = layout_of(config, world_size)
         self._flops_per_token, self._peak_tflops = model_flops_per_token(config.model), peak_tflops(config)
         run_dir = Path(config.train.run_dir)
         self._events = run_dir / "events" if config.train.tensorboard else None
@@ -105,8 +104,8 @@ class Metrics:
         self._clock.take()
 
     def _take_back(self, kind: str, step: int) -> None:
-        self._write(kind, step, {})
         self._close_board()
+        self._write(kind, step, {"layout": self._layout})
         if self._events is not None:
             self._board = _summary_writer(self._events, step + 1)
 
@@ -161,13 +160,11 @@ class Metrics:
         )
 
 
-def open_lines(path: Path) -> FileIO:
-    """For appending whole lines; what a crash of the machine has left of a torn one is cut off."""
-    lines = path.open("a+b", buffering=0)
-    size = path.stat().st_size
-    lines.seek(max(0, size - TORN_BYTES))
-    lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
-    return lines
+def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """How the run is split over `world_size` ranks, in the words of its configuration."""
+    parallel = config.parallel
+    data = world_size // (parallel.tensor * parallel.pipeline)
+    return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
 
 
 def metrics_of(state: TrainState, incarnation: int) -> Metrics:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import html
 import io
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from frontier_llm.cluster import run_dir
-from frontier_llm.config import RunConfig, build
-from frontier_llm.config.load import read_yaml
+from frontier_llm.config import RunConfig
 from frontier_llm.costs.flops import matrix_parameters
-from frontier_llm.errors import DataError
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
-from frontier_llm.topology import ParallelPlan, StageSpec, make_plan
+from frontier_llm.topology import StageSpec
 from frontier_llm.train.latency import communication_section
+from frontier_llm.train.run_record import Part, RunRecord, read_run, told_apart
 from frontier_llm.units import format_count
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
@@ -41,50 +39,9 @@ pre { padding: .8rem 1rem; overflow-x: auto; white-space: pre-wrap }
 """
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run directory says about a run."""
-
-    directory: Path
-    config: RunConfig
-    plan: ParallelPlan
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    operations: dict[str, dict[str, Any]]  # of rank 0 in the last attempt that came to its end (Ledger.summary)
-    world_size: int
-    name: str  # of its curves
-
-
-def read_run(directory: Path) -> RunRecord:
-    """Load a run directory. Raises DataError when it holds no run; lines of a torn metrics file are skipped."""
-    missing = [name for name in ("config.yaml", "plan.json", "metrics.jsonl") if not (directory / name).is_file()]
-    if missing:
-        raise DataError(f"{directory} is not a run directory: no {', '.join(missing)}", fix="give the train.run_dir of a run")
-    config = build(RunConfig, read_yaml(directory / "config.yaml"), where=str(directory / "config.yaml"))
-    grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
-    world_size = grid["tp"] * grid["pp"] * grid["dp"]
-    plan = make_plan(config, world_size)
-    steps, evaluations = run_dir.steps(directory), run_dir.evaluations(directory)
-    operations: dict[str, dict[str, Any]] = next(
-        (row["operations"] for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication"), {}
-    )
-    return RunRecord(directory, config, plan, steps, evaluations, operations, world_size, label(plan))
-
-
-def _told_apart(records: list[RunRecord]) -> list[RunRecord]:
-    """Runs of one layout are named by their directories."""
-    layouts = [record.name for record in records]
-    names = [record.directory.resolve().name for record in records]
-    own = names if len(set(names)) == len(names) else [str(record.directory) for record in records]
-    return [
-        record if layouts.count(record.name) == 1 else replace(record, name=f"{name}, {record.name}")
-        for record, name in zip(records, own, strict=True)
-    ]
-
-
 def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None) -> Path:
     """One page over one or several runs of the same model (their curves share the axes); returns `output`."""
-    records = _told_apart([read_run(run) for run in runs])
+    records = told_apart([read_run(run) for run in runs])
     first = records[0]
     parts = [
         f"<h1>{_text(first.config.model.name)}</h1>",
@@ -93,8 +50,8 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
         "<h2>Curves</h2><div class=figures>",
         *(f"<figure>{svg}</figure>" for svg in _curves(records)),
         "</div>",
-        *(_layout(record) for record in records),
-        *(communication_section(record.name, record.operations) for record in records if record.operations),
+        *(_layout(record, part) for record in records for part in record.parts),
+        *(communication_section(_of_run(record, record.moved_on.name), record.operations) for record in records if record.operations),
         _table(records),
     ]
     if sample:
@@ -131,8 +88,10 @@ def _tiles(records: Sequence[RunRecord]) -> str:
         last = first.steps[-1]
         tiles.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
         tiles.append((format_count(last["consumed_tokens"]), "tokens seen"))
-        speeds = sorted(record["tokens_per_s"] for record in first.steps)
-        tiles.append((f"{speeds[len(speeds) // 2]:,.0f}", "tokens/s (median)"))
+        since = first.parts[-1].after_step
+        speeds = [step["tokens_per_s"] for step in first.steps if step["step"] > since]
+        if speeds:
+            tiles.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
     return (
         "<div class=tiles>" + "".join(f"<div class=tile><b>{value}</b><span>{_text(what)}</span></div>" for value, what in tiles) + "</div>"
     )
@@ -168,6 +127,9 @@ def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points 
             axes.plot(
                 [x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="_" if index else "held out"
             )  # "_": not in the legend
+    for part in (part for record in records for part in record.parts if part.after_step):
+        axes.axvline(part.after_step, color="#888", linestyle=":", linewidth=1)
+        axes.text(part.after_step, 0.98, f" {part.name}", transform=axes.get_xaxis_transform(), rotation=90, va="top", fontsize=6)
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
@@ -181,19 +143,20 @@ def _svg(figure: Any) -> str:
     return text[text.index("<svg") :]  # without the XML prologue, which HTML has no place for
 
 
-def label(plan: ParallelPlan) -> str:
-    """'TP2 x PP2 x DP1'."""
-    return f"TP{plan.grid.tp} x PP{plan.grid.pp} x DP{plan.grid.dp}"
-
-
 def _layers(piece: StageSpec) -> str:
     first, last = piece.first_layer, piece.first_layer + piece.num_layers - 1
     return f"layers {first}-{last}" if last > first else f"layer {first}"
 
 
-def _layout(record: RunRecord) -> str:
+def _of_run(record: RunRecord, text: str) -> str:
+    """With the run's own name, where it has one besides that of its layout."""
+    own = record.name.rpartition(", ")[0]
+    return f"{text}, {own}" if own else text
+
+
+def _layout(record: RunRecord, part: Part) -> str:
     """Which rank holds what, and the schedule that was played, drawn with forward 1 and backward 2 units long."""
-    plan, grid = record.plan, record.plan.grid
+    plan, grid = part.plan, part.plan.grid
     stages = []
     for pp in range(grid.pp):
         pieces = [plan.stage_of(pp, chunk) for chunk in range(plan.chunks)]
@@ -223,8 +186,9 @@ def _layout(record: RunRecord) -> str:
     svg = drawing.getvalue()
     picture = f"<figure>{svg[svg.index('<svg') :]}</figure>" if grid.pp > 1 else ""
     note = "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units.</p>" if picture else ""
-    whose = "" if record.name == label(plan) else f", {record.name.removesuffix(f', {label(plan)}')}"
-    return f"<h2>Layout {_text(plan.describe() + whose)}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
+    when = f" after step {part.after_step}" if len(record.parts) > 1 or part.after_step else ""
+    title = f"Layout{when}: {_of_run(record, plan.describe())}"
+    return f"<h2>{_text(title)}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
 
 
 def _table(records: Sequence[RunRecord]) -> str:
@@ -233,6 +197,7 @@ def _table(records: Sequence[RunRecord]) -> str:
     for record in records:
         last = record.steps[-1] if record.steps else {}
         held_out = f"{record.evaluations[-1]['loss']:.4f}" if record.evaluations else "-"
-        cells = [record.directory.name, label(record.plan), last.get("step", 0), f"{last.get('loss', float('nan')):.4f}", held_out]
+        layouts = ", then ".join(name for name, _ in groupby(record.parts, key=lambda part: part.name))
+        cells = [record.directory.name, layouts, last.get("step", 0), f"{last.get('loss', float('nan')):.4f}", held_out]
         rows.append("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in [*cells, last.get("skipped_steps", 0)]) + "</tr>")
     return f"<h2>Runs</h2><table>{head}{''.join(rows)}</table>"

@@ -48,6 +48,17 @@ def test_one_agreed_step_is_saved_wherever_the_signal_comes(state: str, nth: int
     assert run.losses() == undisturbed.losses() and run.shards() == undisturbed.shards()
 
 
+def test_a_warning_as_python_starts_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs this module before any of ours."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run = Run(tmp_path, overrides=TWO)
+    code, output, _ = run.finish()
+    assert code == 75, output
+
+
 def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, overrides=TWO)
     process = run.start("checkpoint.shard_written#3=sleep:60")

@@ -211,13 +211,21 @@ class LocalSlurm:
             time.sleep(poll_s)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that descends from this cluster, orphans included: their environment names our slurm.conf."""
+        """Every process that descends from this cluster, orphans included: its environment names our slurm.conf, or it has a file of ours open.
+
+        Read from /proc: psutil cannot make sense of the environment of a slurmstepd, which has written its title over the beginning.
+        """
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(self.conf):
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != os.getpid() and self._is_ours(Path(f"/proc/{process.pid}")):
                     found.append(process)
         return found
+
+    def _is_ours(self, process: Path) -> bool:
+        if str(self.root).encode() in (process / "environ").read_bytes():
+            return True
+        return any(os.readlink(file).startswith(f"{self.root}/") for file in (process / "fd").iterdir())
 
     def stop(self) -> None:
         """Cancel the jobs, end the daemons, kill what is left, remove the files."""
@@ -229,9 +237,12 @@ class LocalSlurm:
         for daemon in self.daemons.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        deadline_s = time.monotonic() + 30
+        while (left := self.processes()) and time.monotonic() < deadline_s:  # more than once: some may be starting others
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
         for daemon in self.daemons.values():
             daemon.wait(5)
         shutil.rmtree(self.root, ignore_errors=True)

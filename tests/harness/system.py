@@ -1,9 +1,21 @@
 """System packages that a test needs: skipped with the package's name in a user's run, an error where nothing may be skipped."""
 
+import errno
+import io
 import os
 import shutil
 
 import pytest
+
+
+class FullDisk(io.StringIO):
+    """A text stream on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self) -> None:
+        self.write("")
 
 
 def require_program(program: str, package: str) -> str:

@@ -52,7 +52,7 @@ def train(words: list[str]) -> int:
                         "suspects": [{"rank": 2, "host": wrong, "tensor": "w"}],
                     }
                     run_dir.write_atomically(directory / "failure.json", json.dumps(record))
-                while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written; real ranks meet first
+                while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written
                     time.sleep(0.02)
                 return 1
             time.sleep(float(environ("STAND_IN_STEP_S") or 0.05))

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,10 +22,13 @@ from frontier_llm.comm.board import Board
 from frontier_llm.errors import RankFailure
 from frontier_llm.train.guard.suspects import WrongResults
 
-PERIOD_S = 1.0  # between two notices of a rank, if the store can take so many
+PERIOD_S = 0.25  # between two notices of a rank, if the store can take so many
+SILENT_PERIODS = 3  # without a notice, and a rank is taken for dead if it is the only one
+PATIENCE_S = 2.5  # until several are: on a busy machine living ones are late too
 POSTS_PER_S = 20_000  # by all ranks together: a third of what the store on rank 0 takes (scripts/bench_rendezvous.py)
 ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
 STORE_S = 3.0  # how long it waits for the store itself: then rank 0 is stopped
+POLL_S = 0.25  # between two looks for the answer
 T = TypeVar("T")
 _FIRST, _ALARM = "first failure", "alarm"
 
@@ -110,14 +114,24 @@ class Inquiry:
             log.warn(f"cannot write failure.json: {error.strerror}")
 
     def accuse(self, error: WrongResults) -> None:
-        """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more."""
+        """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more.
+
+        The others stay until it has: with the first to leave, launchers end the rest.
+        """
         if self._rank == 0:
             first, hosts = error.suspects[0], error.hosts_to_exclude
             here = self._own(error.problems[0].what)
             cause = Cause(first.rank, first.host, here.step, here.section, here.what, first.tensor)
             self.record(cause, suspects=[vars(suspect) for suspect in error.suspects], excluded_hosts=hosts)
-            run_dir.distrust(self._run_dir, hosts)
-            log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
+            try:
+                run_dir.distrust(self._run_dir, hosts)
+                log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
+            except OSError as failed:
+                log.warn(f"cannot write down that {', '.join(hosts)} should no longer be used: {failed.strerror}")
+            self._claim(cause)
+        elif self._board is not None:
+            with suppress(RuntimeError):  # the store is gone, and rank 0 with it
+                self._answer(self._board)
 
     def forget(self) -> None:
         """Remove what an earlier start has recorded."""
@@ -144,35 +158,38 @@ class Inquiry:
 
     def _ask(self, board: Board, symptom: str) -> Cause:
         _within(STORE_S, lambda: board.claim(_ALARM, f"rank {self._rank}: {symptom}"))
+        return self._answer(board) or self._own(symptom)
+
+    def _answer(self, board: Board) -> Cause | None:
+        """What rank 0 has found out, as soon as it has; None when it takes too long."""
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
             claimed = _within(STORE_S, lambda: board.claimed(_FIRST))
             if claimed is not None:
                 return Cause(**json.loads(claimed))
-            time.sleep(0.25)
-        return self._own(symptom)
+            time.sleep(POLL_S)
+        return None
 
     def _investigate(self, board: Board, symptom: str) -> Cause:
-        before = self._read_all(board)
-        time.sleep(2.5 * period_s(self._world_size))
-        claimed = board.claimed(_FIRST)
-        if claimed is not None:
-            return Cause(**json.loads(claimed))
-        after = self._read_all(board)
-        silent = [
-            rank for rank in range(1, self._world_size) if rank not in after or before.get(rank, {}).get("posts") == after[rank]["posts"]
-        ]
+        notices = {rank: board.read(rank) for rank in range(self._world_size)}
+        silent, pause_s, began_s = list(range(1, self._world_size)), period_s(self._world_size), time.monotonic()
+        patience_s = max(PATIENCE_S, 2.5 * pause_s)
+        while (waited_s := time.monotonic() - began_s) < patience_s and (len(silent) > 1 or waited_s < SILENT_PERIODS * pause_s):
+            time.sleep(pause_s)
+            claimed = board.claimed(_FIRST)
+            if claimed is not None:
+                return Cause(**json.loads(claimed))
+            heard = {rank: board.read(rank) for rank in silent}
+            silent = [rank for rank in silent if heard[rank] == notices[rank]]  # each notice has its number
+            notices |= heard
+        known = {rank: notice for rank, notice in notices.items() if notice is not None}
         if silent:
             rank, how = silent[0], "it died or was stopped: it gives no sign of life"
         else:
-            rank = min(after, key=lambda number: (after[number]["progress"], number))
-            how = f"all live, and it is furthest behind ({after[rank]['collectives']} collectives, the last: {after[rank]['call']})"
-        notice = after.get(rank, {"host": "an unknown host", "step": 0, "section": "start"})
+            rank = min(known, key=lambda number: (known[number]["progress"], number))
+            how = f"all live, and it is furthest behind ({known[rank]['collectives']} collectives, the last: {known[rank]['call']})"
+        notice = known.get(rank, {"host": "an unknown host", "step": 0, "section": "start"})
         return self._claim(Cause(rank, notice["host"], notice["step"], notice["section"], f"{how}; seen as: {symptom}"))
-
-    def _read_all(self, board: Board) -> dict[int, dict[str, Any]]:
-        notices = ((rank, board.read(rank)) for rank in range(self._world_size))
-        return {rank: notice for rank, notice in notices if notice is not None}
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:

@@ -6,7 +6,6 @@ Going back some 100 steps and leaving out 200-500 batches is PaLM's answer to a 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,7 @@ class Decisions:
             self._write([*(known for known in self.entries() if known["step"] < step or known["action"] == "rewind"), entry])
             return
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            run_dir.append_line(self._path, entry)
 
     def rewinds_to(self, step: int) -> int:
         """How often the run has gone back to that checkpoint."""

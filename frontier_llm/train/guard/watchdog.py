@@ -1,13 +1,12 @@
 """A thread in each rank that posts its progress, sees when nothing moves any more, and then has the culprit named.
 
-Each rank posts (step, section, collectives done) to the rendezvous' store at every step and at least every second; `cause` reads that.
+Each rank posts (step, section, collectives done) to the rendezvous' store at every step and at least every quarter of a second; `cause` reads that.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 import traceback
@@ -24,11 +23,13 @@ from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.board import Board
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
-from frontier_llm.train.guard.cause import PERIOD_S, Cause, Inquiry, period_s
+from frontier_llm.train.guard.cause import Cause, Inquiry, period_s
 from frontier_llm.train.guard.suspects import WrongResults
 
 FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
 DUMP_AT = 0.75  # share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
+LATE_AT = 0.9  # and from C, where the watching thread cannot run: before the others leave, and this rank is ended too
+LINGER_S = 1.0  # of rank 0, whose process holds the store from which the others read the answer
 SHORTEST_S = 0.05  # between two posts, however short the steps are
 
 
@@ -99,11 +100,11 @@ class Watchdog:
 
     def _leave(self, cause: Cause) -> None:
         """The last words of a rank after an exception, and its end."""
-        traceback.print_exc()
+        with suppress(OSError):  # the log's disk is full
+            traceback.print_exc()
         log.warn(cause.describe() if cause.rank == self._rank else f"secondary failure. {cause.describe()}")
-        sys.stderr.flush()
         if self._rank == 0:
-            time.sleep(PERIOD_S)  # the others read the answer from the store, which goes with this process
+            time.sleep(LINGER_S)
         self._close_stacks()  # last: the watching thread still writes, and its complaint would hide the cause
         os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
 
@@ -153,12 +154,13 @@ class Watchdog:
             if place != seen:
                 seen, changed_s, dumped = place, time.monotonic(), False
                 # fires in C, so also when this rank's main thread holds the interpreter lock for ever
-                faulthandler.dump_traceback_later(self._timeout_s + 2 * PERIOD_S, file=self._stacks)
+                faulthandler.dump_traceback_later(LATE_AT * self._timeout_s, file=self._stacks)
             self._inquiry.post(notice)
             self._inquiry.answer_alarm()
             idle_s = time.monotonic() - changed_s
             if idle_s > DUMP_AT * self._timeout_s and not dumped:
                 dumped = True
+                faulthandler.cancel_dump_traceback_later()
                 faulthandler.dump_traceback(file=self._stacks, all_threads=True)
             if idle_s > self._timeout_s:
                 self._give_up()
@@ -166,8 +168,10 @@ class Watchdog:
     def _give_up(self) -> None:
         """Nothing has moved for too long: the suspect named, this process ended; the stacks are on disk already."""
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
-        path = self._dump(waited)
-        cause = self._inquiry.find(waited)
-        self._inquiry.record(cause)
-        log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")
-        os._exit(STUCK)
+        try:
+            path = self._dump(waited)
+            cause = self._inquiry.find(waited)
+            self._inquiry.record(cause)
+            log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")
+        finally:  # whatever goes wrong here: nobody else would end this process
+            os._exit(STUCK)

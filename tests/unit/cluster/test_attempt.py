@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import Step, diagnose
+from frontier_llm.cluster.attempt import Step, diagnose, run_step
+from tests.harness.system import FullDisk
 
 TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
 
@@ -35,6 +37,21 @@ def test_srun_starts_one_task_per_gcd() -> None:
     )
     assert {"--network=disable_rdzv_get", "--flag"} <= set(command)
     assert command[-3:] == ["/l/rank.sh", "python", "x y"]
+
+
+def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would wait for room in the pipe, and the job for it until the walltime."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/bash\nprintf 'a node says \\xff\\n' >&2\nhead --bytes=200000 /dev/zero | tr '\\0' '\\n' >&2\n"
+        "echo 'srun: error: n2: task 8: Segmentation fault' >&2\nexit 1\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("frontier_llm.cluster.attempt.master_address", lambda step: "127.0.0.1")
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    outcome = run_step(step(log_dir=tmp_path / "logs", deadline_s=60.0))
+    assert (outcome.cause, outcome.rank, outcome.host) == ("crash", 8, "n2")
 
 
 def write(log_dir: Path, rank: int, text: str, at_s: int) -> None:

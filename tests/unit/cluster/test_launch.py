@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,16 @@ def test_a_rank_leaves_no_bytecode_and_no_core_behind(tmp_path: Path) -> None:
         ["bash", "-c", 'ulimit -S -c hard; exec "$@"', "bash", *words], capture_output=True, text=True, env=env, check=True
     )
     assert done.stdout == "0\n" and not (tmp_path / "__pycache__").exists()
+
+
+@pytest.mark.parametrize("can_hold", [True, False])
+def test_a_warning_before_the_program_runs_waits_where_env_can_hold_it(can_hold: bool, tmp_path: Path) -> None:
+    if not can_hold:
+        executable(tmp_path / "bin" / "env", "exit 125")  # coreutils before 8.31
+    program = executable(tmp_path / "program", "kill -USR1 $$; echo alive")
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_PROCID": "0"}
+    done = subprocess.run([LAUNCH / "rank.sh", program], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == ((0, "alive\n") if can_hold else (-signal.SIGUSR1, "")), done.stderr
 
 
 def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from frontier_llm.cluster.local import failure_lines, run_local_ranks
+from frontier_llm.cluster.local import _copy, failure_lines, run_local_ranks
 
 PYTHON = (sys.executable, "-u", "-c")
 
@@ -79,10 +80,22 @@ def test_first_failure_is_told_last_and_stops_the_others(
     ],
     ids=["interrupted", "refused"],
 )
-def test_what_all_ranks_say_alike_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, told: list[str]) -> None:
-    # rank 0 is the last to end, when the others have been collected
-    start = "import os, sys, time; wait = lambda: time.sleep(0 if os.environ['RANK'] != '0' else 1)"
-    assert run(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{start}\nwait()\n{code}", tmp_path, grace_s=30) in (2, 75)
+def test_what_all_ranks_say_alike_is_told_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str, told: list[str]
+) -> None:
+    # rank 0 is the last to end, when the others have been collected; they end when it can no longer be stopped
+    start = """
+        import os, signal, sys, time
+        from pathlib import Path
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(os.environ["READY"], os.environ["RANK"]).touch()
+        while len(os.listdir(os.environ["READY"])) < 3:
+            time.sleep(0.01)
+        time.sleep(0 if os.environ["RANK"] != "0" else 1)
+    """
+    (tmp_path / "ready").mkdir()
+    monkeypatch.setenv("READY", str(tmp_path / "ready"))
+    assert run(f"{textwrap.dedent(start)}\n{code}", tmp_path, grace_s=30) in (2, 75)
     out, err = capfd.readouterr()
     assert [line for line in out.splitlines() if line in told] == told
     assert err == ""
@@ -147,6 +160,35 @@ def test_signals_are_forwarded(tmp_path: Path, number: signal.Signals) -> None:
     assert all(f"asked by {number.name}" in (tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1))
 
 
+STRUCK_WHILE_STARTING = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from frontier_llm.cluster import local
+from frontier_llm.cluster.signals import held
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGUSR1)  # reaches the parent when it has started its first rank
+
+local.subprocess.Popen = Popen
+with held():
+    sys.exit(local.run_local_ranks(2, [sys.argv[2]], dict(os.environ), Path(sys.argv[1]), program=(sys.executable, "-u", "-c")))
+"""
+
+
+def test_a_signal_while_ranks_are_started_reaches_all_and_none_dies_of_it(tmp_path: Path) -> None:
+    code = """
+        from frontier_llm.cluster.signals import SignalWatcher
+        with SignalWatcher() as watcher:
+            print("asked by", watcher.wait(60))
+    """
+    command = [sys.executable, "-c", STRUCK_WHILE_STARTING, str(tmp_path), textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1)] == ["asked by SIGUSR1\n"] * 2
+
+
 def test_a_signal_that_ranks_do_not_handle_gives_its_code(tmp_path: Path) -> None:
     launcher, _ = start_launcher(tmp_path, "import time; print('ready'); time.sleep(600)")
     launcher.send_signal(signal.SIGTERM)
@@ -180,6 +222,14 @@ def test_children_of_a_dead_rank_are_removed(tmp_path: Path, monkeypatch: pytest
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_full_disk_does_not_hold_the_ranks_up() -> None:
+    lines = [b"x" * 1000 + b"\n"] * 200  # three times what a pipe holds
+    terminal = io.StringIO()
+    with open("/dev/full", "wb", buffering=0) as full:
+        _copy(io.BytesIO(b"".join(lines)), terminal, full)
+    assert terminal.getvalue().encode() == b"".join(lines)
 
 
 def test_failure_lines_keep_the_chain_and_fall_back_to_the_tail(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,31 @@ def test_redone_steps_replace_and_torn_lines_are_skipped(tmp_path: Path) -> None
 
 def add(path: Path, start: int, end: int, cause: str = "crash", host: str = "") -> None:
     run_dir.record(path, Attempt(1, "1", ("n0", "n1"), start, end, 1, cause, failed_host=host))
+
+
+def test_an_attempt_after_a_torn_line_is_not_lost(tmp_path: Path) -> None:
+    add(tmp_path, 0, 5)
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"incarnation": 2, "job')  # the disk was full, or the machine crashed
+    add(tmp_path, 5, 7)
+    assert [attempt.end_step for attempt in run_dir.attempts(tmp_path)] == [5, 7]
+
+
+def test_a_replaced_file_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def sync(descriptor: int) -> None:
+        done.append(f"sync {'folder' if stat.S_ISDIR(os.fstat(descriptor).st_mode) else 'file'}")
+
+    def replace(source: Path, target: Path) -> None:
+        done.append("replace")
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    run_dir.write_atomically(tmp_path / "untrusted_nodes.json", "[]")
+    assert done == ["sync file", "replace", "sync folder"]
 
 
 def test_crash_loop_needs_three_without_progress(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
-from frontier_llm.cluster.signals import SignalWatcher
+from frontier_llm.cluster.signals import SignalWatcher, held
 
 # locking a C mutex twice never comes back to the interpreter, not even after a signal: what a blocked collective looks like
 BLOCKED = """
@@ -31,6 +32,18 @@ def test_first_signal_is_remembered_and_handlers_are_restored() -> None:
         time.sleep(0.2)
         assert watcher.requested == "SIGUSR1"
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_what_comes_before_the_watcher_waits_for_it() -> None:
+    main, before = threading.get_ident(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with held():
+        signal.pthread_kill(main, signal.SIGUSR1)
+        with SignalWatcher() as watcher:
+            assert watcher.wait(60.0) == "SIGUSR1"
+        # after it, it is held back again: no moment in which it would kill a rank that is leaving
+        signal.pthread_kill(main, signal.SIGUSR1)
+        assert signal.sigwait({signal.SIGUSR1}) == signal.SIGUSR1
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_blocked_main_thread_sees_the_flag_and_the_second_signal_ends_it() -> None:

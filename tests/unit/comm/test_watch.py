@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frontier_llm.comm import Axis, Ledger, all_gather, all_reduce_, barrier, build_mesh, start_all_reduce_
-from frontier_llm.comm.group import listed
+from frontier_llm.comm.group import CLOSED_S, EXPLAIN_S, TorchGroup, listed
 from frontier_llm.comm.ledger import Histogram
 from frontier_llm.errors import RankFailure
 from frontier_llm.topology import Grid
@@ -35,6 +35,36 @@ def test_a_rank_that_says_nothing_is_named(ranks: RankPool) -> None:
     message = ranks.run(2, _never_come)[0]
     assert "all_gather number 1 on axis tp, rank 0" in message
     assert "no word from rank 1 of axis tp (global rank 1)" in message
+
+
+class _NobodyElse:
+    """A store in which only this rank writes, and a clock that only its questions move."""
+
+    now_s = 0.0
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "wait_s"), [("Connection closed by peer [127.0.0.1]:4", CLOSED_S), ("Timed out waiting 3000ms for recv", EXPLAIN_S)]
+)
+def test_a_dead_peer_is_not_asked_for_long(words: str, wait_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda _: "gloo")
+    monkeypatch.setattr("frontier_llm.comm.group.time", store := _NobodyElse())
+    failure = TorchGroup(None, (0, 1), "tp", store).explain("barrier", RuntimeError(words))  # type: ignore[arg-type]
+    assert "no word from rank 1 of axis tp" in str(failure)
+    assert wait_s <= store.now_s < wait_s + 0.1
 
 
 def _fall_behind(rank: int) -> str:

@@ -116,10 +116,15 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
     [
         (["generate", "{room}/none"], "does not exist"),
         (["generate", "{room}"], "is no model"),
-        (["generate", "{room}/run", "--temperature=-1"], "temperature"),
+        (["generate", "{room}/run", "--temperature=-1"], "--temperature: -1.0 is not 0"),
+        (["generate", "{room}/run", "--top-p=2"], "--top-p: 2.0 is not in (0, 1]"),
         (["generate", "{room}/run", "--tokenizer={room}/none.json"], "no such tokenizer"),
         (["generate", "{room}/run", "--prompt-file={room}/none"], "cannot be read"),
-        (["generate", "{room}/run", "--tensor=3"], "set parallel.tensor to one of [1, 2]"),
+        (["generate", "{room}/run", "--tensor=3"], "set --tensor to one of [1, 2]"),
+        (
+            ["evaluate", "{room}/run", "--pipeline=9"],
+            "--pipeline: 9 stages = 9 pieces for 4 layers\n    fix: at most 4 pieces; lower --pipeline\n",
+        ),
         (["evaluate", "{room}/hf"], "there is nothing to evaluate"),
         (["evaluate", "{room}/run", "--task=piqa"], "NAME=FILE"),
         (["evaluate", "{room}/run", "--output={room}/none/o.json"], "o.json cannot be written"),

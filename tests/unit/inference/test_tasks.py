@@ -20,6 +20,7 @@ from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.inference.evaluate import encode_pair, evaluate_task
+from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_plan
 from frontier_llm.inference.tasks import read_task, requests, solved
 from tests.unit.inference.models import RandomWeights
@@ -184,6 +185,29 @@ def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(export
     options = {"until": ["zq"], "max_gen_toks": 20, "do_sample": False}
     asked = [Instance("generate_until", {}, (text, dict(options)), 0) for text in texts]
     assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+
+
+def test_generated_texts_do_not_depend_on_their_batch(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from frontier_llm.inference import lm_eval_model
+
+    batches: list[int] = []
+
+    def counted(model: Any, prompts: Any, *arguments: Any) -> Any:
+        batches.append(len(prompts))
+        return stream(model, prompts, *arguments)
+
+    monkeypatch.setattr("frontier_llm.inference.text.stream", counted)
+    lm = lm_eval_model.FrontierLM(str(exported), dtype="fp64", device="cpu", batch_size=4)
+    free, ended = {"max_gen_toks": 12}, {"until": "L", "max_gen_toks": 6, "do_sample": False}
+    contexts = ["one", "a text that is cut to its end. " * 10, "", "two", "three", "four", "five", "six"]
+    asked = [Instance("generate_until", {}, (text, dict(ended if n % 3 == 0 else free)), n) for n, text in enumerate(contexts)]
+    together = lm.generate_until(asked)
+    assert batches == [3, 4, 1]  # numbers 0, 3 and 6 end at a string; the other five fill a batch and begin another
+    assert together == [lm.generate_until([one])[0] for one in asked]
+    assert len(set(together)) > 5 and any(len(text) < 6 for text in together[::3])  # else this test would prove nothing
 
 
 def test_answers_are_judged_by_sum_by_length_and_by_token(exported: Path, tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def kernels(request, tmp_path_factory):
         patch.setattr(build, "select_ops", lambda *_: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
         patch.setattr(engines, "initialize", lambda *_: None)
-        patch.setattr(Feed, "count_targets", lambda *_: 1)
         patch.setattr(Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device))
         yield kernels
 

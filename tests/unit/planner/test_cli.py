@@ -119,6 +119,11 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     assert row["error"] == pytest.approx(row["predicted_s"] / 0.4 - 1)
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir))
     assert "400 ms" in out
+    # the steps of an attempt on another layout are not those of the prediction
+    starts = [json.dumps({"kind": "start", "step": step, "layout": {"tensor": tensor}}) for step, tensor in ((0, 4), (30, 2))]
+    (run_dir / "metrics.jsonl").write_text("\n".join([starts[0], *steps[:3], starts[1], steps[3].replace("0.4", "0.7")]))
+    code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
+    assert json.loads(out)[0]["measured_s"] == 0.7
     code, _, err = run(capsys, "--machine", "local", "--measured", str(tmp_path / "none"))
     assert code != 0
     assert "it lacks config.yaml, plan.json, metrics.jsonl" in err

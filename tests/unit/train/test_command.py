@@ -16,7 +16,6 @@ import yaml
 
 from frontier_llm.cli import checks
 from frontier_llm.cli import main as command_line
-from frontier_llm.cli import checks
 from frontier_llm.config import load_run
 from frontier_llm.costs.parameters import total_parameters
 from frontier_llm.errors import ConfigError

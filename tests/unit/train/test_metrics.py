@@ -14,13 +14,13 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.comm import Ledger
 from frontier_llm.config import load_run
 from frontier_llm.train.clock import PhaseClock
-from frontier_llm.train.metrics import Metrics, open_lines
+from frontier_llm.train.metrics import Metrics
 from frontier_llm.train.step import StepResult
 
 
-def metrics(directory: Path, incarnation: int, done_steps: int) -> Metrics:
-    config = load_run("quickstart", ["train.steps=100", "train.log_interval=1", f"train.run_dir={directory}"])
-    return Metrics(config, 1, PhaseClock(Ledger()), incarnation, done_steps)
+def metrics(directory: Path, incarnation: int, done_steps: int, *layout: str) -> Metrics:
+    config = load_run("quickstart", ["train.steps=100", "train.log_interval=1", f"train.run_dir={directory}", *layout])
+    return Metrics(config, 4, PhaseClock(Ledger()), incarnation, done_steps)
 
 
 def steps(writer: Metrics, start: int, stop: int, loss: float) -> None:
@@ -61,6 +61,28 @@ def test_a_rewind_takes_back_too_and_tensorboard_agrees(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("step/loss")] == expected
 
 
+ONE_STAGE = ("parallel.pipeline=1", "parallel.schedule=gpipe", "batch.micro_batch=2")
+
+
+def test_each_attempt_says_on_which_layout_it_runs(tmp_path: Path) -> None:
+    metrics(tmp_path, 1, 0).close()
+    metrics(tmp_path, 2, 2).close()  # resumed as it was
+    metrics(tmp_path, 3, 4, "parallel.axis_order=tp-pp-dp").close()  # took no step
+    last = metrics(tmp_path, 4, 4, *ONE_STAGE)
+    steps(last, 4, 8, loss=1.0)
+    first, second = run_dir.layouts(tmp_path)
+    assert (first["step"], second["step"], second["incarnation"]) == (0, 4, 4)
+    degrees = ("tensor", "pipeline", "data", "schedule", "micro_batch")
+    assert [first["layout"][name] for name in degrees] == [2, 2, 1, "1f1b", 4]
+    assert [second["layout"][name] for name in degrees] == [2, 1, 2, "gpipe", 2]
+    last.go_back(2)  # behind the change: the steps from here on run on the new layout
+    last.close()
+    assert [(row["step"], row["layout"]) for row in run_dir.layouts(tmp_path)] == [(0, first["layout"]), (2, second["layout"])]
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert not [tag for tag in events.Tags()["scalars"] if "layout" in tag]
+
+
 def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = metrics(tmp_path, 1, 4)
     steps(writer, 4, 6, loss=2.0)
@@ -74,11 +96,11 @@ def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(tmp_path: Path
 def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "step", "step": 1, "loss": 3.0}\n{"kind": "step", "st')
-    with open_lines(path) as lines:
+    with run_dir.open_lines(path) as lines:
         lines.write(b'{"kind": "step", "step": 2, "loss": 2.0}\n')
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
     path.write_text("torn from the start")
-    open_lines(path).close()
+    run_dir.open_lines(path).close()
     assert path.read_bytes() == b""
 
 

@@ -10,6 +10,7 @@ import pytest
 from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
 from frontier_llm.topology import make_plan
+from frontier_llm.train.metrics import layout_of
 from frontier_llm.train.report import write_report
 from tests.harness.system import require_program
 
@@ -30,7 +31,15 @@ def make_run(directory: Path, *overrides: str) -> Path:
     lines.append({"kind": "evaluation", "step": 40, "loss": 4.1, "bits_per_byte": 1.94})
     histogram = [0] * 6 + [5, 0, 3] + [0] * 31
     moved = {"calls": 8, "bytes": 3 << 20, "blocked_s": 0.001, "p50_us": 64, "p99_us": 256, "bins": histogram}
-    lines.append({"kind": "communication", "step": 40, "rank": 0, "operations": {"dp reduce_scatter": moved, "dp all_gather": moved}})
+    lines.append(
+        {
+            "kind": "communication",
+            "step": 40,
+            "incarnation": 1,
+            "rank": 0,
+            "operations": {"dp reduce_scatter": moved, "dp all_gather": moved},
+        }
+    )
     torn = '{"kind": "step", "st'
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n" + torn)
     return directory
@@ -80,6 +89,27 @@ def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
     assert all(text.count(f"<!-- {name}, TP2 x PP2 x DP1 -->") == 4 for name in ("warm", "cold"))  # in the legend of each figure
     runs.append(make_run(tmp_path / "deeper" / "cold"))
     assert f"<!-- {runs[2]}, TP2 x PP2 x DP1 -->" in write_report(runs, tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
+    before = ["parallel.tensor=1", "parallel.data=2", "parallel.sequence_parallel=false", "batch.micro_batch=2"]
+    # a rule of the last attempt's configuration (nothing to cut without tensor parallelism) does not concern the one before
+    run = make_run(tmp_path / "run", "comm.tensor_chunks=2")
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    starts = [
+        json.dumps({"kind": "start", "step": step, "incarnation": number, "layout": layout_of(load_run("quickstart", overrides), 4)})
+        for number, step, overrides in ((1, 0, before), (2, 30, []))
+    ]
+    place = next(index for index, line in enumerate(lines) if '"step": 31' in line)
+    path.write_text("\n".join([starts[0], *lines[:place], starts[1], *lines[place:]]) + "\n")
+    text = write_report([run], tmp_path / "report.html").read_text()
+    assert "Layout after step 0: TP1 x PP2 x DP2, 1f1b, 4 microbatches" in text
+    assert "Layout after step 30: TP2 x PP2 x DP1, 1f1b, 4 microbatches, sequence parallel" in text
+    assert text.count("<!--  TP2 x PP2 x DP1 -->") == text.count("<!-- 2 layouts -->") == 4  # each figure: at the change, in the legend
+    assert "<b>9,036</b><span>tokens/s (median since step 30)" in text
+    assert "<td>TP1 x PP2 x DP2, then TP2 x PP2 x DP1</td>" in text
+    assert "Communication TP1 x PP2 x DP2" in text  # which the first attempt has written
 
 
 def test_a_browser_draws_it_without_errors(page, tmp_path):

@@ -6,5 +6,5 @@ from frontier_llm.train.guard.cause import POSTS_PER_S, period_s
 
 
 def test_a_whole_machine_posts_no_faster_than_the_store_takes() -> None:
-    assert period_s(1) == period_s(3072) == 1.0
+    assert period_s(1) == period_s(3072) == 0.25
     assert 75_264 / period_s(75_264) <= POSTS_PER_S

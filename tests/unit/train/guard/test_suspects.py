@@ -35,6 +35,60 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Board:
+    """The store's, in this process; `late` looks find nothing yet."""
+
+    def __init__(self, run_dir: Path, late: int = 0) -> None:
+        self.run_dir, self.late, self.files_at_claim, self.first = run_dir, late, [], None
+
+    def claim(self, name: str, value: str) -> str:
+        self.files_at_claim = sorted(path.name for path in self.run_dir.iterdir())
+        self.first = self.first or value
+        return self.first
+
+    def claimed(self, name: str) -> str | None:
+        self.late -= 1
+        return self.first if self.late < 0 else None
+
+
+def inquiry(board: Board, rank: int) -> Inquiry:
+    return Inquiry(board, rank, 6, board.run_dir, lambda what: Cause(rank, HOSTS[rank], 17, "train", what))  # type: ignore[arg-type]
+
+
+def test_the_others_leave_when_all_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    monkeypatch.setattr("frontier_llm.train.guard.cause.POLL_S", 0.0)
+    monkeypatch.setattr("frontier_llm.train.guard.cause.ANSWER_S", 1000.0)
+    board = Board(tmp_path, late=5)
+    inquiry(board, 0).accuse(wrong(3))
+    assert board.files_at_claim == ["failure.json", "untrusted_nodes.json"]
+    inquiry(board, 1).accuse(wrong(3))
+    assert board.late == -1  # it has looked until it saw the claim
+
+
+def test_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontier_llm.train.guard.cause.ANSWER_S", 0.0)
+    inquiry(Board(tmp_path), 1).accuse(wrong(3))  # rank 0 never speaks
+
+    def gone(name: str) -> str:
+        raise RuntimeError("Connection reset by peer")
+
+    board = Board(tmp_path)
+    monkeypatch.setattr("frontier_llm.train.guard.cause.ANSWER_S", 1000.0)
+    monkeypatch.setattr(board, "claimed", gone)
+    inquiry(board, 1).accuse(wrong(3))
+
+
+def test_hosts_that_cannot_be_written_down_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    board = Board(tmp_path)
+    (tmp_path / "untrusted_nodes.json").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_dir, "untrusted_hosts", lambda _: [])
+        inquiry(board, 0).accuse(wrong(3))
+    assert "cannot write down that n1 should no longer be used" in capsys.readouterr().err
+    assert board.first is not None
+
+
 @pytest.mark.parametrize(("ranks", "excluded"), [((2, 3), ["n1"]), ((0, 2), []), ((0, 1, 2, 3, 4, 5), [])])
 def test_no_host_is_excluded_when_most_are_suspects(ranks: tuple[int, ...], excluded: list[str]) -> None:
     assert wrong(*ranks).hosts_to_exclude == excluded

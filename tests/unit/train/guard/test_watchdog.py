@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from frontier_llm.config import TrainConfig
 from frontier_llm.errors import RankFailure
 from frontier_llm.train.guard.cause import Cause, Inquiry
 from frontier_llm.train.guard.watchdog import Watchdog
+from tests.harness.system import FullDisk
 
 
 class Ended(BaseException):
@@ -43,6 +45,21 @@ def test_failed(watchdog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Ended, match="1"):
         watchdog._leave(Cause(0, "n0", 17, "train", "boom"))
     assert "failed first, at step 17 (train): boom" in capsys.readouterr().err
+
+
+def test_failed_with_a_full_disk_under_its_log(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    with pytest.raises(Ended, match="1"):
+        watchdog._leave(Cause(0, "n0", 17, "train", "boom"))
+
+
+def test_stuck_with_a_store_that_answers_nonsense(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(symptom: str) -> Cause:
+        raise KeyError("progress")
+
+    monkeypatch.setattr(watchdog._inquiry, "find", find)
+    with pytest.raises(Ended, match=str(STUCK)):
+        watchdog._give_up()
 
 
 def test_stacks_are_written_when_the_collective_gives_up_before_the_watching_thread_has_looked(

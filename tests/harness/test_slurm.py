@@ -1,0 +1,24 @@
+"""The local Slurm leaves nothing behind, whatever its nodes have been through."""
+
+from __future__ import annotations
+
+import psutil
+
+from tests.harness.slurm import LocalSlurm, why_unavailable
+from tests.harness.system import missing
+
+
+def test_nothing_outlives_the_cluster() -> None:
+    if reason := why_unavailable():
+        missing(reason)
+    cluster = LocalSlurm(nodes=1)
+    try:
+        cluster.start()
+        job = cluster.submit("--ntasks=1", "--wrap=srun sleep 1000", cwd=cluster.root)
+        cluster.wait_for(lambda: any(process.name() == "sleep" for process in cluster.processes()), 60, f"task of job {job}")
+        stepds = [process for process in cluster.processes() if process.name() == "slurmstepd"]
+        assert len(stepds) == 2  # of the batch script and of srun's step
+        cluster.kill_node("n0")  # nobody will end them now
+    finally:
+        cluster.stop()
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in stepds)

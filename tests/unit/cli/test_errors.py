@@ -1,0 +1,38 @@
+"""Errors speak of what was typed: a flag by its name, not by that of a configuration key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cli.arguments import as_typed
+from frontier_llm.cli.main import main
+from frontier_llm.errors import LayoutError, Problem
+
+
+def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
+    problems = [Problem("parallel.tensor", "parallel.tensor is 3", "lower parallel.tensor"), Problem("model.heads", "4", "")]
+    with pytest.raises(LayoutError) as caught, as_typed({"parallel.tensor": "--tensor"}):
+        raise LayoutError(problems)
+    assert str(caught.value) == "  --tensor: --tensor is 3\n    fix: lower --tensor\n  model.heads: 4"
+    assert caught.value.problems[0] == Problem("--tensor", "--tensor is 3", "lower --tensor")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ops", "kernels", "gfx90"], "ARCHITECTURE: no GPU ops are built for 'gfx90'\n    fix: did you mean 'gfx90a'?"),
+        (
+            ["calibrate", "quickstart", "--output", "mine.txt"],
+            "--output: mine.txt is no name of a machine file\n    fix: --output mine.yaml",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_runs(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,89 @@
+"""Who failed first, told from the notices: on a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from frontier_llm.train.guard import cause
+from frontier_llm.train.guard.cause import PATIENCE_S, Cause, Inquiry, period_s
+
+RANKS = 4
+
+
+class Board:
+    """Each rank posts every period until it is silent; one may be late with its next notice."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.silent_since: dict[int, float] = {}
+        self.late: dict[int, tuple[float, float]] = {}  # no notice between
+        self.progress = [7.0, 7.5, 6.5, 7.5]
+        self.first: str | None = None
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep, strftime=time.strftime)
+        monkeypatch.setattr(cause, "time", clock)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def read(self, rank: int) -> dict[str, Any]:
+        at_s = min(self.now_s, self.silent_since.get(rank, self.now_s))
+        first_s, last_s = self.late.get(rank, (0.0, 0.0))
+        at_s = first_s if first_s < at_s < last_s else at_s
+        place = {"host": f"n{rank}", "step": 7, "section": "train", "collectives": 70 + rank, "call": "all_reduce"}
+        return {**place, "posts": int((at_s + 0.01 * rank) / period_s(RANKS)), "progress": self.progress[rank]}
+
+    def claim(self, name: str, value: str) -> str:
+        self.first = self.first or value
+        return self.first
+
+    def claimed(self, name: str) -> str | None:
+        return self.first
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Board:
+    return Board(monkeypatch)
+
+
+def found(board: Board, tmp_path: Path) -> tuple[Cause, float]:
+    """(what rank 0 finds out after another's alarm, seconds that it took)."""
+    began_s = board.now_s
+    inquiry = Inquiry(board, 0, RANKS, tmp_path, lambda what: Cause(0, "n0", 7, "train", what))  # type: ignore[arg-type]
+    return inquiry.find("Connection closed by peer"), board.now_s - began_s
+
+
+def test_the_only_one_without_a_sign_of_life_is_named_within_a_second(board: Board, tmp_path: Path) -> None:
+    board.silent_since[2] = 99.9
+    first, took_s = found(board, tmp_path)
+    assert (first.rank, first.host) == (2, "n2") and "it died or was stopped" in first.what
+    assert took_s < 1.0
+
+
+def test_one_that_is_late_is_not_taken_for_the_dead(board: Board, tmp_path: Path) -> None:
+    board.late[1], board.silent_since[2] = (99.9, 101.6), 99.9
+    first, took_s = found(board, tmp_path)
+    assert first.rank == 2 and 1.6 <= took_s < PATIENCE_S
+
+
+def test_several_that_died_cost_no_more_than_patience(board: Board, tmp_path: Path) -> None:
+    board.silent_since |= {2: 99.9, 3: 99.9}
+    first, took_s = found(board, tmp_path)
+    assert first.rank == 2 and PATIENCE_S <= took_s < PATIENCE_S + 2 * period_s(RANKS)
+
+
+def test_when_all_live_the_one_furthest_behind_is_named(board: Board, tmp_path: Path) -> None:
+    first, took_s = found(board, tmp_path)
+    assert first.rank == 2 and "all live, and it is furthest behind (72 collectives" in first.what
+    assert took_s < 1.0
+
+
+def test_a_cause_that_a_rank_tells_of_itself_wins(board: Board, tmp_path: Path) -> None:
+    board.silent_since[2] = 99.9
+    other = Inquiry(board, 3, RANKS, tmp_path, lambda what: Cause(3, "n3", 7, "train", what))  # type: ignore[arg-type]
+    assert other.explain(ValueError("boom")).rank == 3
+    assert found(board, tmp_path)[0].what == "ValueError: boom"
