@@ -20,18 +20,19 @@ class InFlight:
         self._ended = {counter: np.zeros(count, np.int64) for counter in _COUNTERS}
         self._last_scalar: Array = np.zeros(count, np.int64)
         self._last_local: Array = np.zeros(count, np.int64)
-        self.registers: dict[tuple[bool, int], tuple[Access, Array]] = {}  # who loads it and, per wave, the number of its issue
+        # by register and counter, per wave: the number of the load's issue; waves that parted load one register in different ways
+        self.registers: dict[tuple[bool, int], dict[str, Array]] = {}
 
     def check(self, waves: Waves, touched: frozenset[tuple[bool, int]], by: Access | None) -> None:
         """Raises Violation when a chosen wave touches a register whose load has not been waited for."""
         for register in touched & self.registers.keys():
-            access, issue = self.registers[register]
-            if by and register in by.loads and by.counter == access.counter and not (by.scalar or access.scalar):
-                continue  # the later of two loads arrives later
-            early = issue[waves.chosen] > self._ended[access.counter][waves.chosen]
-            if early.any():
-                name = f"{'v' if register[0] else 's'}{register[1]}"
-                raise Violation(f"{name} is touched while its load is in flight: an s_waitcnt is missing", int(np.argmax(early)))
+            for counter, issue in self.registers[register].items():
+                if by and register in by.loads and by.counter == counter and not by.scalar:
+                    continue  # the later of two loads arrives later
+                early = issue[waves.chosen] > self._ended[counter][waves.chosen]
+                if early.any():
+                    name = f"{'v' if register[0] else 's'}{register[1]}"
+                    raise Violation(f"{name} is touched while its load is in flight: an s_waitcnt is missing", int(np.argmax(early)))
 
     def issue(self, waves: Waves, access: Access) -> None:
         """The chosen waves begin an access."""
@@ -42,9 +43,8 @@ class InFlight:
         elif access.counter == "lgkm":
             self._last_local[waves.chosen] = issued[waves.chosen]
         for register in access.loads:
-            issue = self.registers[register][1] if register in self.registers else np.zeros_like(issued)
+            issue = self.registers.setdefault(register, {}).setdefault(access.counter, np.zeros_like(issued))
             issue[waves.chosen] = issued[waves.chosen]
-            self.registers[register] = access, issue
 
     def wait(self, waves: Waves, instruction: Instruction) -> None:
         """s_waitcnt."""
@@ -57,8 +57,11 @@ class InFlight:
             if counter == "lgkm" and left:
                 ended = np.where(self._last_scalar[chosen] > self._ended[counter][chosen], 0, ended)
             self._ended[counter][chosen] = np.maximum(self._ended[counter][chosen], ended)
-        for register, (access, issue) in list(self.registers.items()):
-            if (issue <= self._ended[access.counter]).all():
+        for register, issues in list(self.registers.items()):
+            left_over = {counter: issue for counter, issue in issues.items() if (issue > self._ended[counter]).any()}
+            if left_over:
+                self.registers[register] = left_over
+            else:
                 del self.registers[register]
 
     def check_barrier(self, waves: Waves) -> None:

@@ -81,6 +81,31 @@ def test_loads_arrive_in_order():
     assert np.array_equal(source, target)
 
 
+def test_waves_that_parted_load_one_register_in_different_ways():
+    text = """v_lshlrev_b32_e32 v1, 2, v0
+    v_readfirstlane_b32 s12, v0
+    ds_write_b32 v1, v0
+    ds_read_b32 v3, v1
+    s_cmp_lg_u32 s12, 0
+    s_cbranch_scc1 second
+    ds_read_b32 v2, v1
+    s_branch both
+    second:
+    global_load_dword v2, v1, s[8:9]
+    both:
+    s_cbranch_scc1 wait
+    s_waitcnt lgkmcnt(0)
+    v_mov_b32_e32 v4, v2
+    wait:
+    s_waitcnt vmcnt(0) lgkmcnt(0)
+    global_store_dword v1, v2, s[10:11]"""
+    source, target = numbers(128), np.zeros(128, np.uint32)
+    execute(text, source, target, threads=128, shared_bytes=512)
+    assert np.array_equal(target, np.where(np.arange(128) < 64, np.arange(128), source))
+    with pytest.raises(Fault, match="v2 is touched"):
+        execute(without(text, "    s_waitcnt lgkmcnt(0)"), source, target, threads=128, shared_bytes=512)
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
