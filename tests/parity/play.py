@@ -76,7 +76,7 @@ class Source:
 
 
 def _piece(spec: ShardSpec, start: int, stop: int, values: Tensor) -> Piece:
-    return Piece(spec.name, spec.global_shape, spec.offset, spec.shape, start, stop, values.detach().numpy().copy())
+    return Piece(spec.name, spec.global_shape, spec.offset, spec.shape, start, stop, values.detach().to(torch.float64, copy=True).numpy())
 
 
 def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
@@ -84,14 +84,14 @@ def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
     return _piece(spec, 0, spec.numel, values.flatten())
 
 
-def _weights(buckets: list[Bucket]) -> list[Piece]:
+def weights(buckets: list[Bucket]) -> list[Piece]:
     """Every parameter that this rank holds, replicas too."""
     for bucket in buckets:
         bucket.settle()
     return [whole_piece(p.spec, p) for bucket in buckets for p in bucket.parameters]
 
 
-def _gradients(buckets: list[Bucket]) -> list[Piece]:
+def gradients_of(buckets: list[Bucket]) -> list[Piece]:
     """The slices that this rank's optimizer reads; with ZeRO the rest of the buffer is scratch."""
     pieces = []
     for bucket in buckets:
@@ -116,13 +116,13 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
         if sabotage:
             stack.enter_context(SABOTAGES[sabotage]())
         state = build(rank, case)
-        initial = _weights(state.optimizer.buckets)
+        initial = weights(state.optimizer.buckets)
         gradients: list[Piece] = []
         update = state.optimizer.step
 
         def observed(lr: float, grad_scale: float) -> None:
             if not gradients:
-                gradients.extend(_gradients(state.optimizer.buckets))
+                gradients.extend(gradients_of(state.optimizer.buckets))
             update(lr, grad_scale)
 
         state.optimizer.step = observed  # type: ignore[method-assign]
@@ -133,7 +133,7 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
         samples = 2 * state.config.batch.global_batch  # with document resets the two batches have unlike numbers of targets
         held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)  # weights may still be under way
         assert held_out is not None
-        final = _weights(state.optimizer.buckets)
+        final = weights(state.optimizer.buckets)
         return Played([*(r.loss for r in results), held_out], [r.gradient_norm for r in results], initial, gradients, final, traffic)
 
 
