@@ -50,7 +50,7 @@ def test_code_objects_do_not_say_where_they_were_built(gfx90a):
 def fits(line, architecture):
     machine, key = ARCHITECTURES[architecture], (line["kernel"], line["dtype"], line["variant"], line["aligned"])
     # NVIDIA's 255 registers are less than CDNA's 512: ptxas may put a few words on the stack, more of them in the unaligned fallback
-    assert line["spills"] <= (0 if machine.backend == "hip" else 40 if line["aligned"] else 200), key
+    assert line["spills"] <= (0 if machine.backend == "hip" else 20 if line["aligned"] else 200), key
     assert line["shared_bytes"] <= machine.block_shared_bytes, key
     assert 0 < line["registers"] <= (512 if machine.backend == "hip" else 255), key
     assert line["threads"] == line["warps"] * machine.wave, key
