@@ -253,9 +253,9 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
         for head_dim, extras in itertools.product(HEAD_DIMS, (0,) if kernel == "attention_delta" else (0, 1)):
             plain, name = f"d{head_dim}", f"d{head_dim}{'-extras' if extras else ''}"
             blocks = attention[kernel].get(name) or attention[kernel][plain]
-            constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
-            if kernel != "attention_delta":
-                constants |= {"BLOCK_N": blocks.n, "EXTRAS": extras, "SOFT_BF16": int(wave == 64)}
+            constants = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": head_dim, "EXTRAS": extras, "SOFT_BF16": int(wave == 64)}
+            if kernel == "attention_delta":
+                constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
             yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix)
     elif kernel in ("norm_forward", "norm_backward"):
         for block in NORM_BLOCKS:

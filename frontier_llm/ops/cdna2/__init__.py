@@ -3,9 +3,9 @@
 Facts from AMD's "Instinct MI200 Instruction Set Architecture" and LLVM's "User Guide for AMDGPU Backend".
 """
 
-from .disassembly import Program, disassemble
-from .fault import Fault
-from .global_memory import Memory
-from .simulator import Counts, run
+from frontier_llm.ops.cdna2.disassembly import Program, disassemble
+from frontier_llm.ops.cdna2.fault import Fault
+from frontier_llm.ops.cdna2.global_memory import Memory
+from frontier_llm.ops.cdna2.simulator import Counts, run
 
 __all__ = ["Counts", "Fault", "Memory", "Program", "disassemble", "run"]

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from .disassembly import Descriptor, Instruction
-from .fault import Violation
-from .global_memory import Memory
-from .local_memory import LocalMemory
-from .operands import Operand, Read, Unknown, operand, reader
-from .state import LANES, Array, Waves
+from frontier_llm.ops.cdna2.disassembly import Descriptor, Instruction
+from frontier_llm.ops.cdna2.fault import Violation
+from frontier_llm.ops.cdna2.global_memory import Memory
+from frontier_llm.ops.cdna2.local_memory import LocalMemory
+from frontier_llm.ops.cdna2.operands import Operand, Read, Unknown, operand, reader
+from frontier_llm.ops.cdna2.state import LANES, Array, Waves
 
 _SIZES: Final[dict[str, tuple[Any, int]]] = {"ushort": (np.uint16, 1), "short": (np.uint16, 1), "dword": (np.uint32, 1), "dwordx2": (np.uint32, 2),
                  "dwordx3": (np.uint32, 3), "dwordx4": (np.uint32, 4)}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .state import Array
+from frontier_llm.ops.cdna2.state import Array
 
 _SMALLEST = np.float32(2.0**-126)  # the smallest normal number
 

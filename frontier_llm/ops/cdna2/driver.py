@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from frontier_llm.ops import code_object
+from frontier_llm.ops.cdna2.disassembly import Program, disassemble
+from frontier_llm.ops.cdna2.global_memory import Memory
+from frontier_llm.ops.cdna2.simulator import Counts, run
+from frontier_llm.ops.cdna2.state import Array
 from frontier_llm.ops.driver import SLOT_BYTES
-
-from .disassembly import Program, disassemble
-from .global_memory import Memory
-from .simulator import Counts, run
-from .state import Array
 
 _FAR = 1 << 40  # bytes between the addresses under which a kernel knows two tensors: no wrong offset leads from one into another
 _PAGE = 4096  # within which an address is what it is on the host, alignment and all

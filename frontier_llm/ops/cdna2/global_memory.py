@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .fault import Violation
-from .state import Array
+from frontier_llm.ops.cdna2.fault import Violation
+from frontier_llm.ops.cdna2.state import Array
 
 
 def window(data: Array, dtype: type[np.generic], count: int) -> Array:

@@ -6,9 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from .fault import Violation
-from .global_memory import window
-from .state import Array, Waves
+from frontier_llm.ops.cdna2.fault import Violation
+from frontier_llm.ops.cdna2.global_memory import window
+from frontier_llm.ops.cdna2.state import Array, Waves
 
 _CELL: Final = 2  # bytes: the smallest access
 _WAVES: Final = 64  # stamps are epoch * 64 + wave within the workgroup

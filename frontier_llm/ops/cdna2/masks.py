@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from .arithmetic import div_fmas, div_scale
-from .operands import Operand, Read, Unknown, reader, split
-from .scalar import Step
-from .state import VCC, Array, Waves, as_lanes
-from .vector_table import COMPARE
+from frontier_llm.ops.cdna2.arithmetic import div_fmas, div_scale
+from frontier_llm.ops.cdna2.operands import Operand, Read, Unknown, reader, split
+from frontier_llm.ops.cdna2.scalar import Step
+from frontier_llm.ops.cdna2.state import VCC, Array, Waves, as_lanes
+from frontier_llm.ops.cdna2.vector_table import COMPARE
 
 
 def readers(operands: Sequence[Operand], kinds: Sequence[str]) -> list[Read]:

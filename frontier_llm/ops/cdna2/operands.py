@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from .disassembly import Descriptor
-from .state import EXEC, M0, VCC, Array, Waves
+from frontier_llm.ops.cdna2.disassembly import Descriptor
+from frontier_llm.ops.cdna2.state import EXEC, M0, VCC, Array, Waves
 
 Read = Callable[[Waves], Array]
 

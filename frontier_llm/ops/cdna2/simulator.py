@@ -10,15 +10,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import matrix, scalar, vector
-from .access import Access, Places, access
-from .disassembly import Descriptor, Instruction, Program
-from .fault import Fault, Violation
-from .global_memory import Memory
-from .in_flight import InFlight
-from .local_memory import LocalMemory
-from .operands import Unknown, operand
-from .state import LANES, VCC, Array, Waves
+from frontier_llm.ops.cdna2 import matrix, scalar, vector
+from frontier_llm.ops.cdna2.access import Access, Places, access
+from frontier_llm.ops.cdna2.disassembly import Descriptor, Instruction, Program
+from frontier_llm.ops.cdna2.fault import Fault, Violation
+from frontier_llm.ops.cdna2.global_memory import Memory
+from frontier_llm.ops.cdna2.in_flight import InFlight
+from frontier_llm.ops.cdna2.local_memory import LocalMemory
+from frontier_llm.ops.cdna2.operands import Unknown, operand
+from frontier_llm.ops.cdna2.state import LANES, VCC, Array, Waves
 
 WAVES_AT_ONCE: Final = 64  # what numpy works on at a time: large enough to hide its overhead, small enough for the caches
 STEPS_AT_MOST: Final = 20_000_000  # of one lot of workgroups: an endless loop ends here

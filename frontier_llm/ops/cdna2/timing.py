@@ -8,6 +8,7 @@ bank conflicts, misses of the instruction cache, waves of a workgroup that arriv
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from frontier_llm.ops.cdna2.state import LANES
 
 SIMDS: Final = 4  # of a compute unit
 _QUARTER_RATE = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_f|v_mul_(lo|hi)_|v_mad_[ui]64_")
-_MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)(f16|bf16)")
+_MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)")
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,16 @@ def time_of(program: Program, trace: Sequence[int], waves_per_simd: int, rates: 
     return Timing(total / len(simd.waves), *(shares.get(unit, 0.0) for unit in ("matrix", "vector", "lds")))
 
 
+def matrix_flops(instruction: Instruction) -> int:
+    """FLOPs of a matrix instruction; 0 for every other."""
+    found = _MATRIX.match(instruction.mnemonic)
+    return 2 * math.prod(map(int, found.groups())) if found else 0
+
+
 def _issue(program: Program, instruction: Instruction, rates: Rates) -> _Issue:
     name = instruction.mnemonic
-    if found := _MATRIX.match(name):
-        rows, columns, depth = (int(found[place]) for place in (1, 2, 3))
-        return _Issue("matrix", 2 * rows * columns * depth * SIMDS / rates.matrix_flops)
+    if flops := matrix_flops(instruction):
+        return _Issue("matrix", flops * SIMDS / rates.matrix_flops)
     if name == "s_nop":
         return _Issue(holds=4 * (int(instruction.operands[0], 0) + 1))
     if name == "s_waitcnt":

@@ -8,14 +8,14 @@ from typing import Final
 
 import numpy as np
 
-from .arithmetic import fma
-from .disassembly import Descriptor, Instruction
-from .lanes import FromOtherLanes, part
-from .masks import OTHERS, compare, lanes_of, readers, write
-from .operands import Operand, Read, Unknown, operand, reader, split, writable
-from .scalar import Step
-from .state import Array, Waves
-from .vector_table import COMPARE, PACKED, TABLE
+from frontier_llm.ops.cdna2.arithmetic import fma
+from frontier_llm.ops.cdna2.disassembly import Descriptor, Instruction
+from frontier_llm.ops.cdna2.lanes import FromOtherLanes, part
+from frontier_llm.ops.cdna2.masks import OTHERS, compare, lanes_of, readers, write
+from frontier_llm.ops.cdna2.operands import Operand, Read, Unknown, operand, reader, split, writable
+from frontier_llm.ops.cdna2.scalar import Step
+from frontier_llm.ops.cdna2.state import Array, Waves
+from frontier_llm.ops.cdna2.vector_table import COMPARE, PACKED, TABLE
 
 _SDWA_DEFAULTS: Final = {"dst_sel": "DWORD", "dst_unused": "UNUSED_PAD"}
 

@@ -10,6 +10,8 @@ import pytest
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import manifest
+from frontier_llm.ops.cdna2 import disassembly
+from tests.harness.system import missing
 
 
 @pytest.fixture(scope="session")
@@ -23,5 +25,15 @@ def gfx90a(tmp_path_factory):
         folder = tmp_path_factory.mktemp("gpu")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "frontier_llm.ops.triton.build", str(folder), "gfx90a"]
-    subprocess.run(command, check=True, env=environment, timeout=900)
+    subprocess.run(command, check=True, env=environment, timeout=280)
     return folder / "gfx90a"
+
+
+@pytest.fixture(scope="session")
+def objects(gfx90a):
+    """The same, on a machine that can disassemble them."""
+    try:
+        disassembly.find_objdump()
+    except BackendError as error:
+        missing(str(error))
+    return gfx90a

@@ -50,7 +50,7 @@ def test_code_objects_do_not_say_where_they_were_built(gfx90a):
 def fits(line, architecture):
     machine, key = ARCHITECTURES[architecture], (line["kernel"], line["dtype"], line["variant"], line["aligned"])
     # NVIDIA's 255 registers are less than CDNA's 512: ptxas may put a few words on the stack, more of them in the unaligned fallback
-    assert line["spills"] <= (0 if machine.backend == "hip" else 40 if line["aligned"] else 200), key
+    assert line["spills"] <= (0 if machine.backend == "hip" else 20 if line["aligned"] else 200), key
     assert line["shared_bytes"] <= machine.block_shared_bytes, key
     assert 0 < line["registers"] <= (512 if machine.backend == "hip" else 255), key
     assert line["threads"] == line["warps"] * machine.wave, key
@@ -58,16 +58,15 @@ def fits(line, architecture):
     # the products of attention must run on the matrix units; delta is a row sum
     is_product = line["kernel"].startswith("attention_") and line["kernel"] != "attention_delta"
     assert (line["matrix_instructions"] > 0) == is_product, key
-    if is_product:
+    if is_product and machine.backend == "cuda":
         work = line["matrix_flops"] * line["warps"] / flops_of_the_two_loops(line)
-        twice = machine.backend == "cuda" and line["variant"] != "d64"  # whose registers leave no other choice (docs/ops.md)
-        assert work == 1 or (twice and work <= 1.67), key
+        assert work == 1 or (line["variant"][:3] != "d64" and work <= 1.67), key  # registers leave no other choice (docs/ops.md)
 
 
 def flops_of_the_two_loops(line):
     """Attention's code has one loop over whole blocks and one over those on the diagonal; a block's products must each be in it once.
 
-    Where the warps of a block outnumber its rows' tiles they share them, and compute the same.
+    Where the warps of a block outnumber its rows' tiles they share them, and compute the same. (AMD's are counted when they are executed: cdna2/.)
     """
     products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[line["kernel"]]
     return 2 * products * 2 * math.prod(line["constants"][f"BLOCK_{side}"] for side in "MND")

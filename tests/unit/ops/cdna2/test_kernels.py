@@ -12,8 +12,10 @@ import torch
 from frontier_llm.cli.main import main
 from frontier_llm.ops import Scores, check, manifest
 from frontier_llm.ops.cdna2 import Fault, Memory, disassemble, run
-from frontier_llm.ops.cdna2.driver import SimulatedGpu, as_bytes
+from frontier_llm.ops.cdna2.driver import SimulatedGpu, TracingGpu, as_bytes
+from frontier_llm.ops.cdna2.timing import matrix_flops
 from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.kernel_table import variants
 from frontier_llm.ops.prebuilt import PrebuiltKernels
 
 
@@ -26,6 +28,24 @@ def test_every_bf16_code_object_computes_what_the_reference_does(objects):
     shipped = {line["file"] for line in manifest.read_manifest("gfx90a", objects)["kernels"] if line["dtype"] == "bf16"}
     assert shipped <= {file for result in results for file in result.files}
     assert all(result.instructions > 0 for result in results)
+
+
+@pytest.mark.parametrize("kernel", ["attention_forward", "attention_grad_kv", "attention_grad_q"])
+@pytest.mark.parametrize("variant", ["d64", "d64-extras", "d128", "d128-extras", "d256", "d256-extras"])
+def test_attention_computes_no_product_twice(objects, kernel, variant):
+    """Warps that outnumber the tiles of their block's rows compute the same: 4 warps on 64 rows with 32 x 32 instructions did, at half the speed."""
+    blocks = variants(kernel, "gfx90a")[variant]
+    dim, outer = blocks.constants["BLOCK_D"], blocks.constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
+    q, k, v = (torch.randn(2 * outer, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    extras = (torch.ones(1), torch.zeros(1, 2 * outer)) if blocks.constants["EXTRAS"] else ()
+    gpu = TracingGpu()
+    out = GpuOps(PrebuiltKernels("gfx90a", objects, gpu)).attention(q, k, v, Scores(dim**-0.5, *extras))
+    if kernel != "attention_forward":
+        out.backward(out.detach())
+    program, trace = gpu.traces[kernel]
+    executed = blocks.warps * sum(matrix_flops(program.instructions[place]) for place in trace)
+    products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[kernel]
+    assert executed == 2 * products * dim * outer * 2 * outer  # the first workgroup has the longest way
 
 
 def test_attention_in_fp16_reads_views_where_they_lie(objects):
