@@ -35,11 +35,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("checkout")
     for name in ("configs", "docs", "frontier_llm", "launch", "scripts", "slurm"):
         (place / name).symlink_to(ROOT / name)
-    command = place / "bin" / "frontier-llm"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m frontier_llm.cli.main "$@"\n')
-    command.chmod(0o755)
-    (place / "bin" / "python").symlink_to(sys.executable)
+    (place / "bin").mkdir()
+    for name, words in (("frontier-llm", "-m frontier_llm.cli.main"), ("python", "")):  # a link to python would leave its environment
+        command = place / "bin" / name
+        command.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
+        command.chmod(0o755)
     return place
 
 

@@ -75,7 +75,7 @@ def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalS
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=words, env={"FRONTIER_LLM_SIGNAL_LEAD_S": "10"})
     assert cluster.wait_job(job_id, 240)["ExitCode"] == "2:0"
     (attempt,) = run_dir.attempts(tmp_path / "run")
-    assert attempt.cause == "refused" and attempt.detail.endswith("; /nowhere/tokens.bin: no such file, nor tokens.idx")
+    assert attempt.cause == "refused" and attempt.detail.endswith("; data.train: /nowhere/tokens.bin: no such file, nor tokens.idx")
     assert run_dir.bad_hosts(tmp_path / "run") == []
 
 

@@ -146,7 +146,7 @@ class _Unpickler(pickle.Unpickler):
             "collections.OrderedDict": OrderedDict, "argparse.Namespace": Namespace, "types.SimpleNamespace": Namespace,
             "builtins.set": set, "builtins.frozenset": frozenset, "builtins.complex": complex, "torch.Size": tuple,
             "_codecs.encode": _encode, "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor": self._tensor,
-            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor, "builtins.getattr": self._member,
         }  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
@@ -160,10 +160,18 @@ class _Unpickler(pickle.Unpickler):
             return name
         if full in _RECORD_NAMES or full.startswith(_RECORDS):
             return type("Opaque", (Opaque,), {"name": full})
-        raise CheckpointError(
-            f"asks to run {full}, which no checkpoint of Megatron's needs; nothing was run", where=str(self._archive.path),
-            fix="do not load this file with other tools if you do not know where it comes from",
-        )  # fmt: skip
+        raise self._refusal(full)
+
+    def _member(self, record: Any, name: str) -> Opaque:
+        """How Python 3.11.0 to 3.11.3 write a member of an enum: by its name."""
+        if isinstance(record, type) and issubclass(record, Opaque):
+            return record(name)
+        raise self._refusal("builtins.getattr")
+
+    def _refusal(self, name: str) -> CheckpointError:
+        what = f"asks to run {name}, which no checkpoint of Megatron's needs; nothing was run"
+        fix = "do not load this file with other tools if you do not know where it comes from"
+        return CheckpointError(what, where=str(self._archive.path), fix=fix)
 
     def persistent_load(self, identifier: Any) -> Any:
         """A storage: ("storage", type, key, device, elements)."""

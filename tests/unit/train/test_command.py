@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from frontier_llm.cli import checks
+from frontier_llm.cli import checks, local_ranks
 from frontier_llm.cli import main as command_line
+from frontier_llm.cli import train as train_command
 from frontier_llm.config import load_run
 from frontier_llm.costs.parameters import total_parameters
 from frontier_llm.errors import ConfigError
@@ -45,7 +46,7 @@ def train(run_file: Path, *arguments: str, timeout: float = 120) -> subprocess.C
 @pytest.mark.parametrize("words", list(permutations((["a=1", "b=2"], ["--strict"], ["--allow-change", "optimizer.lr"], ["c=3"]))))
 def test_options_may_stand_anywhere_after_the_run(words):
     parser = argparse.ArgumentParser()
-    checks.add_parser(parser.add_subparsers())
+    train_command.add_parser(parser.add_subparsers())
     parsed = command_line._parse(parser, ["train", "run.yaml", *chain(*words)])
     assert parsed.run == "run.yaml" and sorted(parsed.overrides) == ["a=1", "b=2", "c=3"]
     assert parsed.strict and parsed.allow_change == ["optimizer.lr"]
@@ -192,9 +193,9 @@ def test_a_rank_that_is_done_is_not_killed_by_a_late_warning(run_file, tmp_path,
 def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(checks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10))
     config = load_run("train_small", [f"train.run_dir={tmp_path}"])
-    checks.check(config, checks.local_world_size(config), saves=False)
+    checks.check(config, local_ranks.local_world_size(config), saves=False)
     with pytest.raises(ConfigError, match="the first"):
-        checks.check(config, checks.local_world_size(config))
+        checks.check(config, local_ranks.local_world_size(config))
 
 
 @pytest.mark.parametrize(("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)])

@@ -42,10 +42,10 @@ def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyP
 def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean: pytest.MonkeyPatch) -> None:
     """torch 2.13 takes PYTORCH_HIP_ALLOC_CONF before PYTORCH_ALLOC_CONF: ours would silently replace the user's."""
     clean.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    join._prepare(load_run("bench", ["machine=frontier"]), PLACE)
+    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
     assert environ("PYTORCH_HIP_ALLOC_CONF") is None
     clean.delenv("PYTORCH_ALLOC_CONF")
-    join._prepare(load_run("bench", ["machine=frontier"]), PLACE)
+    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
     assert environ("PYTORCH_HIP_ALLOC_CONF") == "max_split_size_mb:512"
 
 
