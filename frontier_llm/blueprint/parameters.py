@@ -1,0 +1,158 @@
+"""What a model is made of: every parameter's name, global shape, place on the mesh, start and decay, written once.
+
+The torch modules hold these parameters, costs count them, optimizers slice them, checkpoints and converters name them.
+A fused weight has a global shape in which every tensor-parallel part is a rectangle: QKV is (kv_heads, queries_per_kv + 2, head_dim, H),
+gate/up is (2, F, H); `pieces` names what it is fused of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import Any
+
+from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.config import ModelConfig
+
+Number = Any  # int, or a numpy array of ints: degrees of many layouts at once
+
+
+class How(Enum):
+    """How the ranks of an axis share a parameter that is not split over them."""
+
+    REPLICATED = "replicated"  # the same tensor and the same gradient on each rank
+    PARTIAL = "partial"  # the same tensor, and each rank's gradient is a summand
+
+
+@dataclass(frozen=True)
+class Split:
+    """Cut evenly along `dim` over the ranks of an axis."""
+
+    dim: int
+
+
+class Kind(Enum):
+    """What a parameter is to an optimizer."""
+
+    MATRIX = "matrix"
+    EMBEDDING = "embedding"  # rows are looked up, or scored by the head
+    VECTOR = "vector"  # norms and biases
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of the tensors that a fused parameter is made of: entries [start, stop) along `dim` of the global shape."""
+
+    name: str
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One global parameter. Axes of the mesh that `axes` does not name hold it replicated."""
+
+    name: str  # dotted, unique in the model, the same on every layout: "layers.3.attention.qkv.weight"
+    shape: tuple[int, ...]  # global
+    kind: Kind
+    axes: Mapping[str, Split | How] = field(default_factory=dict)
+    init_std: float | None = None  # normal(0, std) by (seed, name, position); None = constant `init_value`
+    init_value: float = 0.0
+    pieces: tuple[Piece, ...] = ()
+    uses: int = 1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the head of the same rank
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay applies as in Megatron: to matrices and embeddings, not to biases and norms."""
+        return self.kind is not Kind.VECTOR
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global parameter."""
+        return prod(self.shape)
+
+    def rank_numel(self, degrees: Mapping[str, Number]) -> Number:
+        """Elements that one rank holds; `degrees` may be arrays over many layouts."""
+        parts = prod(degrees.get(axis, 1) for axis, how in self.axes.items() if isinstance(how, Split))
+        return self.numel // parts
+
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes over which the ranks' gradients have to be summed before the sum over data parallelism."""
+        return tuple(axis for axis, how in self.axes.items() if how is How.PARTIAL)
+
+
+def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
+    """A norm's weight and, for LayerNorm with norm_bias, its bias."""
+    yield Parameter(f"{name}.weight", (model.hidden,), Kind.VECTOR, across, init_value=1.0)
+    if model.norm_bias:
+        yield Parameter(f"{name}.bias", (model.hidden,), Kind.VECTOR, across)
+
+
+def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool) -> Iterator[Parameter]:
+    """One transformer block, in the order in which the forward pass uses it."""
+    H, F, A, G, D = model.hidden, model.ffn_hidden, model.heads, model.num_kv_heads, model.dim_per_head
+    Q, name, across = A // G, f"layers.{layer}", sequence_axes(sequence_parallel)
+    output_std = (
+        model.init_std / (2.0 * model.layers) ** 0.5
+    )  # what writes into the residual stream, scaled by depth as in GPT-2 and Megatron
+
+    def column(part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()) -> Iterator[Parameter]:
+        """Output features (all dims but the last) cut over tp along `dim`."""
+        split = {"tp": Split(dim)}
+        yield Parameter(f"{name}.{part}.weight", shape, Kind.MATRIX, split, model.init_std, pieces=pieces)
+        if bias:
+            yield Parameter(f"{name}.{part}.bias", shape[:-1], Kind.VECTOR, split, pieces=pieces)
+
+    def row(part: str, shape: tuple[int, int]) -> Iterator[Parameter]:
+        """Input features cut over tp; the bias is added once, after the sum."""
+        yield Parameter(f"{name}.{part}.weight", shape, Kind.MATRIX, {"tp": Split(1)}, output_std)
+        if model.bias:
+            yield Parameter(f"{name}.{part}.bias", shape[:1], Kind.VECTOR, across)
+
+    yield from norm_parameters(model, f"{name}.attention_norm", across)
+    qkv = (Piece("q", 1, 0, Q), Piece("k", 1, Q, Q + 1), Piece("v", 1, Q + 1, Q + 2))
+    yield from column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
+    yield from row("attention.output", (H, A * D))
+    yield from norm_parameters(model, f"{name}.mlp_norm", across)
+    if model.gated:
+        yield from column("mlp.up", (2, F, H), 1, model.bias, (Piece("gate", 0, 0, 1), Piece("up", 0, 1, 2)))
+    else:
+        yield from column("mlp.up", (F, H), 0, model.bias)
+    yield from row("mlp.down", (H, F))
+
+
+def stage_parameters(
+    model: ModelConfig, stage: StageSpec, sequence_parallel: bool = False, tied_ranks: int = 1, embedding_elsewhere: bool = False
+) -> Iterator[Parameter]:
+    """Everything that a virtual stage declares, in order.
+
+    With tied weights the embedding and the head are one parameter. `tied_ranks` is how many pipeline ranks hold it (2: each has a copy,
+    and gradients are summed over the axis "tied"); `embedding_elsewhere`: another virtual stage of this same rank has declared it.
+    """
+    across, vocabulary = sequence_axes(sequence_parallel), (model.padded_vocab_size, model.hidden)
+    tied_head = stage.head and model.tied_embeddings
+    if stage.embedding or (tied_head and not embedding_elsewhere):
+        tied: dict[str, How] = {"tied": How.PARTIAL} if model.tied_embeddings and tied_ranks > 1 else {}
+        uses = 2 if model.tied_embeddings and tied_ranks == 1 else 1
+        yield Parameter("embedding.token.weight", vocabulary, Kind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
+    if stage.embedding and model.position == "learned":
+        yield Parameter("embedding.position.weight", (model.sequence_length, model.hidden), Kind.EMBEDDING, across, model.init_std)
+    for layer in stage.layers:
+        yield from block_parameters(model, layer, sequence_parallel)
+    if stage.head:
+        yield from norm_parameters(model, "final_norm", across)
+        if not model.tied_embeddings:
+            yield Parameter("head.weight", vocabulary, Kind.EMBEDDING, {"tp": Split(0)}, model.init_std)
+
+
+def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
+    """All parameters of the model by name, padding rows included, a tied head once."""
+    return {parameter.name: parameter for parameter in stage_parameters(model, StageSpec(0, model.layers, embedding=True, head=True))}
+
+
+def sequence_axes(sequence_parallel: bool) -> dict[str, How]:
+    """Of parameters that act between blocks: where the sequence is cut over tp, each rank's gradient sees only its tokens."""
+    return {"tp": How.PARTIAL} if sequence_parallel else {}
