@@ -23,13 +23,14 @@ from statistics import median
 
 import torch
 
+from frontier_llm.blueprint import Kind, Parameter
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import serial_mesh, single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import AdamW, build_buckets
 from frontier_llm.tensor_parallel import ShardedParameter
-from frontier_llm.topology import whole
+from frontier_llm.topology import shard
 from frontier_llm.units import GIB
 
 
@@ -48,8 +49,8 @@ def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, AdamW]:
         def __init__(self) -> None:
             super().__init__()
             for index in range(8):
-                spec = whole(f"weight{index}", (rows, 4096), 0.02)
-                setattr(self, f"w{index}", ShardedParameter.create(torch.empty(spec.shape, device="meta"), spec, False))
+                spec = shard(Parameter(f"weight{index}", (rows, 4096), Kind.MATRIX, init_std=0.02))
+                setattr(self, f"w{index}", ShardedParameter.create(torch.empty(spec.shape, device="meta"), spec))
 
     buckets = build_buckets([Matrices()], single("dp"), 1, torch.device("cpu"), 40_000_000)
     for bucket in buckets:

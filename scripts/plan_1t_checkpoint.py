@@ -28,7 +28,7 @@ from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_p
 from frontier_llm.checkpoint.shard import header
 from frontier_llm.comm import Axis, Ledger, serial_mesh
 from frontier_llm.config import CommConfig, OpsConfig, OptimizerConfig, load_model
-from frontier_llm.model import Stage
+from frontier_llm.model import Stage, build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import KINDS, AdamW, build_buckets
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
@@ -52,7 +52,8 @@ class Layout:
     def _build_stage(self, pp_rank: int, tp_rank: int) -> Stage:
         rank = self.grid.global_rank({"tp": tp_rank, "dp": 0, "pp": pp_rank})
         context = LayerContext(self._axis("tp", rank), True, OPS, WeightGradients(), torch.bfloat16)
-        return Stage(self.model, self.specs[pp_rank], context, torch.device("meta"), "none")
+        (stage,) = build_stages(self.model, [self.specs[pp_rank]], context, torch.device("meta"))
+        return stage
 
     def optimizer(self, rank: int) -> AdamW:
         """The rank's, without memory."""

@@ -1,1 +1,33 @@
 """What a model is made of and what it does, without torch: parameters, work, layouts, optimizer states."""
+
+from frontier_llm.blueprint.parameters import (
+    How,
+    Kind,
+    Parameter,
+    Piece,
+    Split,
+    block_parameters,
+    held_numel,
+    matrix_parameters,
+    model_parameters,
+    rank_parameters,
+    stage_parameters,
+    total_parameters,
+)
+from frontier_llm.blueprint.stages import StageSpec
+
+__all__ = [
+    "How",
+    "Kind",
+    "Parameter",
+    "Piece",
+    "Split",
+    "StageSpec",
+    "block_parameters",
+    "held_numel",
+    "matrix_parameters",
+    "model_parameters",
+    "rank_parameters",
+    "stage_parameters",
+    "total_parameters",
+]

@@ -7,7 +7,7 @@ gate/up is (2, F, H); `pieces` names what it is fused of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -95,9 +95,8 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool) ->
     """One transformer block, in the order in which the forward pass uses it."""
     H, F, A, G, D = model.hidden, model.ffn_hidden, model.heads, model.num_kv_heads, model.dim_per_head
     Q, name, across = A // G, f"layers.{layer}", sequence_axes(sequence_parallel)
-    output_std = (
-        model.init_std / (2.0 * model.layers) ** 0.5
-    )  # what writes into the residual stream, scaled by depth as in GPT-2 and Megatron
+    # of what writes into the residual stream: scaled by depth as in GPT-2 and Megatron
+    output_std = model.init_std / (2.0 * model.layers) ** 0.5
 
     def column(part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()) -> Iterator[Parameter]:
         """Output features (all dims but the last) cut over tp along `dim`."""
@@ -148,9 +147,34 @@ def stage_parameters(
             yield Parameter("head.weight", vocabulary, Kind.EMBEDDING, {"tp": Split(0)}, model.init_std)
 
 
+def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], sequence_parallel: bool = False) -> Iterator[Parameter]:
+    """Everything that one pipeline rank declares, its virtual stages in model order; an embedding that is also its own head stands once."""
+    embeds, heads = any(stage.embedding for stage in stages), any(stage.head for stage in stages)
+    for stage in stages:
+        elsewhere = embeds and not stage.embedding
+        yield from stage_parameters(model, stage, sequence_parallel, 1 if embeds and heads else 2, elsewhere)
+
+
 def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
     """All parameters of the model by name, padding rows included, a tied head once."""
-    return {parameter.name: parameter for parameter in stage_parameters(model, StageSpec(0, model.layers, embedding=True, head=True))}
+    everything = StageSpec(0, model.layers, embedding=True, head=True)
+    return {parameter.name: parameter for parameter in rank_parameters(model, [everything])}
+
+
+def held_numel(parameters: Iterable[Parameter], degrees: Mapping[str, Number]) -> Number:
+    """Elements that one rank holds of these parameters; `degrees` may be arrays over many layouts."""
+    return sum(parameter.rank_numel(degrees) for parameter in parameters)
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """Elements of the model, padding rows included, a tied head once."""
+    return sum(parameter.numel for parameter in model_parameters(model).values())
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup, no padding rows."""
+    matrices = sum(parameter.numel for parameter in block_parameters(model, 0, False) if parameter.kind is Kind.MATRIX)
+    return model.layers * matrices + model.hidden * model.vocab_size
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:

@@ -10,13 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import prod
 
+from frontier_llm.blueprint import rank_parameters
 from frontier_llm.config import ModelConfig, RunConfig
-from frontier_llm.costs.parameters import layer_shapes, norm_shapes
 from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
 from frontier_llm.schedule import Kind, build, channel_of
-from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan, StageSpec
+from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan
 
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
@@ -123,7 +122,11 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
 
 def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int) -> Iterator[tuple[int, str]]:
     """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
-    declared = [piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)]
+    stages, degrees = [plan.stage_of(pp_rank, chunk) for chunk in range(plan.chunks)], {"tp": plan.grid.tp}
+    declared = [
+        (parameter.rank_numel(degrees), parameter.decay, next(iter(parameter.partial_axes()), ""))
+        for parameter in rank_parameters(model, stages, plan.sequence_parallel)
+    ]
     chunk_numel = BUCKET_ALIGNMENT * plan.grid.dp
 
     def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:
@@ -139,25 +142,3 @@ def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: 
             filled += numel
             padded += -(-numel // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
         yield -(-padded // chunk_numel) * chunk_numel, key[1]
-
-
-def rank_parameter_list(model: ModelConfig, stage: StageSpec, plan: ParallelPlan) -> list[tuple[int, bool, str]]:
-    """(elements, decays, axis of an extra sum) of the parameters that a tp rank of a stage holds, in order of declaration."""
-    tp, H = plan.grid.tp, model.hidden
-    partial = "tp" if plan.sequence_parallel else ""
-    pieces: list[tuple[int, bool, str]] = []
-    vocabulary = model.padded_vocab_size * H // tp
-    if stage.embedding or (stage.head and model.tied_embeddings):
-        pieces.append((vocabulary, True, "tied" if model.tied_embeddings and not (stage.embedding and stage.head) else ""))
-    if stage.embedding and model.position == "learned":
-        pieces.append((model.sequence_length * H, True, partial))
-    if stage.head and not model.tied_embeddings:
-        pieces.append((vocabulary, True, ""))
-    for _ in stage.layers:
-        for name, shape in layer_shapes(model).items():
-            whole = "norm" in name or name in ("attention.output.bias", "mlp.down.bias")
-            decays = name.endswith("weight") and "norm" not in name
-            pieces.append((prod(shape) // (1 if whole else tp), decays, partial if whole else ""))
-    if stage.head:
-        pieces += [(prod(shape), False, partial) for shape in norm_shapes("final_norm", H, model).values()]
-    return pieces

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.costs.parameters import stage_columns, stage_parameters
 from frontier_llm.costs.workload import FSDP, GPIPE, ZERO_BUBBLE, Number, Workload
 from frontier_llm.machine.rates import Rates
-from frontier_llm.topology import StageSpec
 
 Lines = dict[str, Number]
 

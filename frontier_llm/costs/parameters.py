@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.workload import Number, Workload
-from frontier_llm.topology import StageSpec
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

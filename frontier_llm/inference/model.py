@@ -12,7 +12,7 @@ from frontier_llm.checkpoint.source import WeightSource, load_weights
 from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
 from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
-from frontier_llm.model import Microbatch, Stage
+from frontier_llm.model import Microbatch, Stage, build_stages
 from frontier_llm.ops import select_ops, statistics_dtype, working_dtype
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients, materialise
 from frontier_llm.topology import ParallelPlan, make_plan
@@ -96,6 +96,6 @@ def build_inference_model(
     selected = select_ops(ops, device.type, working)
     attention = RememberingAttention(selected.attention)
     context = LayerContext(mesh.tp, False, replace(selected, attention=attention), WeightGradients(), working)
-    stage = Stage(source.model, plan.stage_of(mesh.pp.rank, 0), context, device)
+    (stage,) = build_stages(source.model, [plan.stage_of(mesh.pp.rank, 0)], context, device)
     load_weights(source, materialise(stage, device))
     return InferenceModel(source.model, mesh, device, working, stage, attention)

@@ -2,6 +2,6 @@
 
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.initialize import initial_rows, initialize
-from frontier_llm.model.stage import Stage
+from frontier_llm.model.stage import Stage, build_stages
 
-__all__ = ["Microbatch", "Stage", "initial_rows", "initialize"]
+__all__ = ["Microbatch", "Stage", "build_stages", "initial_rows", "initialize"]

@@ -8,17 +8,16 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.model.positions import Positions
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import Scores
-from frontier_llm.tensor_parallel import ColumnLinear, LayerContext, RowLinear
+from frontier_llm.tensor_parallel import ColumnLinear, Declared, LayerContext, RowLinear
 
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over H."""
 
-    def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         self.kind, self.eps, self.ops = model.norm, model.norm_eps, context.ops
-        self.weight = context.whole(f"{name}.weight", (model.hidden,), init_value=1.0)
-        self.bias = context.whole(f"{name}.bias", (model.hidden,)) if model.norm_bias else None
+        self.weight, self.bias = declared[f"{name}.weight"], declared.get(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, H) → (…, H)."""
@@ -34,20 +33,17 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with heads cut over tp; rotary or ALiBi positions, grouped key/value heads.
 
-    The fused projection has the global shape (G, Q + 2, D, H): for each key/value head its Q query heads, its key, its value.
-    So each rank's part is a rectangle, whatever the tensor degree.
+    The fused projection holds for each key/value head its Q query heads, its key, its value.
     """
 
-    def __init__(self, model: ModelConfig, context: LayerContext, name: str, recompute_core: bool) -> None:
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, recompute_core: bool) -> None:
         super().__init__()
         self.ops, self.recompute_core = context.ops, recompute_core
         self.head_dim, self.queries = model.dim_per_head, model.heads // model.num_kv_heads
         self.local_kv_heads = model.num_kv_heads // context.tp.size
         self.scale = self.head_dim**-0.5
-        qkv_shape = (model.num_kv_heads, self.queries + 2, self.head_dim, model.hidden)
-        self.qkv = ColumnLinear(context, f"{name}.qkv", qkv_shape, 0, model.has_qkv_bias, model.init_std)
-        output_shape = (model.hidden, model.heads * self.head_dim)
-        self.output = RowLinear(context, f"{name}.output", output_shape, model.bias, output_std(model))
+        self.qkv = ColumnLinear(context, declared, f"{name}.qkv")
+        self.output = RowLinear(context, declared, f"{name}.output")
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """(S or s, B, H) → (S or s, B, H)."""
@@ -67,15 +63,13 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """H → F → H; SwiGLU's gate and up projections are one matrix of global shape (2, F, H)."""
+    """H → F → H; SwiGLU's gate and up projections are one matrix."""
 
-    def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         self.ops, self.gated, self.approximate = context.ops, model.gated, model.activation == "gelu_tanh"
-        H, F = model.hidden, model.ffn_hidden
-        up_shape, dim = ((2, F, H), 1) if model.gated else ((F, H), 0)
-        self.up = ColumnLinear(context, f"{name}.up", up_shape, dim, model.bias, model.init_std)
-        self.down = RowLinear(context, f"{name}.down", (H, F), model.bias, output_std(model))
+        self.up = ColumnLinear(context, declared, f"{name}.up")
+        self.down = RowLinear(context, declared, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
         """(S or s, B, H) → (S or s, B, H)."""
@@ -87,14 +81,14 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block; `parallel_residual` is GPT-NeoX's form."""
 
-    def __init__(self, model: ModelConfig, context: LayerContext, index: int, recompute_core: bool) -> None:
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, index: int, recompute_core: bool) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.parallel_residual = model.parallel_residual
-        self.attention_norm = Norm(model, context, f"{name}.attention_norm")
-        self.attention = Attention(model, context, f"{name}.attention", recompute_core)
-        self.mlp_norm = Norm(model, context, f"{name}.mlp_norm")
-        self.mlp = Mlp(model, context, f"{name}.mlp")
+        self.attention_norm = Norm(model, context, declared, f"{name}.attention_norm")
+        self.attention = Attention(model, context, declared, f"{name}.attention", recompute_core)
+        self.mlp_norm = Norm(model, context, declared, f"{name}.mlp_norm")
+        self.mlp = Mlp(model, context, declared, f"{name}.mlp")
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """(S or s, B, H) → (S or s, B, H)."""
@@ -103,8 +97,3 @@ class Block(nn.Module):
             return x + attended + self.mlp(self.mlp_norm(x))
         normed, x = self.mlp_norm.add(attended, x)
         return x + self.mlp(normed)
-
-
-def output_std(model: ModelConfig) -> float:
-    """Initial spread of the projections that write into the residual stream, scaled by depth as in GPT-2 and Megatron."""
-    return model.init_std / (2.0 * model.layers) ** 0.5

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from frontier_llm.blueprint import StageSpec, rank_parameters
 from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model.batch import Microbatch
@@ -15,34 +16,32 @@ from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, wi
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import statistics_dtype
 from frontier_llm.tensor_parallel import (
+    ColumnLinear,
+    Declared,
     LayerContext,
-    ShardedParameter,
     column_linear,
     mean_over_global_batch,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
-from frontier_llm.topology import StageSpec, split
 
 
 class Stage(nn.Module):
     """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device; holds no memory yet."""
 
     def __init__(
-        self, model: ModelConfig, spec: StageSpec, context: LayerContext, device: torch.device, recompute_mode: str = "none"
+        self, model: ModelConfig, spec: StageSpec, context: LayerContext, declared: Declared, device: torch.device, recompute_mode: str
     ) -> None:
+        """`declared` has at least this stage's parameters: see `build_stages`."""
         super().__init__()
         self.model, self.spec, self.context = model, spec, context
-        self.recompute_blocks = recompute_mode == "full"
-        core = recompute_mode == "selective"
-        self.token_embedding = declare_embedding(model, context, spec) if spec.embedding or (spec.head and model.tied_embeddings) else None
-        learned = spec.embedding and model.position == "learned"
-        position_shape = (model.sequence_length, model.hidden)
-        self.position_embedding = context.whole("embedding.position.weight", position_shape, model.init_std) if learned else None
-        self.blocks = nn.ModuleList(Block(model, context, index, core) for index in spec.layers)
-        self.final_norm = Norm(model, context, "final_norm") if spec.head else None
-        untied = spec.head and not model.tied_embeddings
-        self.output_head = context.matrix("head.weight", (model.padded_vocab_size, model.hidden), 0, model.init_std) if untied else None
+        self.recompute_blocks, tied = recompute_mode == "full", model.tied_embeddings
+        embeds = spec.embedding or (spec.head and tied)
+        self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
+        self.position_embedding = declared.get("embedding.position.weight") if spec.embedding else None
+        self.blocks = nn.ModuleList(Block(model, context, declared, index, recompute_mode == "selective") for index in spec.layers)
+        self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
+        self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
         wide = statistics_dtype(context.dtype)
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = _local_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
@@ -68,9 +67,12 @@ class Stage(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and head: (S or s, B, H) → (S, B, v), this rank's slice of the true vocabulary."""
         assert self.final_norm is not None
-        weight_vH = self.output_head if self.output_head is not None else self.token_embedding
-        assert weight_vH is not None
-        return column_linear(self.final_norm(x), weight_vH, self.context, num_rows=self._real_rows(weight_vH))
+        vocab, v = self.model.vocab_size, self.model.padded_vocab_size // self.context.tp.size
+        num_rows = min(v, vocab - v * self.context.tp.rank)  # the rest is padding and never enters a logit
+        if self.output_head is not None:
+            return self.output_head(self.final_norm(x), num_rows=num_rows)
+        assert self.token_embedding is not None
+        return column_linear(self.final_norm(x), self.token_embedding, self.context, num_rows=num_rows)
 
     def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
         """-log p(target) of each token, (S, B)."""
@@ -84,10 +86,6 @@ class Stage(nn.Module):
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
         return mean_over_global_batch(loss_SB, batch.global_targets)
-
-    def _real_rows(self, weight_vH: ShardedParameter) -> int:
-        """Rows of this rank's slice that stand for a token; the rest is padding and never enters a logit."""
-        return min(weight_vH.shape[0], self.model.vocab_size - weight_vH.shape[0] * self.context.tp.rank)
 
     def _embed(self, batch: Microbatch) -> Tensor:
         assert self.token_embedding is not None and batch.tokens_SB is not None
@@ -116,19 +114,14 @@ def _given_positions(batch: Microbatch) -> Tensor | None:
     return None if batch.documents_BS is None else within_document(batch.documents_BS).T
 
 
-def declare_embedding(model: ModelConfig, context: LayerContext, stage: StageSpec) -> ShardedParameter:
-    """The token embedding of a stage that embeds, or that uses it as the tied head.
-
-    With tied weights and several stages, the first and the last each hold a copy: their gradients are summed, and only the
-    first copy counts in norms and checkpoints. One stage that is both uses its single copy twice per microbatch.
-    """
-    shape, both = (model.padded_vocab_size, model.hidden), stage.embedding and stage.head
-    spec = split("embedding.token.weight", shape, 0, context.tp.size, context.tp.rank, model.init_std)
-    if model.tied_embeddings and not both:
-        spec = replace(spec, tied_copies=2, tied_index=0 if stage.embedding else 1)
-    parameter = context.declare(spec, layer_accumulates=True)
-    parameter.uses = 2 if model.tied_embeddings and both else 1
-    return parameter
+def build_stages(
+    model: ModelConfig, specs: Sequence[StageSpec], context: LayerContext, device: torch.device, recompute_mode: str = "none"
+) -> list[Stage]:
+    """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
+    tied_rank = 0 if any(spec.embedding for spec in specs) else 1
+    parameters = rank_parameters(model, specs, context.sequence_parallel)
+    declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}
+    return [Stage(model, spec, context, declared, device, recompute_mode) for spec in specs]
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -105,9 +105,7 @@ def _sort_key(parameter: ShardedParameter) -> tuple[bool, str]:
 
 
 def _extra_sum(spec: ShardSpec) -> str | None:
-    if spec.sum_over_tp:
-        return "tp"
-    return "tied" if spec.tied_copies > 1 else None
+    return next(iter(spec.partial_axes), None)
 
 
 def _pack(parameters: Sequence[ShardedParameter], limit: int) -> Iterator[list[ShardedParameter]]:
@@ -156,7 +154,7 @@ def _allocate(parameters: list[ShardedParameter], dp: Axis, zero: int, device: t
     for declared, offset in zip(parameters, offsets, strict=True):
         view = slice(offset, offset + declared.numel())
         shape = declared.spec.shape
-        parameter = ShardedParameter.create(weights[view].view(shape), declared.spec, declared.layer_accumulates, declared.uses)
+        parameter = ShardedParameter.create(weights[view].view(shape), declared.spec, declared.layer_accumulates)
         parameter.main_grad = gradients[view].view(shape)
         real.append(parameter)
     spec = parameters[0].spec

@@ -143,7 +143,7 @@ class ZeroTwo(_Zero):
         parameters = materialise(stage, inputs.device)
         initialize(parameters, inputs.config.train.seed)
         for parameter in parameters:
-            if parameter.spec.sum_over_tp:
+            if "tp" in parameter.spec.partial_axes:
                 _sum_in_backward(parameter, inputs.mesh.tp)
         self._microbatches, self._forwards = inputs.plan.microbatches, 0
         super().__init__(inputs, parameters, stage, inputs.mesh.dp.size * inputs.plan.microbatches)

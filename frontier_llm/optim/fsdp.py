@@ -70,7 +70,7 @@ class ShardedAdamW:
 
     def finish(self) -> None:
         """See GradientSums. Over dp they are summed already; norms and biases under sequence parallelism still miss tp."""
-        partial = [shard.gradient for shard in self._shards if shard.spec.sum_over_tp]
+        partial = [shard.gradient for shard in self._shards if "tp" in shard.spec.partial_axes]
         if partial:
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.tp)
             for gradient, total in zip(partial, flat.split([gradient.numel() for gradient in partial]), strict=True):

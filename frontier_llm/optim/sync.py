@@ -35,7 +35,9 @@ class GradientSync:
         """`wire` is what gradients travel as over dp; None = as they are."""
         self._buckets, self._mesh, self._overlap, self._wire = buckets, mesh, overlap, wire
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self._expected = {bucket: microbatches * sum(parameter.uses for parameter in bucket.parameters) for bucket in buckets}
+        self._expected = {
+            bucket: microbatches * sum(parameter.spec.parameter.uses for parameter in bucket.parameters) for bucket in buckets
+        }
         self._missing: dict[Bucket, int] = {}
         self._pending: list[Pending] = []
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.costs.layer import embedding_terms, head_terms, totals, weight_gradient_s
 from frontier_llm.costs.parameters import stage_columns, stage_parameters
 from frontier_llm.costs.time import layer_s, p2p_s, tail
 from frontier_llm.costs.workload import Workload
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import Action, Kind, Timeline, build, simulate, virtual_stage
-from frontier_llm.topology import StageSpec
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
 

@@ -9,13 +9,13 @@ from itertools import product
 
 import numpy as np
 
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.costs.memory import memory_by_rank, total
 from frontier_llm.costs.time import step_s
 from frontier_llm.costs.workload import SCHEDULES, Workload
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner.datasets import Measurement
 from frontier_llm.planner.pipeline import play
-from frontier_llm.topology import StageSpec
 
 GRID = {"B": (1, 2, 4, 8), "chunks": (1, 2, 3, 4, 5, 6, 7, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8), "recompute": (0, 1, 2)}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.costs.memory import memory_by_rank, peak_memory
@@ -16,7 +17,7 @@ from frontier_llm.costs.workload import FSDP, SCHEDULES, Workload
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import count, enumerate_layouts
 from frontier_llm.planner.pipeline import Played, play
-from frontier_llm.topology import StageSpec, split_layers
+from frontier_llm.topology import split_layers
 from frontier_llm.units import GIB
 
 TARGET_TOKENS = 16 * 2**20  # of the default global batch

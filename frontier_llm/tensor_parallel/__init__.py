@@ -1,15 +1,16 @@
-"""Tensor- and sequence-parallel layers; each declares what it owns as a ShardSpec."""
+"""Tensor- and sequence-parallel layers over parameters that the blueprint declares."""
 
 from frontier_llm.tensor_parallel.context import LayerContext
 from frontier_llm.tensor_parallel.cross_entropy import mean_over_global_batch, vocab_parallel_cross_entropy
 from frontier_llm.tensor_parallel.embedding import vocab_parallel_embedding
 from frontier_llm.tensor_parallel.gradients import AutogradGradients, WeightGradients
 from frontier_llm.tensor_parallel.linear import ColumnLinear, RowLinear, column_linear
-from frontier_llm.tensor_parallel.parameter import ShardedParameter, materialise
+from frontier_llm.tensor_parallel.parameter import Declared, ShardedParameter, materialise
 
 __all__ = [
     "AutogradGradients",
     "ColumnLinear",
+    "Declared",
     "LayerContext",
     "RowLinear",
     "ShardedParameter",

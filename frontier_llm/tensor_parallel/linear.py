@@ -16,7 +16,7 @@ from frontier_llm.comm import start_all_reduce_, start_reduce_scatter
 from frontier_llm.tensor_parallel.chunked import gather_and_multiply, in_sequence, multiply_and_reduce, multiply_and_scatter
 from frontier_llm.tensor_parallel.context import LayerContext
 from frontier_llm.tensor_parallel.gradients import Factor
-from frontier_llm.tensor_parallel.parameter import ShardedParameter
+from frontier_llm.tensor_parallel.parameter import Declared, ShardedParameter
 
 
 def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Factor, x_SBk: Factor) -> Tensor | None:
@@ -109,30 +109,25 @@ def column_linear(
 
 
 class ColumnLinear(nn.Module):
-    """Output features cut over tp: (S or s, B, H) → (S, B, o).
+    """Output features cut over tp: (S or s, B, H) → (S, B, o). All dims of the weight but the last are output features."""
 
-    `global_shape` is the weight's: all dims but the last are output features, and `dim` is the one that is cut.
-    """
-
-    def __init__(self, context: LayerContext, name: str, global_shape: tuple[int, ...], dim: int, bias: bool, init_std: float) -> None:
+    def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.matrix(f"{name}.weight", global_shape, dim, init_std)
-        self.bias = context.split_vector(f"{name}.bias", global_shape[:-1], dim) if bias else None
+        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
 
-    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
-        """`add_bias=False` leaves the bias to a fused op of the caller."""
-        return column_linear(x, self.weight, self.context, self.bias if add_bias else None)
+    def forward(self, x: Tensor, add_bias: bool = True, num_rows: int | None = None) -> Tensor:
+        """`add_bias=False` leaves the bias to a fused op of the caller; `num_rows`: see `column_linear`."""
+        return column_linear(x, self.weight, self.context, self.bias if add_bias else None, num_rows)
 
 
 class RowLinear(nn.Module):
     """Input features cut over tp: (S, B, k) → (S or s, B, H), summed over tp; the bias is added once, after the sum."""
 
-    def __init__(self, context: LayerContext, name: str, global_shape: tuple[int, int], bias: bool, init_std: float) -> None:
+    def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.matrix(f"{name}.weight", global_shape, 1, init_std)
-        self.bias = context.whole(f"{name}.bias", global_shape[:1]) if bias else None
+        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
 
     def forward(self, x_SBk: Tensor) -> Tensor:
         """(S, B, k) → (S or s, B, H)."""

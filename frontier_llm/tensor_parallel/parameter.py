@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -15,14 +17,21 @@ class ShardedParameter(Parameter):
     spec: ShardSpec
     main_grad: Tensor  # fp32 (fp64 under fp64) view of the flat gradient buffer; attached by optim
     layer_accumulates: bool  # its layer adds to main_grad itself; otherwise autograd's gradient is moved there
-    uses: int  # contributions per microbatch: 2 for an embedding that is also the head of the same stage
 
     @classmethod
-    def create(cls, data: Tensor, spec: ShardSpec, layer_accumulates: bool, uses: int = 1) -> ShardedParameter:
+    def create(cls, data: Tensor, spec: ShardSpec, layer_accumulates: bool = False) -> ShardedParameter:
         """A parameter over `data`, which has the spec's local shape."""
         parameter = cls(data)
-        parameter.spec, parameter.layer_accumulates, parameter.uses = spec, layer_accumulates, uses
+        parameter.spec, parameter.layer_accumulates = spec, layer_accumulates
         return parameter
+
+    def accumulated_by_layer(self) -> ShardedParameter:
+        """Itself, for the layer that promises to submit its gradients (see WeightGradients)."""
+        self.layer_accumulates = True
+        return self
+
+
+Declared = Mapping[str, ShardedParameter]  # what a rank has declared, by the names that the blueprint gives
 
 
 def materialise(module: nn.Module, device: torch.device) -> list[ShardedParameter]:
@@ -34,6 +43,6 @@ def materialise(module: nn.Module, device: torch.device) -> list[ShardedParamete
                 continue
             if declared not in real:
                 data = torch.empty(declared.spec.shape, dtype=declared.dtype, device=device)
-                real[declared] = ShardedParameter.create(data, declared.spec, declared.layer_accumulates, declared.uses)
+                real[declared] = ShardedParameter.create(data, declared.spec, declared.layer_accumulates)
             owner._parameters[name] = real[declared]
     return list(real.values())

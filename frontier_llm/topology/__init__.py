@@ -3,8 +3,8 @@
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.plan import ParallelPlan, make_plan, plan_as_given, plan_problems
 from frontier_llm.topology.rectangles import Rectangle, contiguous_runs, rectangles_of_run, spans
-from frontier_llm.topology.shards import BUCKET_ALIGNMENT, ShardSpec, split, whole
-from frontier_llm.topology.stages import StageSpec, head_cost_in_layers, split_layers
+from frontier_llm.topology.shards import BUCKET_ALIGNMENT, ShardSpec, shard
+from frontier_llm.topology.stages import head_cost_in_layers, split_layers
 
 __all__ = [
     "AXIS_ORDERS",
@@ -13,15 +13,13 @@ __all__ = [
     "ParallelPlan",
     "Rectangle",
     "ShardSpec",
-    "StageSpec",
     "contiguous_runs",
     "head_cost_in_layers",
     "make_plan",
     "plan_as_given",
     "plan_problems",
     "rectangles_of_run",
+    "shard",
     "spans",
-    "split",
     "split_layers",
-    "whole",
 ]

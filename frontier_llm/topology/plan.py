@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
-from frontier_llm.topology.stages import StageSpec, split_layers
+from frontier_llm.topology.stages import split_layers
 from frontier_llm.units import plural
 
 

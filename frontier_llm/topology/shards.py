@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+
+from frontier_llm.blueprint.parameters import Parameter, Split
 
 # elements: each parameter in a flat bucket, and each rank's slice of one, starts on a multiple; 256 bytes in bf16, the width that RCCL and
 # vector loads like
@@ -12,67 +15,69 @@ BUCKET_ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One rank's rectangle of one global parameter, declared by the layer that builds it.
+    """One rank's rectangle of one global parameter. The local tensor has exactly `shape`; layers view it as they need."""
 
-    The local tensor has exactly `shape`; layers view it as they need. A fused weight has a global shape in which every
-    tensor-parallel part is a rectangle: QKV is (kv_heads, queries_per_kv + 2, head_dim, H), gate/up is (2, F, H).
-    """
-
-    name: str  # dotted, unique in the model, the same on every layout: "layers.3.attention.qkv.weight"
-    global_shape: tuple[int, ...]
+    parameter: Parameter
     offset: tuple[int, ...]  # of this rank's rectangle in the global tensor
     shape: tuple[int, ...]  # of this rank's rectangle
-    init_std: float | None  # normal(0, std) by (seed, name, position); None = constant `init_value`
-    init_value: float = 0.0
-    tp_replicas: int = 1  # ranks of the tp axis that hold this same rectangle
-    tp_index: int = 0  # which of these replicas this one is; only replica 0 counts in norms and is saved
-    sum_over_tp: bool = False  # gradients are partial over tp and must be summed (sequence-parallel norms and biases)
-    tied_copies: int = 1  # pipeline stages that hold this parameter (the embedding, where it is also the head)
-    tied_index: int = 0  # which of these copies this one is; only copy 0 counts and is saved
+    coordinates: Mapping[str, int]  # this rank's, on each axis whose ranks hold the parameter, in parts or as copies
+
+    @property
+    def name(self) -> str:
+        """Of the global parameter."""
+        return self.parameter.name
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the global parameter."""
+        return self.parameter.shape
 
     @property
     def decay(self) -> bool:
-        """Weight decay applies as in Megatron: to matrices, which start random; not to biases and norms, which start constant."""
-        return self.init_std is not None
+        """Whether weight decay applies."""
+        return self.parameter.decay
+
+    @property
+    def init_std(self) -> float | None:
+        """See Parameter."""
+        return self.parameter.init_std
+
+    @property
+    def init_value(self) -> float:
+        """See Parameter."""
+        return self.parameter.init_value
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes over which the ranks' gradients have to be summed before the sum over data parallelism."""
+        return self.parameter.partial_axes()
 
     @property
     def counted(self) -> bool:
-        """True on the one replica that enters the gradient norm and the checkpoint."""
-        return self.tp_index == 0 and self.tied_index == 0
+        """True on the one copy that enters the gradient norm and the checkpoint: the first on every axis that does not split it."""
+        return not any(self.coordinates[axis] for axis in self.coordinates if not self.splits_over(axis))
 
     @property
     def numel(self) -> int:
         """Elements of this rank's rectangle."""
         return prod(self.shape)
 
-
-def whole(
-    name: str,
-    shape: tuple[int, ...],
-    init_std: float | None,
-    init_value: float = 0.0,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    sum_over_tp: bool = False,
-) -> ShardSpec:
-    """A parameter that every tp rank holds in full (norms, row-parallel biases, position embeddings)."""
-    return ShardSpec(
-        name,
-        shape,
-        (0,) * len(shape),
-        shape,
-        init_std,
-        init_value,
-        tp_replicas=tp_size,
-        tp_index=tp_rank,
-        sum_over_tp=sum_over_tp and tp_size > 1,
-    )
+    def splits_over(self, axis: str) -> bool:
+        """True where the ranks of `axis` hold different parts; otherwise those that hold it hold copies."""
+        return isinstance(self.parameter.axes.get(axis), Split)
 
 
-def split(name: str, global_shape: tuple[int, ...], dim: int, tp_size: int, tp_rank: int, init_std: float | None) -> ShardSpec:
-    """A parameter cut evenly along `dim` over tp. The caller has checked divisibility (topology.plan does, for every layer)."""
-    part, rest = divmod(global_shape[dim], tp_size)
-    assert rest == 0, f"{name}: {global_shape[dim]} is not divisible by tp {tp_size}"
-    shape = (*global_shape[:dim], part, *global_shape[dim + 1 :])
-    offset = tuple(part * tp_rank if index == dim else 0 for index in range(len(global_shape)))
-    return ShardSpec(name, global_shape, offset, shape, init_std)
+def shard(parameter: Parameter, degrees: Mapping[str, int] | None = None, coordinates: Mapping[str, int] | None = None) -> ShardSpec:
+    """The part of a parameter at `coordinates` of a mesh with these degrees, cut along every axis that splits it; by default all of it.
+
+    The caller has checked divisibility (topology.plan does, for every layer).
+    """
+    degrees, coordinates = degrees or {}, coordinates or {}
+    shape, offset = list(parameter.shape), [0] * len(parameter.shape)
+    for axis, how in parameter.axes.items():
+        if isinstance(how, Split):
+            part, rest = divmod(shape[how.dim], degrees.get(axis, 1))
+            assert rest == 0, f"{parameter.name}: {shape[how.dim]} is not divisible by {axis} {degrees[axis]}"
+            shape[how.dim] = part
+            offset[how.dim] += part * coordinates.get(axis, 0)
+    return ShardSpec(parameter, tuple(offset), tuple(shape), coordinates)

@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """What one virtual stage holds."""
-
-    first_layer: int
-    num_layers: int
-    embedding: bool  # token (and learned position) embedding in front
-    head: bool  # final norm, output head and loss behind
-
-    @property
-    def layers(self) -> range:
-        """Global indices of its layers."""
-        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:

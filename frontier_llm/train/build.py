@@ -8,7 +8,7 @@ import torch
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Stage
+from frontier_llm.model import Stage, build_stages
 from frontier_llm.ops import select_ops, working_dtype
 from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
 from frontier_llm.pipeline import ActivationSpec, Engine
@@ -51,7 +51,7 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
     gradients = gradient_destination(config)
     context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
     specs = [plan.stage_of(mesh.pp.rank, chunk) for chunk in range(plan.chunks)]
-    stages = [Stage(config.model, spec, context, device, config.train.recompute) for spec in specs]
+    stages = build_stages(config.model, specs, context, device, config.train.recompute)
     update = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
 
     sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)

@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.flops import matrix_parameters
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
-from frontier_llm.topology import StageSpec
 from frontier_llm.train.latency import communication_section
 from frontier_llm.train.run_record import Part, RunRecord, read_run, told_apart
 from frontier_llm.units import format_count

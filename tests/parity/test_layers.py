@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frontier_llm import log
+from frontier_llm.blueprint import StageSpec, stage_parameters
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import ModelConfig, OpsConfig
 from frontier_llm.model import initial_rows
@@ -26,6 +27,7 @@ from frontier_llm.ops import select_ops
 from frontier_llm.optim import GradientSync, build_buckets
 from frontier_llm.tensor_parallel import (
     ColumnLinear,
+    Declared,
     LayerContext,
     RowLinear,
     WeightGradients,
@@ -39,14 +41,35 @@ from tests.parity.play import Piece, whole_piece
 
 S, B, H, V = 8, 3, 16, 24
 MODEL = ModelConfig(
-    layers=1, hidden=H, heads=8, kv_heads=4, ffn_hidden=20, vocab_size=V, sequence_length=S, norm="layernorm", norm_bias=True, bias=True
+    layers=1,
+    hidden=H,
+    heads=8,
+    kv_heads=4,
+    ffn_hidden=20,
+    vocab_size=V,
+    vocab_multiple=4,
+    sequence_length=S,
+    norm="layernorm",
+    norm_bias=True,
+    bias=True,
 )
+
+
+NARROW = MODEL.model_copy(update={"ffn_hidden": 12})  # gated: its up projection has the global shape (2, 12, H)
+GELU = MODEL.model_copy(update={"activation": "gelu", "ffn_hidden": 24})
+PARALLEL = MODEL.model_copy(update={"parallel_residual": True})
+
+
+def declare(context: LayerContext, model: ModelConfig) -> Declared:
+    """Every parameter of a model."""
+    whole = StageSpec(0, model.layers, embedding=True, head=True)
+    return {p.name: context.declare(p) for p in stage_parameters(model, whole, context.sequence_parallel)}
 
 
 class Embedding(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.context, self.weight = context, context.matrix("weight", (V, H), 0, 1.0)
+        self.context, self.weight = context, declare(context, MODEL)["embedding.token.weight"].accumulated_by_layer()
 
     def forward(self, tokens_SB: Tensor) -> Tensor:
         return vocab_parallel_embedding(tokens_SB, self.weight, self.context)
@@ -84,19 +107,19 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "column": Kind(lambda c: ColumnLinear(c, "linear", (2, 12, H), 1, True, 1.0), "sequence", "last-of-two"),
-    "row": Kind(lambda c: RowLinear(c, "linear", (H, 24), True, 1.0), "last", "sequence", (S, B, 24)),
-    "norm": Kind(lambda c: Norm(MODEL, c, "norm"), "sequence", "sequence"),
+    "column": Kind(lambda c: ColumnLinear(c, declare(c, NARROW), "layers.0.mlp.up"), "sequence", "last-of-two"),
+    "row": Kind(lambda c: RowLinear(c, declare(c, GELU), "layers.0.mlp.down"), "last", "sequence", (S, B, 24)),
+    "norm": Kind(lambda c: Norm(MODEL, c, declare(c, MODEL), "final_norm"), "sequence", "sequence"),
     "embedding": Kind(Embedding, "none", "sequence"),
     "cross-entropy": Kind(CrossEntropy, "last", "none", (S, B, V)),
-    "attention": Kind(lambda c: Positioned(Attention(MODEL, c, "attention", False)), "sequence", "sequence"),
-    "attention-recomputed": Kind(lambda c: Positioned(Attention(MODEL, c, "attention", True)), "sequence", "sequence"),
-    "mlp": Kind(lambda c: Mlp(MODEL, c, "mlp"), "sequence", "sequence"),
-    "mlp-gelu": Kind(lambda c: Mlp(MODEL.model_copy(update={"activation": "gelu"}), c, "mlp"), "sequence", "sequence"),
-    "block": Kind(lambda c: Positioned(Block(MODEL, c, 0, False)), "sequence", "sequence"),
-    "block-parallel": Kind(
-        lambda c: Positioned(Block(MODEL.model_copy(update={"parallel_residual": True}), c, 0, False)), "sequence", "sequence"
+    "attention": Kind(lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), "layers.0.attention", False)), "sequence", "sequence"),
+    "attention-recomputed": Kind(
+        lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), "layers.0.attention", True)), "sequence", "sequence"
     ),
+    "mlp": Kind(lambda c: Mlp(MODEL, c, declare(c, MODEL), "layers.0.mlp"), "sequence", "sequence"),
+    "mlp-gelu": Kind(lambda c: Mlp(GELU, c, declare(c, GELU), "layers.0.mlp"), "sequence", "sequence"),
+    "block": Kind(lambda c: Positioned(Block(MODEL, c, declare(c, MODEL), 0, False)), "sequence", "sequence"),
+    "block-parallel": Kind(lambda c: Positioned(Block(PARALLEL, c, declare(c, PARALLEL), 0, False)), "sequence", "sequence"),
 }
 
 
@@ -138,7 +161,7 @@ def play_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
     parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
     for parameter in parameters:
         with torch.no_grad():
-            initial_rows(replace(parameter.spec, init_std=1.0), 7, parameter)
+            initial_rows(replace(parameter.spec, parameter=replace(parameter.spec.parameter, init_std=1.0)), 7, parameter)
         if not parameter.layer_accumulates:
             accumulation.collect_from_autograd(parameter, ops.accumulate_)
     sync = GradientSync(buckets, mesh, microbatches=1)
@@ -193,15 +216,16 @@ def gathered(ranks: RankPool, name: str, tp: int, sequence_parallel: bool) -> Wh
 def unsharded(name: str, weights: Tensors) -> Whole:
     """torch's own operation with the whole weights."""
     leaves = {key: torch.from_numpy(value.copy()).requires_grad_() for key, value in weights.items()}
+    layer = next(iter(leaves), "").rpartition(".")[0]
     x: Any = tokens() if name == "embedding" else random(KINDS[name].shape, 1).requires_grad_()
     if name == "column":
-        y = F.linear(x, leaves["linear.weight"].flatten(0, 1), leaves["linear.bias"].flatten())
+        y = F.linear(x, leaves[f"{layer}.weight"].flatten(0, 1), leaves[f"{layer}.bias"].flatten())
     elif name == "row":
-        y = F.linear(x, leaves["linear.weight"], leaves["linear.bias"])
+        y = F.linear(x, leaves[f"{layer}.weight"], leaves[f"{layer}.bias"])
     elif name == "norm":
-        y = F.layer_norm(x, (H,), leaves["norm.weight"], leaves["norm.bias"], MODEL.norm_eps)
+        y = F.layer_norm(x, (H,), leaves[f"{layer}.weight"], leaves[f"{layer}.bias"], MODEL.norm_eps)
     elif name == "embedding":
-        y = F.embedding(x, leaves["weight"])
+        y = F.embedding(x, leaves[f"{layer}.weight"])
     else:
         y = F.cross_entropy(x.flatten(0, 1), tokens().flatten(), reduction="none").view(S, B)
     y.backward(random(tuple(y.shape), 2))

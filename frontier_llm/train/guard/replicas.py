@@ -60,10 +60,10 @@ class ReplicaCheck:
             return True
 
         def over_tp(spec: ShardSpec) -> bool:
-            return spec.tp_replicas > 1
+            return not spec.splits_over("tp")
 
         def tied(spec: ShardSpec) -> bool:
-            return spec.tied_copies > 1
+            return "tied" in spec.partial_axes
 
         whole_state = [] if optimizer.sharded else list(_state(optimizer, over_dp))
         self._copies: list[tuple[Axis, list[_Copy]]] = [

@@ -16,7 +16,7 @@ from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_p
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Axis, Ledger, serial_mesh
 from frontier_llm.config import ModelConfig, OpsConfig, OptimizerConfig, load_model
-from frontier_llm.model import Stage
+from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops, working_dtype
 from frontier_llm.optim import KINDS, AdamW, BucketState, build_buckets
 from frontier_llm.optim.buckets import Bucket
@@ -60,7 +60,7 @@ def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu
     specs = split_layers(model, layout.pp * layout.chunks)
     pp_rank = grid.coordinates(rank)["pp"]
     mine = [specs[chunk * layout.pp + pp_rank] for chunk in range(layout.chunks)]
-    stages = [Stage(model, spec, context, torch.device("cpu" if device == "cpu" else device), "none") for spec in mine]
+    stages = build_stages(model, mine, context, torch.device("cpu" if device == "cpu" else device))
     return build_buckets(stages, axis(grid, "dp", rank), layout.zero, torch.device(device), layout.bucket_numel)
 
 

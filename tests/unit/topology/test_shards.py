@@ -1,34 +1,44 @@
-"""A ShardSpec describes one rectangle; the rectangles of all tp ranks cover the parameter once."""
+"""A ShardSpec describes one rectangle; the rectangles of all ranks cover the parameter once."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontier_llm.topology import split, whole
+from frontier_llm.blueprint import How, Kind, Parameter, Split
+from frontier_llm.topology import shard
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2), st.data())
-def test_split_covers_every_element_once(tp_size: int, part: int, dim: int, data: st.DataObject) -> None:
+@given(st.tuples(st.integers(1, 4), st.integers(1, 3)), st.integers(1, 5), st.tuples(st.integers(0, 2), st.integers(0, 2)), st.data())
+def test_shards_cover_every_element_once(degrees: tuple[int, int], part: int, dims: tuple[int, int], data: st.DataObject) -> None:
+    """Along one axis or two, of different dims or of the same."""
     shape = [data.draw(st.integers(1, 4)) for _ in range(3)]
-    shape[dim] = tp_size * part
+    for dim in dims:
+        shape[dim] = degrees[0] * degrees[1] * part
+    parameter = Parameter("w", tuple(shape), Kind.MATRIX, {"tp": Split(dims[0]), "ep": Split(dims[1])}, 0.02)
     seen = np.zeros(shape, dtype=int)
-    for tp_rank in range(tp_size):
-        spec = split("w", tuple(shape), dim, tp_size, tp_rank, init_std=0.02)
-        assert spec.counted and spec.numel == seen.size // tp_size
+    for place in product(*map(range, degrees)):
+        spec = shard(parameter, dict(zip(("tp", "ep"), degrees, strict=True)), dict(zip(("tp", "ep"), place, strict=True)))
+        assert spec.counted and spec.numel == seen.size // (degrees[0] * degrees[1])
         seen[tuple(slice(start, start + size) for start, size in zip(spec.offset, spec.shape, strict=True))] += 1
     assert (seen == 1).all()
 
 
 def test_an_uneven_split_is_a_programming_error() -> None:
     with pytest.raises(AssertionError, match="w: 6 is not divisible by tp 4"):
-        split("w", (6, 2), 0, 4, 0, init_std=None)
+        shard(Parameter("w", (6, 2), Kind.MATRIX, {"tp": Split(0)}), {"tp": 4})
 
 
-def test_whole_counts_once_and_sums_only_where_there_is_something_to_sum() -> None:
-    specs = [whole("n", (8,), None, 1.0, tp_size=4, tp_rank=rank, sum_over_tp=True) for rank in range(4)]
+def test_of_copies_the_first_on_every_axis_counts() -> None:
+    norm = Parameter("n", (8,), Kind.VECTOR, {"tp": How.PARTIAL}, init_value=1.0)
+    specs = [shard(norm, {"tp": 4}, {"tp": rank}) for rank in range(4)]
     assert [spec.counted for spec in specs] == [True, False, False, False]
-    assert all(spec.sum_over_tp and spec.shape == spec.global_shape == (8,) for spec in specs)
-    assert not whole("n", (8,), None, sum_over_tp=True).sum_over_tp
+    assert all(spec.partial_axes == ("tp",) and spec.shape == spec.global_shape == (8,) for spec in specs)
+    assert not specs[1].splits_over("tp")
+    tied = Parameter("e", (8, 2), Kind.EMBEDDING, {"tp": Split(0), "tied": How.PARTIAL})
+    copies = [shard(tied, {"tp": 2}, {"tp": 1, "tied": rank}) for rank in range(2)]
+    assert [spec.counted for spec in copies] == [True, False] and copies[1].partial_axes == ("tied",) and copies[1].splits_over("tp")

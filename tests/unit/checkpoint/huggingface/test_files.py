@@ -26,7 +26,7 @@ from frontier_llm.checkpoint.weights import write_checkpoint
 from frontier_llm.comm import single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, RunConfig, TrainConfig, available, load_model
 from frontier_llm.errors import CheckpointError
-from frontier_llm.model import Stage
+from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import split_layers
@@ -44,7 +44,7 @@ def declared(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and global shapes as the model itself declares them."""
     ops = select_ops(OpsConfig(), "cpu", torch.float32)
     context = LayerContext(single("tp"), False, ops, WeightGradients(), torch.float32)
-    stage = Stage(model, split_layers(model, 1)[0], context, torch.device("cpu"))
+    (stage,) = build_stages(model, split_layers(model, 1), context, torch.device("cpu"))
     return {parameter.spec.name: parameter.spec.global_shape for parameter in stage.parameters()}
 
 

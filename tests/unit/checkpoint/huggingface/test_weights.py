@@ -18,7 +18,7 @@ from frontier_llm.config.load import parse_overrides
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import CheckpointError
 from frontier_llm.model import initial_rows
-from frontier_llm.topology import make_plan, whole
+from frontier_llm.topology import make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.step import train_step
 from tests.harness.pool import RankPool
@@ -87,9 +87,8 @@ def test_initial_weights_come_back_whatever_layout_saved_them(ranks: RankPool, l
     specs = {parameter.spec.name: parameter.spec for bucket in state.optimizer.buckets for parameter in bucket.parameters}
     for rule in rules:
         found = source.rectangle(rule.ours, (0,) * len(rule.shape), rule.shape)
-        spec = specs[rule.ours]
         expected = torch.empty(rule.shape)
-        initial_rows(whole(rule.ours, rule.shape, spec.init_std, spec.init_value), config.train.seed, expected)
+        initial_rows(specs[rule.ours], config.train.seed, expected)
         assert torch.equal(found, expected), rule.ours
     part = source.rectangle("layers.1.attention.qkv.weight", (1, 0, 3, 5), (2, 3, 4, 7))
     everything = source.rectangle("layers.1.attention.qkv.weight", (0, 0, 0, 0), (4, 3, 16, 64))

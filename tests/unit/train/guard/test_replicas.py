@@ -5,7 +5,7 @@ import torch
 
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import OpsConfig, OptimizerConfig
-from frontier_llm.model import Stage
+from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import AdamW, build_buckets
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
@@ -39,8 +39,8 @@ def drift(rank: int, grid: Grid, zero: int, where: str) -> tuple[list[str], str]
     mesh = build_mesh(grid, rank)
     ops = select_ops(OpsConfig(), "cpu", torch.bfloat16)
     context = LayerContext(mesh.tp, False, ops, WeightGradients(), torch.bfloat16)
-    stage = Stage(TINY, split_layers(TINY, 1)[0], context, torch.device("cpu"), "none")
-    buckets = build_buckets([stage], mesh.dp, zero, torch.device("cpu"), 10_000_000)
+    stages = build_stages(TINY, split_layers(TINY, 1), context, torch.device("cpu"))
+    buckets = build_buckets(stages, mesh.dp, zero, torch.device("cpu"), 10_000_000)
     optimizer = AdamW(buckets, OptimizerConfig(), mesh, ops)
     check = ReplicaCheck(optimizer, mesh)
     check.check(1, mesh.world)

@@ -1,0 +1,49 @@
+"""The one list of parameters: ranks' parts tile it, fused weights are covered by their pieces, a tied embedding stands where it is held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from frontier_llm.blueprint import held_numel, matrix_parameters, model_parameters, rank_parameters, total_parameters
+from frontier_llm.config import load_model
+from frontier_llm.topology import split_layers
+
+MODELS = ("gpt-tiny", "llama-tiny", "mpt-tiny", "gpt-22b", "llama-3-8b")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pieces_cover_a_fused_parameter_once(name: str) -> None:
+    fused = [parameter for parameter in model_parameters(load_model(name)).values() if parameter.pieces]
+    assert fused
+    for parameter in fused:
+        for dim in {piece.dim for piece in parameter.pieces}:
+            seen = np.zeros(parameter.shape[dim], dtype=int)
+            for piece in parameter.pieces:
+                seen[piece.start : piece.stop] += 1
+            assert (seen == 1).all() and len({piece.dim for piece in parameter.pieces}) == 1, parameter.name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tied_embedding_is_one_parameter_of_each_rank_that_uses_it(name: str) -> None:
+    model = load_model(name)
+    stages = split_layers(model, 4)
+    tied = "embedding.token.weight"
+
+    def on_rank(*held: int) -> list[tuple[int, tuple[str, ...]]]:
+        """(uses, partial axes) of the token embedding there."""
+        parameters = rank_parameters(model, [stages[index] for index in held])
+        return [(parameter.uses, parameter.partial_axes()) for parameter in parameters if parameter.name == tied]
+
+    apart = (1, ("tied",)) if model.tied_embeddings else (1, ())
+    assert on_rank(0, 2) == [apart] and on_rank(1, 3) == ([apart] if model.tied_embeddings else []) and on_rank(1, 2) == []
+    assert on_rank(0, 3) == [(2, ()) if model.tied_embeddings else (1, ())]  # a V-shaped placement: both ends on one rank
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counting_takes_numbers_and_arrays_of_degrees(name: str) -> None:
+    model = load_model(name)
+    parameters = list(model_parameters(model).values())
+    degrees = np.array([1, 2])
+    assert held_numel(parameters, {"tp": degrees}).tolist() == [held_numel(parameters, {"tp": degree}) for degree in (1, 2)]
+    assert held_numel(parameters, {}) == total_parameters(model) > matrix_parameters(model)
