@@ -16,10 +16,10 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import IO
 
+from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, slurm
 from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment
-from frontier_llm.cluster.run_dir import write_atomically
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.errors import FrontierError
 

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import job, run_dir
 from frontier_llm.cluster.rank_env import discover, environ
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
@@ -27,7 +28,7 @@ def train(words: list[str]) -> int:
     incarnation = int(environ("FRONTIER_LLM_INCARNATION") or 0)
 
     def say_alive(step: int) -> None:
-        run_dir.write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
+        write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
 
     if environ("STAND_IN_DEAF") and incarnation == 1:
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python listens
@@ -51,7 +52,7 @@ def train(words: list[str]) -> int:
                         "tensor": "w",
                         "suspects": [{"rank": 2, "host": wrong, "tensor": "w"}],
                     }
-                    run_dir.write_atomically(directory / "failure.json", json.dumps(record))
+                    write_atomically(directory / "failure.json", json.dumps(record))
                 while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written
                     time.sleep(0.02)
                 return 1
@@ -61,7 +62,7 @@ def train(words: list[str]) -> int:
             if place.rank == 0:
                 with (directory / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
-                run_dir.write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
+                write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
         done = step >= config.train.steps
         print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as frontier_llm/cli/train.py
