@@ -202,15 +202,6 @@ def distrust(run_dir: Path, hosts: list[str]) -> None:
         write_atomically(run_dir / "untrusted_nodes.json", json.dumps(sorted({*untrusted_hosts(run_dir), *hosts})) + "\n")
 
 
-def failure(run_dir: Path) -> dict[str, Any]:
-    """failure.json: what the ranks have found out, and after the attempt what the supervisor has; {} without one."""
-    try:
-        content = json.loads((run_dir / "failure.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def crash_loop(run_dir: Path, limit: int = 3) -> bool:
     """True when the last `limit` attempts made no progress at all, node failures aside."""
     tail = [attempt for attempt in attempts(run_dir) if attempt.cause != "node failure"][-limit:]

@@ -18,6 +18,7 @@ from frontier_llm.cluster import job, run_dir
 from frontier_llm.cluster.rank_env import discover, environ
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.config import load_run
+from frontier_llm.failure import Evidence, Failure, Suspect, write_failure
 
 
 def train(words: list[str]) -> int:
@@ -45,14 +46,9 @@ def train(words: list[str]) -> int:
             if wrong and step == 3:  # as all ranks end when replicas differ (train/guard/cause.py)
                 if place.rank == 0:
                     run_dir.distrust(directory, [wrong])
-                    record = {
-                        "rank": 2,
-                        "host": wrong,
-                        "what": "ranks differ",
-                        "tensor": "w",
-                        "suspects": [{"rank": 2, "host": wrong, "tensor": "w"}],
-                    }
-                    write_atomically(directory / "failure.json", json.dumps(record))
+                    suspect = Suspect(2, wrong, "w")
+                    record = Failure("ranks differ", Evidence.COMPARISON, "wrong results", 2, wrong, host_suspect=True, suspects=(suspect,))
+                    write_failure(directory, record)
                 while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written
                     time.sleep(0.02)
                 return 1

@@ -16,6 +16,7 @@ from frontier_llm.cluster.job_spec import Job
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
+from frontier_llm.failure import Evidence, Failure
 
 Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps it did)
 
@@ -46,7 +47,7 @@ class Cluster:
         cause, steps = self.ending(len(self.used))
         write_atomically(self.directory / "checkpoints" / "LATEST", f"step_{start + steps:08}\n")
         run_dir.record(self.directory, run_dir.Attempt(len(self.used), "7", nodes, start, start + steps, 75, cause))
-        return Outcome(cause, 75 if cause == "interrupted" else 1)
+        return Outcome(75) if cause in ("interrupted", "finished") else Outcome(1, Failure("", Evidence.ENDS, cause))
 
     def _requeue(self, job: str) -> None:
         self.requeued += 1
