@@ -17,4 +17,5 @@ def local_world_size(config: RunConfig) -> int:
 
 def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -> int:
     """Run `frontier-llm ARGV` as `world_size` ranks, with their logs in the run directory; the exit code of the first that failed, or 0."""
-    return run_local_ranks(world_size, argv, environment(), Path(config.train.run_dir) / "logs")
+    run_dir = Path(config.train.run_dir)
+    return run_local_ranks(world_size, argv, environment(), run_dir / "logs", run_dir=run_dir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
@@ -11,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import IO
@@ -19,26 +18,13 @@ from typing import IO
 from frontier_llm.cluster import hostlist, slurm
 from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment
-from frontier_llm.cluster.run_dir import write_atomically
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.errors import FrontierError
+from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware
 
-REFUSED = FrontierError.exit_code  # a rank ends with it when the user has to change something: trying again is useless
-STUCK = 70  # EX_SOFTWARE: a rank's watchdog ended it, because another did not move
-# what a rank says when another one is gone; its own traceback is not the cause
-_SECONDARY = re.compile(
-    r"RankFailure|has died or left|secondary failure|Connection (reset|closed|refused)|Broken pipe|Timed out waiting|peer|Fenced|"
-    r"NCCL (error|timeout)|Watchdog",
-    re.IGNORECASE,
-)
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
 _KILLING = "Terminating StepId"  # srun says so when it ends the step: whoever is killed after this is a victim
 _TOLD_TO_SAVE = "User defined signal 1"  # a rank that Slurm's warning has met before Python could hear it
-# what an exception says when the host may be at fault; any other is the program's own, wherever its rank sits
-_HARDWARE = re.compile(
-    r"(HIP|CUDA|HSA) error(?!.*out of memory)|uncorrectable|\bECC\b|Input/output error|Stale file handle|Bus error|no ROCm-capable device",
-    re.IGNORECASE,
-)
 _SILENT_NODE = "Timed out waiting for job step"  # srun did not hear from every node
 _TOLD = re.compile(r"^(Traceback \(most recent call last\)|frontier-llm [a-z]+: error$)", re.MULTILINE)
 
@@ -56,6 +42,7 @@ class Step:
     interface: str | None
     launch_dir: Path
     command: tuple[str, ...]
+    run_dir: Path
     log_dir: Path
     variables: Mapping[str, str]
     deadline_s: float | None  # end the step when it runs longer
@@ -85,18 +72,14 @@ class Step:
 class Outcome:
     """How an attempt ended."""
 
-    cause: str  # interrupted (in order) | refused | crash | walltime; `job` knows more and may say finished or node failure
     exit_code: int
-    detail: str = ""
-    host: str = ""  # of the first rank that failed
-    rank: int | None = None
-    message: tuple[str, ...] = ()  # its traceback
-    host_suspect: bool = False  # the rank was killed, or its exception speaks of hardware: again on this host, and the host is avoided
+    failure: Failure | None = None  # None: in order, done or told to stop
     peers_only: bool = False  # nobody but survivors has spoken: a node may be dead without Slurm knowing yet
 
-    def write(self, path: Path) -> None:
-        """As JSON, for status and for other programs."""
-        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+    @property
+    def cause(self) -> str:
+        """'interrupted', or that of the failure."""
+        return self.failure.cause if self.failure else "interrupted"
 
 
 def master_address(step: Step) -> str:
@@ -125,57 +108,74 @@ def run_step(step: Step) -> Outcome:
     }
     process = subprocess.Popen(step.srun(), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace")  # noqa: S603 a list
     assert process.stderr is not None
-    said: list[str] = []
-    reader = threading.Thread(target=_copy, args=(process.stderr, said), daemon=True)
+    messages: list[str] = []
+    reader = threading.Thread(target=_copy, args=(process.stderr, messages), daemon=True)
     reader.start()
     try:
         code = process.wait(step.deadline_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
-        return Outcome("walltime", 1, "the ranks were still running when the walltime was about to end; raise --signal's lead time")
+        what = "the ranks were still running when the walltime was about to end; raise --signal's lead time"
+        return Outcome(1, Failure(what, Evidence.ENDS, "walltime"))
     reader.join(5.0)
     if code == 0:
-        return Outcome("interrupted", 0)
-    outcome = diagnose(code, said, step.log_dir)
-    with suppress(OSError):  # the job's output is on a full disk
-        print("\n".join([*outcome.message, "", outcome.detail]), file=sys.stderr, flush=True)
+        return Outcome(0)
+    outcome = diagnose(code, messages, step.log_dir, read_failure(step.run_dir))
+    if outcome.failure is not None:
+        with suppress(OSError):  # the job's output is on a full disk
+            print("\n".join([*outcome.failure.message, "", outcome.failure.describe()]), file=sys.stderr, flush=True)
     return outcome
 
 
-def diagnose(code: int, said: Sequence[str], log_dir: Path) -> Outcome:
-    """From srun's exit code and messages and the ranks' logs: which rank failed first, where, and why."""
-    fates = _fates(said)
-    before = _fates(takewhile(lambda line: _KILLING not in line, said))
+def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure | None) -> Outcome:
+    """From srun's exit code and messages and the ranks' own record: which rank failed first, where, and why.
+
+    Where no rank has recorded a cause, or only that one had fallen silent while srun saw another be killed, their logs are searched.
+    """
+    fates = _fates(messages)
+    before = _fates(takewhile(lambda line: _KILLING not in line, messages))
     killed = [task for task, (_, how) in before.items() if not how.startswith("Exited")]
     first_fate = next((how for _, how in fates.values()), "")
     if f"exit code {EXIT_INTERRUPTED}" in first_fate or _TOLD_TO_SAVE in first_fate:
-        return Outcome("interrupted", EXIT_INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
+        return Outcome(EXIT_INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
+    exit_code = code if 0 < code < 256 else 1
+    if record is None or (record.evidence is Evidence.NOTICES and killed and record.rank not in killed):
+        return _from_logs(exit_code, messages, killed, log_dir)
+    host, how = fates.get(record.rank, ("", "")) if record.rank is not None else ("", "")
+    if record.rank in killed:
+        record = replace(record, what=f"{how}; {record.what}", host_suspect=True)
+    return Outcome(REFUSED if record.cause == "refused" else exit_code, replace(record, host=record.host or host))
+
+
+def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], log_dir: Path) -> Outcome:
+    """No rank could write the record."""
+    fates = _fates(messages)
     rank, secondary, message = first_traceback(log_dir)
+    evidence = Evidence.LOGS
     if rank is None or secondary:  # the cause left no traceback of its own: a killed rank or a dead node
         speakers = [] if secondary else [task for task, (_, how) in fates.items() if f"exit code {STUCK}" not in how]
-        rank = next(iter([*killed, *speakers]), rank)
-    host, how = fates.get(rank, ("", "")) if rank is not None else ("", "")
-    exit_code = code if 0 < code < 256 else 1
+        if named := [*killed, *speakers]:
+            rank, evidence = named[0], Evidence.ENDS
     if rank is None:
-        detail = next((line for line in said if "error" in line), f"srun ended with {code}")
-        return Outcome("crash", exit_code, detail, message=tuple(said[-10:]), peers_only=True)
+        what = next((line for line in messages if "error" in line), f"srun ended with {exit_code}")
+        return Outcome(exit_code, Failure(what, Evidence.ENDS, message=tuple(messages[-10:])), peers_only=True)
+    host, how = fates.get(rank, ("", f"srun ended with {exit_code}"))
     if secondary and rank not in killed:
-        silent = not host or any(_SILENT_NODE in line for line in said)
-        detail = f"rank {rank} on {host or 'an unknown host'} lost a peer, and no rank says why"
-        return Outcome("crash", exit_code, detail, rank=rank, message=message, peers_only=silent)
-    essence = "" if secondary else _essence(message)
-    detail = f"rank {rank} on {host or 'an unknown host'} failed first: {how or f'srun ended with {code}'}{essence}"
-    suspect = rank in killed if secondary or not message else bool(_HARDWARE.search("\n".join(_conclusion(message))))
+        silent = not host or any(_SILENT_NODE in line for line in messages)
+        what = f"rank {rank} on {host or 'an unknown host'} lost a peer, and no rank says why"
+        return Outcome(exit_code, Failure(what, Evidence.LOGS, message=message), peers_only=silent)
+    conclusion = () if secondary else _conclusion(message)
     refused = f"exit code {REFUSED}" in how
-    return Outcome(
+    failure = Failure(
+        "; ".join([how, *(line.strip() for line in conclusion[:1])]),
+        evidence,
         cause="refused" if refused else "crash",
-        exit_code=REFUSED if refused else exit_code,
-        detail=detail,
-        host=host,
         rank=rank,
+        host=host,
         message=message,
-        host_suspect=suspect,
+        host_suspect=rank in killed if secondary or not message else speaks_of_hardware("\n".join(conclusion)),
     )
+    return Outcome(REFUSED if refused else exit_code, failure)
 
 
 def _fates(said: Iterable[str]) -> dict[int, tuple[str, str]]:
@@ -185,11 +185,6 @@ def _fates(said: Iterable[str]) -> dict[int, tuple[str, str]]:
         for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
             found.setdefault(int(task), (match["host"], match["how"]))
     return found
-
-
-def _essence(message: Sequence[str]) -> str:
-    """'; …' with what the exception, or the first of the user's mistakes, says."""
-    return "".join(f"; {line.strip()}" for line in _conclusion(message)[:1])
 
 
 def _conclusion(message: Sequence[str]) -> Sequence[str]:
@@ -212,7 +207,7 @@ def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None,
             text = file.read()
         if _TOLD.search(text.decode(errors="replace")):
             lines = tuple(failure_lines(path))
-            secondary = bool(_SECONDARY.search("\n".join(_conclusion(lines))))
+            secondary = lost_a_peer("\n".join(_conclusion(lines)))
             found.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
     if not found:
         return None, False, ()

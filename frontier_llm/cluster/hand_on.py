@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from frontier_llm import log
+from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.job_spec import Job
 from frontier_llm.cluster.lead import measured_lead_s
@@ -51,7 +52,7 @@ def _queue_successor(job: Job) -> str:
     options += [f"--account={account}"] if (account := environ("SLURM_JOB_ACCOUNT")) else []
     variables = {**environment(), "FRONTIER_LLM_SIGNAL_LEAD_S": str(lead_s)}
     job_id = slurm.call(["sbatch", *options, str(script)], env=variables).strip().split(";")[0]
-    run_dir.write_atomically(job.directory / "successor", job_id + "\n")
+    write_atomically(job.directory / "successor", job_id + "\n")
     return job_id
 
 

@@ -28,6 +28,7 @@ from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.rank_env import environ, rank_python
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
+from frontier_llm.failure import FILE, Evidence, Failure, forget_failure, write_failure
 
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 LOCK_STALE_S = 65.0  # checkpoint/lock.py takes a silent holder on another host for dead after 60 s
@@ -71,7 +72,7 @@ def give_up(job: Job, outcome: Outcome) -> int:
             f"FRONTIER_LLM_SIGNAL_LEAD_S, here {job.lead_s:.0f} s",
             "requeue",
         )
-    log.warn(f"three attempts ended at step {step}: giving up; see {job.directory / 'failure.json'}")
+    log.warn(f"three attempts ended at step {step}: giving up; see {job.directory / FILE}")
     return outcome.exit_code or 1
 
 
@@ -138,7 +139,7 @@ def nothing_to_do(job: Job) -> str:
 def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     """One srun of all ranks, recorded in attempts.jsonl."""
     let_the_lock_go_stale(job, nodes[0])
-    (job.directory / "failure.json").unlink(missing_ok=True)  # of an earlier attempt; the ranks may write a new one
+    forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
     started_s, start_step = time.time(), run_dir.latest_step(job.directory)
     incarnation = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     left_s = slurm.time_left_s(job.allocation.job_id)
@@ -152,48 +153,34 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
         interface=job.site.interface,
         launch_dir=root_dir() / "launch",
         command=(rank_python(), *job.program, *job.words, *job.flags),
+        run_dir=job.directory,
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
     )
     log.info(f"attempt {incarnation}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     outcome = run_step(step)
-    if outcome.cause == "crash":
-        outcome = with_hindsight(job, nodes, outcome)
-    end_step = run_dir.latest_step(job.directory)
-    if outcome.cause == "interrupted" and end_step >= job.config.train.steps:
-        outcome = replace(outcome, cause="finished")
-    made = run_dir.Attempt(
+    if outcome.cause == "crash" and (dead := dead_nodes(job, nodes, outcome)):
+        gone = Failure(f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True)
+        outcome = replace(outcome, failure=gone)
+    failure, end_step = outcome.failure, run_dir.latest_step(job.directory)
+    ended = run_dir.Attempt(
         incarnation=incarnation,
         job_id=job.allocation.job_id,
         nodes=nodes,
         start_step=start_step,
         end_step=end_step,
         exit_code=outcome.exit_code,
-        cause=outcome.cause,
-        detail=outcome.detail,
-        failed_host=outcome.host if outcome.host_suspect else "",
+        cause="finished" if failure is None and end_step >= job.config.train.steps else outcome.cause,
+        detail=failure.describe() if failure else "",
+        failed_host=failure.host if failure and failure.host_suspect and failure.host in nodes else "",
         started_unix_s=started_s,
     )
-    run_dir.record(job.directory, made)
-    log.info(f"attempt {incarnation} ended at step {end_step}: {outcome.cause}{', ' + outcome.detail if outcome.detail else ''}")
-    if outcome.cause not in ("finished", "interrupted", "wrong results"):
-        outcome.write(job.directory / "failure.json")
+    run_dir.record(job.directory, ended)
+    log.info(f"attempt {incarnation} ended at step {end_step}: {ended.cause}{', ' + ended.detail if ended.detail else ''}")
+    if failure is not None:
+        write_failure(job.directory, failure, complete=True)
     return outcome
-
-
-def with_hindsight(job: Job, nodes: tuple[str, ...], outcome: Outcome) -> Outcome:
-    """A crash with what Slurm knows of the nodes, and what the ranks have found out about each other."""
-    if dead := dead_nodes(job, nodes, outcome):
-        return replace(outcome, cause="node failure", detail=f"{hostlist.compress(dead)} failed", host=dead[0], host_suspect=True)
-    told = run_dir.failure(job.directory)
-    if "suspects" in told:
-        cause, detail = "wrong results", str(told["what"])
-    elif not outcome.host and told.get("host") in nodes and told["rank"] != told["written_by_rank"]:  # one that froze says nothing itself
-        cause, detail = "crash", f"rank {told['rank']} on {told['host']} failed first: {told['what']}"
-    else:
-        return outcome
-    return replace(outcome, cause=cause, detail=detail, host=str(told["host"]), rank=int(told["rank"]), host_suspect=True)
 
 
 def let_the_lock_go_stale(job: Job, first: str) -> None:

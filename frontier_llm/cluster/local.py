@@ -7,7 +7,6 @@ when one dies the others are stopped within seconds, and the last thing on the t
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import queue
 import re
@@ -19,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
@@ -27,7 +26,9 @@ from typing import IO, BinaryIO
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, held
+from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
+from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # from our terminal or scheduler to the ranks
 _ERROR_HEAD = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
@@ -47,10 +48,14 @@ class RankExit:
     log: str
     stopped_by_us: bool
 
+    @property
+    def how(self) -> str:
+        """'killed by SIGKILL', 'exit code 1'."""
+        return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
+
     def describe(self) -> str:
         """'rank 3 on n0: killed by SIGKILL'."""
-        how = f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
-        return f"rank {self.rank} on {self.host}: {how}"
+        return f"rank {self.rank} on {self.host}: {self.how}"
 
 
 def rank_variables(rank: int, num_ranks: int, port: int, threads: int) -> dict[str, str]:
@@ -73,25 +78,34 @@ def run_local_ranks(
     log_dir: Path,
     *,
     program: Sequence[str] = (sys.executable, "-m", "frontier_llm.cli.main"),
+    run_dir: Path | None = None,
     grace_s: float = 5.0,
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
 
     Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM and SIGUSR1 are forwarded,
     once all ranks are started where the caller holds them back (`signals.held`); then the ranks do so too, until they listen.
-    After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; `log_dir/failure.json` then says who was first.
+    After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; failure.json in `run_dir`, where the ranks leave their own
+    record (default: `log_dir`), then says who was first.
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    (log_dir / "failure.json").unlink(missing_ok=True)
-    return _Ranks(num_ranks, [*program, *argv], env, log_dir, grace_s).run()
+    forget_failure(run_dir or log_dir)
+    return _Ranks(num_ranks, [*program, *argv], env, log_dir, run_dir or log_dir, grace_s).run()
 
 
 class _Ranks:
     """The running processes of one call of `run_local_ranks`."""
 
-    def __init__(self, num_ranks: int, command: list[str], env: Mapping[str, str], log_dir: Path, grace_s: float) -> None:
-        self.num_ranks, self.command, self.env, self.log_dir, self.grace_s = num_ranks, command, env, log_dir, grace_s
+    def __init__(self, num_ranks: int, command: list[str], env: Mapping[str, str], log_dir: Path, run_dir: Path, grace_s: float) -> None:
+        self.num_ranks, self.command, self.env, self.log_dir, self.run_dir, self.grace_s = (
+            num_ranks,
+            command,
+            env,
+            log_dir,
+            run_dir,
+            grace_s,
+        )
         self.ended: queue.Queue[int] = queue.Queue()
         self.exits: list[RankExit] = []  # in the order of their ends
         self.stopping = False
@@ -189,16 +203,28 @@ class _Ranks:
         self._signal_all(signal.Signals(number))
 
     def _report(self, first: RankExit) -> None:
-        """Others first, the cause last, because the end of the output is what people read. A refusal that rank 0 has told stays the end."""
-        lines = failure_lines(Path(first.log))
-        record = {**asdict(first), "message": "\n".join(lines), "secondary": [asdict(end) for end in self.exits if end is not first]}
-        (self.log_dir / "failure.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        """Others first, the cause last, because the end of the output is what people read. A refusal that rank 0 has told stays the end.
+
+        The ranks' own record says who was first, unless they only missed another than the one that has been killed; without it the
+        first to end was.
+        """
+        record = read_failure(self.run_dir)
+        named = next((end for end in self.exits if record and end.rank == record.rank), None)
+        if record is None or named is None or (record.evidence is Evidence.NOTICES and first.signal and named is not first):
+            named, lines = first, failure_lines(Path(first.log))
+            cause = "refused" if first.exit_code == FrontierError.exit_code else "crash"
+            record = Failure(first.how, Evidence.LOGS, cause, first.rank, first.host, message=tuple(lines))
+        elif named.signal and not named.stopped_by_us:
+            record = replace(record, what=f"{named.how}; {record.what}")
+        lines = list(record.message) or failure_lines(Path(named.log))
+        write_failure(self.run_dir, record, complete=True)
         if first.exit_code == FrontierError.exit_code and lines == failure_lines(self.log_dir / "rank_0.log"):
             return
         for end in self.exits:
-            if end is not first and end.exit_code:
+            if end is not named and end.exit_code:
                 print(f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr)
-        print("\n".join([*lines, "", f"{first.describe()}; it failed first ({first.log})"]), file=sys.stderr, flush=True)
+        verdict = record.describe() if named.stopped_by_us else f"{named.describe()}; it failed first"
+        print("\n".join([*lines, "", f"{verdict} ({named.log})"]), file=sys.stderr, flush=True)
 
 
 def failure_lines(log: Path) -> list[str]:
@@ -243,6 +269,17 @@ def _die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-if __name__ == "__main__":  # launch/local.sh RANKS CONFIG …
+def main(words: list[str]) -> int:
+    """RANKS CONFIG [key=value …], from launch/local.sh."""
+    try:
+        run_dir = Path(load_run(words[1], words[2:]).train.run_dir)
+    except FrontierError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    log_dir = Path("logs") / time.strftime("%Y%m%d-%H%M%S")
     with held():
-        sys.exit(run_local_ranks(int(sys.argv[1]), ["train", *sys.argv[2:]], environment(), Path("logs") / time.strftime("%Y%m%d-%H%M%S")))
+        return run_local_ranks(int(words[0]), ["train", *words[1:]], environment(), log_dir, run_dir=run_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -16,12 +16,13 @@ import json
 import os
 import re
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from frontier_llm.atomic import write_atomically
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 TORN_BYTES = 1 << 16  # no line is nearly as long
@@ -42,26 +43,6 @@ class Attempt:
     failed_host: str = ""  # where its hardware may be the cause
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file so that a reader sees the old or the new content, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:  # not mkstemp, whose files only their owner can read
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)  # else a power loss may bring the old content back
-        finally:
-            os.close(folder)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def open_lines(path: Path) -> FileIO:
@@ -219,15 +200,6 @@ def distrust(run_dir: Path, hosts: list[str]) -> None:
     """Never use hosts again."""
     if hosts:
         write_atomically(run_dir / "untrusted_nodes.json", json.dumps(sorted({*untrusted_hosts(run_dir), *hosts})) + "\n")
-
-
-def failure(run_dir: Path) -> dict[str, Any]:
-    """failure.json: what the ranks have found out, and after the attempt what the supervisor has; {} without one."""
-    try:
-        content = json.loads((run_dir / "failure.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def crash_loop(run_dir: Path, limit: int = 3) -> bool:

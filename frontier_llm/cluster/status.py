@@ -15,6 +15,7 @@ from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.sites import parse_walltime
 from frontier_llm.errors import FrontierError
+from frontier_llm.failure import read_failure
 from frontier_llm.units import format_count, format_seconds, plural
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
@@ -72,6 +73,7 @@ def read_status(directory: Path) -> Status:
     eta_s = step_time_s * max(0, target - step) if step_time_s is not None and target is not None else None
     left_s = _walltime_left_s(fields)
     failures = [attempt for attempt in made if attempt.cause not in ("finished", "interrupted")]
+    failure = read_failure(directory)
     pointer = directory / "checkpoints" / "LATEST"
     return Status(
         run_dir=str(directory),
@@ -95,7 +97,7 @@ def read_status(directory: Path) -> Status:
         bad_hosts=tuple(run_dir.bad_hosts(directory)),
         slow_hosts=tuple(run_dir.slow_hosts(directory)),
         blocked=_blocked(directory),
-        last_failure=failures[-1].detail if failures else None,
+        last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
     )
 
 

@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
@@ -182,13 +183,13 @@ def submit(request: Request) -> Submission:
     directory.mkdir(parents=True, exist_ok=True)
     snapshot(Path(made.variables["FRONTIER_LLM_ROOT"]), request.site)
     config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
-    run_dir.write_atomically(directory / "run.yaml", dump(config))
-    run_dir.write_atomically(directory / "job.sbatch", made.script)
+    write_atomically(directory / "run.yaml", dump(config))
+    write_atomically(directory / "job.sbatch", made.script)
     job_id = slurm.call(made.command, env={**environment(), **made.variables}).strip().split(";")[0]
     done = Submission(made.script, made.command, directory, made.variables, job_id)
     entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(made.command)}
     run_dir.append_line(directory / "submissions.jsonl", entry)
-    run_dir.write_atomically(directory / "successor", job_id + "\n")
+    write_atomically(directory / "successor", job_id + "\n")
     return done
 
 

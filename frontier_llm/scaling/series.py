@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from frontier_llm.cluster.run_dir import write_atomically
+from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster.sites import Site, request_problems
 from frontier_llm.config import RunConfig, available, load_run
 from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest

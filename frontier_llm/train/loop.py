@@ -11,10 +11,10 @@ from pathlib import Path
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 from frontier_llm import failpoints, log
+from frontier_llm.atomic import write_atomically
 from frontier_llm.checkpoint import CheckpointManager
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
-from frontier_llm.cluster.run_dir import write_atomically
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump

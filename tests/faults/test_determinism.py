@@ -41,6 +41,6 @@ def test_a_perturbed_result_is_classified_with_its_rank(tmp_path: Path) -> None:
     code, output, _ = lasting.finish("train.recomputed@2#1%=perturb")
     assert code == 1 and "persistent error on rank 2 on" in output and "start again without these hosts" in output
     failure, host = lasting.failure(), os.uname().nodename
-    assert (failure["rank"], failure["host"], failure["step"]) == (2, host, 4) and "weight" in str(failure["tensor"])
+    assert (failure["rank"], failure["host"], failure["step"]) == (2, host, 4) and "weight" in str(failure["suspects"])
     assert run_dir.bad_hosts(lasting.run_dir) == [host]
     assert "rank 1 on" not in output.split("persistent error")[1].splitlines()[0]

@@ -13,10 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import job, run_dir
 from frontier_llm.cluster.rank_env import discover, environ
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.config import load_run
+from frontier_llm.failure import Evidence, Failure, Suspect, write_failure
 
 
 def train(words: list[str]) -> int:
@@ -27,7 +29,7 @@ def train(words: list[str]) -> int:
     incarnation = int(environ("FRONTIER_LLM_INCARNATION") or 0)
 
     def say_alive(step: int) -> None:
-        run_dir.write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
+        write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
 
     if environ("STAND_IN_DEAF") and incarnation == 1:
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python listens
@@ -44,14 +46,9 @@ def train(words: list[str]) -> int:
             if wrong and step == 3:  # as all ranks end when replicas differ (train/guard/cause.py)
                 if place.rank == 0:
                     run_dir.distrust(directory, [wrong])
-                    record = {
-                        "rank": 2,
-                        "host": wrong,
-                        "what": "ranks differ",
-                        "tensor": "w",
-                        "suspects": [{"rank": 2, "host": wrong, "tensor": "w"}],
-                    }
-                    run_dir.write_atomically(directory / "failure.json", json.dumps(record))
+                    suspect = Suspect(2, wrong, "w")
+                    record = Failure("ranks differ", Evidence.COMPARISON, "wrong results", 2, wrong, host_suspect=True, suspects=(suspect,))
+                    write_failure(directory, record)
                 while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written
                     time.sleep(0.02)
                 return 1
@@ -61,7 +58,7 @@ def train(words: list[str]) -> int:
             if place.rank == 0:
                 with (directory / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
-                run_dir.write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
+                write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
         done = step >= config.train.steps
         print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as frontier_llm/cli/train.py

@@ -225,7 +225,7 @@ def test_a_host_that_computes_wrongly_is_not_requeued(cluster: LocalSlurm, tmp_p
     run = Run(cluster, tmp_path, 2, 1, ("train.steps=6",), {"STAND_IN_WRONG": "n1"})
     assert run.wait()["ExitCode"] == "2:0", run.text()
     assert run.causes() == ["wrong results"] and "--exclude=n1" in run.text()
-    assert json.loads((run.directory / "failure.json").read_text())["tensor"] == "w"  # what the ranks have written stays
+    assert json.loads((run.directory / "failure.json").read_text())["suspects"][0]["tensor"] == "w"  # what the ranks have written stays
     assert cluster.queued() == []
 
 

@@ -1,4 +1,4 @@
-"""Who failed first? Answered from the notices that all ranks keep posting, and written down once.
+"""Who failed first? Answered from the notices that all ranks keep posting, and recorded once (frontier_llm/failure.py).
 
 A peer that died or froze shows on the others only as a collective that fails or never ends. The rank that posts no longer is the dead or
 stopped one; when all still post, the one whose progress is furthest behind is the one that the others wait for.
@@ -6,12 +6,12 @@ stopped one; when all still post, the one whose progress is furthest behind is t
 
 from __future__ import annotations
 
-import json
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from frontier_llm import log
 from frontier_llm.cluster import run_dir
 from frontier_llm.comm.board import Board
 from frontier_llm.errors import RankFailure
+from frontier_llm.failure import Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware, write_failure
 from frontier_llm.train.guard.suspects import WrongResults
 
 PERIOD_S = 0.25  # between two notices of a rank, if the store can take so many
@@ -38,27 +39,11 @@ def period_s(world_size: int) -> float:
     return max(PERIOD_S, world_size / POSTS_PER_S)
 
 
-@dataclass(frozen=True)
-class Cause:
-    """What ended the run first."""
-
-    rank: int
-    host: str
-    step: int
-    section: str
-    what: str
-    tensor: str = ""  # for wrong results: where they show
-
-    def describe(self) -> str:
-        """'rank 2 on n0 failed first, at step 17 (train): …'."""
-        return f"rank {self.rank} on {self.host} failed first, at step {self.step} ({self.section}): {self.what}"
-
-
 class Inquiry:
     """One rank's access to the notices of all, and to the answer that they have agreed on."""
 
-    def __init__(self, board: Board | None, rank: int, world_size: int, run_dir: Path, own: Callable[[str], Cause]) -> None:
-        """`board` is None in a run of one process. `own(what)`: this rank where it stands now, as a cause."""
+    def __init__(self, board: Board | None, rank: int, world_size: int, run_dir: Path, own: Callable[[str], Failure]) -> None:
+        """`board` is None in a run of one process. `own(what)`: what this rank has met, and where it stands now."""
         self._board, self._rank, self._world_size, self._run_dir, self._own = board, rank, world_size, run_dir, own
 
     @property
@@ -84,34 +69,35 @@ class Inquiry:
             except RuntimeError:
                 self._board = None
 
-    def explain(self, error: BaseException) -> Cause:
-        """Who failed first, given what the main thread of this rank ran into; at most a few seconds."""
+    def explain(self, error: BaseException) -> Failure:
+        """Who failed first, given what the main thread of this rank ran into, and recorded; at most a few seconds."""
         what = f"{type(error).__name__}: {error}"
-        secondary = isinstance(error, RankFailure) or _is_communication(error)
-        cause = self.find(what) if secondary else self._claim(self._own(what))
-        self.record(cause)
-        return cause
+        if isinstance(error, RankFailure) or (isinstance(error, RuntimeError) and lost_a_peer(what)):
+            return self.find(what)
+        message = tuple("".join(traceback.format_exception(error)).splitlines())
+        suspect = speaks_of_hardware(what)
+        failure = self._claim(replace(self._own(what), evidence=Evidence.EXCEPTION, message=message, host_suspect=suspect))
+        write_failure(self._run_dir, failure)
+        return failure
 
-    def find(self, symptom: str) -> Cause:
-        """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it to."""
+    def find(self, symptom: str) -> Failure:
+        """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it to.
+
+        Recorded unless all that is known is this rank's own symptom.
+        """
         try:
             if self._board is None:
-                return self._own(symptom)
-            return self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
+                failure = self._own(symptom)
+                if self._world_size == 1:
+                    failure = replace(failure, evidence=Evidence.NOTICES)
+            else:
+                failure = self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
         except RuntimeError:
             here = self._own("its process, which holds the rendezvous, is gone or stopped")
-            return self._recorded() or Cause(0, "the host of rank 0", here.step, here.section, here.what)
-
-    def record(self, cause: Cause, **more: Any) -> None:
-        """failure.json of the run directory; the first writer wins, as it has the first cause. A disk that fails must not hide the cause."""
-        content = {**vars(cause), "time": time.strftime("%Y-%m-%d %H:%M:%S"), "written_by_rank": self._rank, **more}
-        try:
-            with (self._run_dir / "failure.json").open("x", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=1) + "\n")
-        except FileExistsError:
-            return
-        except OSError as error:
-            log.warn(f"cannot write failure.json: {error.strerror}")
+            failure = read_failure(self._run_dir) or replace(here, evidence=Evidence.NOTICES, rank=0, host="")
+        if failure.evidence is not Evidence.SYMPTOM:
+            write_failure(self._run_dir, failure)
+        return failure
 
     def accuse(self, error: WrongResults) -> None:
         """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more.
@@ -120,57 +106,52 @@ class Inquiry:
         """
         if self._rank == 0:
             first, hosts = error.suspects[0], error.hosts_to_exclude
-            here = self._own(error.problems[0].what)
-            cause = Cause(first.rank, first.host, here.step, here.section, here.what, first.tensor)
-            self.record(cause, suspects=[vars(suspect) for suspect in error.suspects], excluded_hosts=hosts)
+            failure = replace(
+                self._own(error.problems[0].what),
+                cause="wrong results",
+                evidence=Evidence.COMPARISON,
+                rank=first.rank,
+                host=first.host,
+                host_suspect=True,
+                suspects=error.suspects,
+                excluded_hosts=tuple(hosts),
+            )
+            write_failure(self._run_dir, failure)
             try:
                 run_dir.distrust(self._run_dir, hosts)
                 log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
             except OSError as failed:
                 log.warn(f"cannot write down that {', '.join(hosts)} should no longer be used: {failed.strerror}")
-            self._claim(cause)
+            self._claim(failure)
         elif self._board is not None:
             with suppress(RuntimeError):  # the store is gone, and rank 0 with it
                 self._answer(self._board)
 
-    def forget(self) -> None:
-        """Remove what an earlier start has recorded."""
-        if self._rank == 0:
-            (self._run_dir / "failure.json").unlink(missing_ok=True)
-
-    def _recorded(self) -> Cause | None:
-        """What rank 0 has found out before it left."""
-        try:
-            content = json.loads((self._run_dir / "failure.json").read_text(encoding="utf-8"))
-            return Cause(**{field.name: content[field.name] for field in fields(Cause)})
-        except (OSError, ValueError, KeyError):
-            return None
-
-    def _claim(self, cause: Cause) -> Cause:
-        """The first cause that any rank has claimed."""
+    def _claim(self, failure: Failure) -> Failure:
+        """The first that any rank has claimed."""
         if self._board is None:
-            return cause
+            return failure
         board = self._board
         try:
-            return Cause(**json.loads(_within(STORE_S, lambda: board.claim(_FIRST, json.dumps(vars(cause))))))
+            return Failure.from_json(_within(STORE_S, lambda: board.claim(_FIRST, failure.to_json())))
         except RuntimeError:
-            return cause
+            return failure
 
-    def _ask(self, board: Board, symptom: str) -> Cause:
+    def _ask(self, board: Board, symptom: str) -> Failure:
         _within(STORE_S, lambda: board.claim(_ALARM, f"rank {self._rank}: {symptom}"))
         return self._answer(board) or self._own(symptom)
 
-    def _answer(self, board: Board) -> Cause | None:
+    def _answer(self, board: Board) -> Failure | None:
         """What rank 0 has found out, as soon as it has; None when it takes too long."""
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
             claimed = _within(STORE_S, lambda: board.claimed(_FIRST))
             if claimed is not None:
-                return Cause(**json.loads(claimed))
+                return Failure.from_json(claimed)
             time.sleep(POLL_S)
         return None
 
-    def _investigate(self, board: Board, symptom: str) -> Cause:
+    def _investigate(self, board: Board, symptom: str) -> Failure:
         notices = {rank: board.read(rank) for rank in range(self._world_size)}
         silent, pause_s, began_s = list(range(1, self._world_size)), period_s(self._world_size), time.monotonic()
         patience_s = max(PATIENCE_S, 2.5 * pause_s)
@@ -178,7 +159,7 @@ class Inquiry:
             time.sleep(pause_s)
             claimed = board.claimed(_FIRST)
             if claimed is not None:
-                return Cause(**json.loads(claimed))
+                return Failure.from_json(claimed)
             heard = {rank: board.read(rank) for rank in silent}
             silent = [rank for rank in silent if heard[rank] == notices[rank]]  # each notice has its number
             notices |= heard
@@ -188,8 +169,9 @@ class Inquiry:
         else:
             rank = min(known, key=lambda number: (known[number]["progress"], number))
             how = f"all live, and it is furthest behind ({known[rank]['collectives']} collectives, the last: {known[rank]['call']})"
-        notice = known.get(rank, {"host": "an unknown host", "step": 0, "section": "start"})
-        return self._claim(Cause(rank, notice["host"], notice["step"], notice["section"], f"{how}; seen as: {symptom}"))
+        notice = known.get(rank, {"host": "", "step": None, "section": ""})
+        place = {name: notice[name] for name in ("host", "step", "section")}
+        return self._claim(Failure(f"{how}; seen as: {symptom}", Evidence.NOTICES, rank=rank, host_suspect=True, **place))
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
@@ -210,10 +192,3 @@ def _within(limit_s: float, work: Callable[[], T]) -> T:
     if isinstance(answer, RuntimeError):
         raise answer
     return answer
-
-
-def _is_communication(error: BaseException) -> bool:
-    """torch reports a lost peer as a plain RuntimeError or DistBackendError."""
-    text = str(error).lower()
-    words = ("gloo", "nccl", "peer", "connection", "timed out", "process group", "socket", "broken pipe")
-    return isinstance(error, RuntimeError) and any(word in text for word in words)

@@ -18,8 +18,9 @@ import torch
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, all_gather, all_gather_json
 from frontier_llm.errors import Problem
+from frontier_llm.failure import Suspect
 from frontier_llm.train.guard.replicas import checksum
-from frontier_llm.train.guard.suspects import Suspect, WrongResults
+from frontier_llm.train.guard.suspects import WrongResults
 
 TRANSIENT, PERSISTENT = "transient", "persistent"
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Axis, Mesh, all_gather, all_gather_json, maximum
 from frontier_llm.errors import Problem
+from frontier_llm.failure import Suspect
 from frontier_llm.optim import Optimizer
 from frontier_llm.topology import ShardSpec
-from frontier_llm.train.guard.suspects import Suspect, WrongResults
+from frontier_llm.train.guard.suspects import WrongResults
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

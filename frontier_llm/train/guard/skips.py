@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
+from frontier_llm.atomic import write_atomically
 from frontier_llm.checkpoint import Progress
 from frontier_llm.cluster import run_dir
 from frontier_llm.config import GuardConfig
@@ -93,7 +94,7 @@ class Decisions:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         if self._path is not None and (entries or self._path.exists()):
-            run_dir.write_atomically(self._path, "".join(json.dumps(entry) + "\n" for entry in entries))
+            write_atomically(self._path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
     def entries(self) -> list[dict[str, Any]]:
         """All complete lines."""

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from frontier_llm.errors import FrontierError, Problem
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A rank whose results cannot be trusted."""
-
-    rank: int
-    host: str
-    tensor: str  # in which it shows
+from frontier_llm.failure import Suspect
 
 
 class WrongResults(FrontierError):

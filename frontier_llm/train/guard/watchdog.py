@@ -12,18 +12,19 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cluster.attempt import STUCK
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.board import Board
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
-from frontier_llm.train.guard.cause import Cause, Inquiry, period_s
+from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, write_failure
+from frontier_llm.train.guard.cause import Inquiry, period_s
 from frontier_llm.train.guard.suspects import WrongResults
 
 FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
@@ -41,9 +42,9 @@ class Watchdog:
         board = None
         if place is not None and place.world_size > 1 and place.master_port is not None:
             board = Board(place.master_addr, place.master_port, place.rank - place.local_rank)
-        self._mesh, self._logs = mesh, Path(train.run_dir) / "logs"
+        self._mesh, self._run_dir, self._logs = mesh, Path(train.run_dir), Path(train.run_dir) / "logs"
         self._rank, self._ledger, self._timeout_s = mesh.world.rank, mesh.ledger, FIRES_AT * train.timeout_s
-        self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, Path(train.run_dir), self._here)
+        self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
         self._step, self._section, self._posts = 0, "start", 0
         self._step_began_at = self._per_step = 0  # collectives
         self._moved_s = time.monotonic()
@@ -76,7 +77,8 @@ class Watchdog:
     @contextmanager
     def guarding(self) -> Iterator[None]:
         """Watch the body; when it fails, say who failed first before the error goes on."""
-        self._inquiry.forget()
+        if self._rank == 0:
+            forget_failure(self._run_dir)
         self._inquiry.post(self._notice())
         self._thread.start()
         try:
@@ -85,8 +87,11 @@ class Watchdog:
             if isinstance(error, WrongResults):
                 self._inquiry.accuse(error)
             if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
+                if error.exit_code == REFUSED:
+                    write_failure(self._run_dir, replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION))
                 raise  # all ranks know it alike
             if self._inquiry.alone:
+                self._inquiry.explain(error)
                 raise
             if time.monotonic() - self._moved_s > DUMP_AT * self._timeout_s:
                 self._write_stacks()  # the watching thread is late: on a busy or paused machine the collective may give up first
@@ -98,11 +103,11 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         self._close_stacks()
 
-    def _leave(self, cause: Cause) -> None:
+    def _leave(self, failure: Failure) -> None:
         """The last words of a rank after an exception, and its end."""
         with suppress(OSError):  # the log's disk is full
             traceback.print_exc()
-        log.warn(cause.describe() if cause.rank == self._rank else f"secondary failure. {cause.describe()}")
+        log.warn(failure.describe() if failure.rank == self._rank else f"secondary failure. {failure.describe()}")
         if self._rank == 0:
             time.sleep(LINGER_S)
         self._close_stacks()  # last: the watching thread still writes, and its complaint would hide the cause
@@ -131,8 +136,8 @@ class Watchdog:
     def _collectives(self) -> int:
         return sum(list(self._ledger.calls.values()))
 
-    def _here(self, what: str) -> Cause:
-        return Cause(self._rank, node_name(), self._step, self._section, what)
+    def _here(self, what: str) -> Failure:
+        return Failure(what, Evidence.SYMPTOM, rank=self._rank, host=node_name(), step=self._step, section=self._section)
 
     def _notice(self) -> dict[str, Any]:
         self._posts += 1
@@ -170,8 +175,7 @@ class Watchdog:
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
         try:
             path = self._dump(waited)
-            cause = self._inquiry.find(waited)
-            self._inquiry.record(cause)
-            log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{cause.describe()}")
+            failure = self._inquiry.find(waited)
+            log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{failure.describe()}")
         finally:  # whatever goes wrong here: nobody else would end this process
             os._exit(STUCK)

@@ -6,8 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import Step, diagnose, run_step
+from frontier_llm.cluster.attempt import Outcome, Step, run_step
+from frontier_llm.cluster.attempt import diagnose as diagnose_record
+from frontier_llm.failure import Evidence, Failure
 from tests.harness.system import FullDisk
+
+
+def diagnose(code: int, said: list[str], log_dir: Path, record: Failure | None = None) -> Outcome:
+    return diagnose_record(code, said, log_dir, record)
+
+
+def named(outcome: Outcome) -> tuple[str, int | None, str, bool]:
+    """(cause, rank, host, whether the host is suspect)."""
+    assert outcome.failure is not None
+    return outcome.cause, outcome.failure.rank, outcome.failure.host, outcome.failure.host_suspect
+
 
 TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
 
@@ -23,6 +36,7 @@ def step(**changes: object) -> Step:
         "interface": None,
         "launch_dir": Path("/l"),
         "command": ("python", "x y"),
+        "run_dir": Path("/run"),
         "log_dir": Path("/logs"),
         "variables": {},
         "deadline_s": None,
@@ -51,7 +65,7 @@ def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(tmp_pat
     monkeypatch.setattr("frontier_llm.cluster.attempt.master_address", lambda step: "127.0.0.1")
     monkeypatch.setattr(sys, "stderr", FullDisk())
     outcome = run_step(step(log_dir=tmp_path / "logs", deadline_s=60.0))
-    assert (outcome.cause, outcome.rank, outcome.host) == ("crash", 8, "n2")
+    assert named(outcome)[:3] == ("crash", 8, "n2")
 
 
 def write(log_dir: Path, rank: int, text: str, at_s: int) -> None:
@@ -65,17 +79,17 @@ def test_the_cause_is_not_the_peer_that_complains_first(tmp_path: Path) -> None:
     write(tmp_path, 9, TRACE.format("ValueError: bad sample") + "01:02:03 [rank 9] leaving\n", 101)
     said = ["srun: error: n0: tasks 0-1: Exited with exit code 1", "srun: error: n2: task 9: Exited with exit code 1"]
     outcome = diagnose(1, said, tmp_path)
-    assert (outcome.cause, outcome.rank, outcome.host, outcome.host_suspect) == ("crash", 9, "n2", False)
-    assert outcome.message[-2] == "ValueError: bad sample"
-    assert outcome.detail.endswith("exit code 1; ValueError: bad sample")
+    assert named(outcome) == ("crash", 9, "n2", False) and outcome.failure
+    assert outcome.failure.message[-2] == "ValueError: bad sample" and outcome.failure.evidence is Evidence.LOGS
+    assert outcome.failure.describe().endswith("exit code 1; ValueError: bad sample")
 
 
 def test_a_killed_rank_beats_the_survivors_that_speak(tmp_path: Path) -> None:
     end = "frontier_llm.errors.RankFailure: all_reduce on axis dp: rank 1 has died or left\n    fix: its own log says why\n01:02:03 leaving"
     write(tmp_path, 0, TRACE.format(end), 100)
     outcome = diagnose(137, ["srun: error: n2: task 12: Killed", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
-    assert (outcome.rank, outcome.host, outcome.exit_code) == (12, "n2", 137)
-    assert "Killed" in outcome.detail and not outcome.peers_only
+    assert named(outcome)[1:3] == (12, "n2") and outcome.exit_code == 137 and outcome.failure
+    assert "Killed" in outcome.failure.what and not outcome.peers_only
 
 
 @pytest.mark.parametrize("how", ["Killed", "Segmentation fault (core dumped)", "Bus error", "Aborted"])
@@ -83,7 +97,7 @@ def test_a_killed_rank_beats_the_survivors_that_speak(tmp_path: Path) -> None:
 def test_a_rank_that_a_signal_ends_makes_its_host_suspect(tmp_path: Path, how: str, survivor: str) -> None:
     write(tmp_path, 0, survivor, 100)
     outcome = diagnose(139, [f"srun: error: n2: task 12: {how}", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
-    assert (outcome.rank, outcome.host, outcome.host_suspect) == (12, "n2", True)
+    assert named(outcome)[1:] == (12, "n2", True)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +113,12 @@ def test_a_rank_that_a_signal_ends_makes_its_host_suspect(tmp_path: Path, how: s
 def test_an_exception_is_the_hosts_fault_only_when_it_speaks_of_hardware(tmp_path: Path, error: str, suspect: bool) -> None:
     write(tmp_path, 9, TRACE.format(error), 100)
     outcome = diagnose(1, ["srun: error: n2: task 9: Exited with exit code 1"], tmp_path)
-    assert (outcome.rank, outcome.host, outcome.host_suspect) == (9, "n2", suspect)
+    assert named(outcome)[1:] == (9, "n2", suspect)
 
 
 def test_a_rank_that_its_watchdog_has_ended_is_not_the_cause(tmp_path: Path) -> None:
     outcome = diagnose(70, ["srun: error: n0: task 0: Exited with exit code 70"], tmp_path)
-    assert (outcome.cause, outcome.host, outcome.peers_only) == ("crash", "", True)
+    assert (named(outcome)[::2], outcome.peers_only) == (("crash", ""), True)
 
 
 def test_survivors_only_means_that_a_node_may_be_dead(tmp_path: Path) -> None:
@@ -118,8 +132,8 @@ def test_nobody_is_blamed_for_losing_a_peer(tmp_path: Path, end: str, silent: bo
     write(tmp_path, 0, TRACE.format("RuntimeError: Connection reset by peer"), 100)
     said = ["srun: error: n0: task 0: Exited with exit code 1", "srun: Terminating StepId=1.1", "srun: error: n1: tasks 2-3: Killed", end]
     outcome = diagnose(137, said, tmp_path)
-    assert (outcome.cause, outcome.host, outcome.peers_only) == ("crash", "", silent)
-    assert "lost a peer" in outcome.detail
+    assert (named(outcome)[::2], outcome.peers_only) == (("crash", ""), silent)
+    assert "lost a peer" in outcome.failure.describe()  # type: ignore[union-attr]
 
 
 def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
@@ -132,9 +146,9 @@ def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
         "srun: error: n1: tasks 2-3: Killed",
     ]
     outcome = diagnose(137, said, tmp_path)
-    assert (outcome.cause, outcome.rank, outcome.host) == ("refused", 0, "n0")
-    assert outcome.message[-1] == "    fix: give the path"
-    assert outcome.detail == "rank 0 on n0 failed first: Exited with exit code 2; /nowhere.bin: no such file"
+    assert named(outcome)[:3] == ("refused", 0, "n0") and outcome.failure
+    assert outcome.failure.message[-1] == "    fix: give the path"
+    assert outcome.failure.describe() == "rank 0 on n0 failed first: Exited with exit code 2; /nowhere.bin: no such file"
 
 
 def test_a_save_at_a_signal_is_no_failure(tmp_path: Path) -> None:
@@ -146,3 +160,18 @@ def test_a_warning_that_comes_before_a_rank_listens_is_no_failure(tmp_path: Path
     said = ["srun: error: n0: task 3: User defined signal 1", "srun: Terminating StepId=1.1", "srun: error: n2: tasks 8-15: Killed"]
     outcome = diagnose(138, said, tmp_path)
     assert (outcome.cause, outcome.exit_code) == ("interrupted", 75)
+
+
+def test_the_ranks_own_record_comes_before_their_logs(tmp_path: Path) -> None:
+    write(tmp_path, 0, TRACE.format("ValueError: a trace that is no cause"), 100)
+    record = Failure("KeyError: 'w'", Evidence.EXCEPTION, rank=9, step=17, section="train", message=("its trace",))
+    outcome = diagnose(1, ["srun: error: n2: task 9: Exited with exit code 1"], tmp_path, record)
+    assert named(outcome) == ("crash", 9, "n2", False) and outcome.failure
+    assert (outcome.failure.message, outcome.failure.step) == (("its trace",), 17)
+
+
+def test_a_silent_rank_is_not_blamed_where_srun_has_seen_another_one_killed(tmp_path: Path) -> None:
+    silent = Failure("it gives no sign of life", Evidence.NOTICES, rank=3, host="n0", host_suspect=True)
+    said = ["srun: error: n2: task 12: Killed"]
+    assert named(diagnose(137, said, tmp_path, silent)) == ("crash", 12, "n2", True)
+    assert named(diagnose(137, [], tmp_path, silent)) == ("crash", 3, "n0", True)

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cluster import run_dir
-from frontier_llm.cluster.attempt import Outcome, Step
+from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.job import attempt
 from frontier_llm.cluster.job_spec import Job, split_flags
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
+from frontier_llm.failure import Evidence, Failure, read_failure
 
 
 def test_flags_of_train_may_stand_anywhere_after_the_run_file() -> None:
@@ -48,30 +50,36 @@ def job(directory: Path, site: Site) -> Job:
     return Job(load_run("train_small"), ("train_small",), directory, site, Allocation("7", ("n0", "n1"), "n0", 1, 1, 0))
 
 
-STUCK_ON_N1 = {"rank": 1, "host": "n1", "what": "it gives no sign of life", "written_by_rank": 0}
+STUCK_ON_N1 = Failure("it gives no sign of life", Evidence.NOTICES, rank=1, host="n1", host_suspect=True)
+NOBODY_KNOWS = Failure("lost a peer", Evidence.LOGS)
 
 
 @pytest.mark.parametrize(
-    ("ended", "told", "expected"),
+    ("ended", "expected"),
     [
-        (Outcome("crash", 1, "lost a peer"), STUCK_ON_N1, ("crash", "n1")),
-        (Outcome("crash", 1, "lost a peer"), {**STUCK_ON_N1, "written_by_rank": 1}, ("crash", "")),  # could not ask the others
-        (Outcome("crash", 1, "lost a peer"), {**STUCK_ON_N1, "host": "an unknown host"}, ("crash", "")),
-        (Outcome("crash", 1, "killed", "n0", 0, host_suspect=True), STUCK_ON_N1, ("crash", "n0")),  # srun has seen it itself
-        (Outcome("crash", 1, "boom", "n0", 0), {}, ("crash", "")),
-        (Outcome("crash", 1, "boom", "n0", 0), {**STUCK_ON_N1, "suspects": []}, ("wrong results", "n1")),
+        (STUCK_ON_N1, ("crash", "n1")),
+        (NOBODY_KNOWS, ("crash", "")),
+        (replace(STUCK_ON_N1, host="another job's"), ("crash", "")),
+        (replace(STUCK_ON_N1, evidence=Evidence.EXCEPTION, host_suspect=False), ("crash", "")),
+        (replace(STUCK_ON_N1, evidence=Evidence.COMPARISON, cause="wrong results"), ("wrong results", "n1")),
     ],
 )
 def test_hosts_are_blamed_for_what_only_a_host_can_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Outcome, told: dict[str, object], expected: tuple[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Failure, expected: tuple[str, str]
 ) -> None:
-    def run_step(step: Step) -> Outcome:
-        (tmp_path / "failure.json").write_text(json.dumps(told))
-        return ended
-
-    monkeypatch.setattr("frontier_llm.cluster.job.run_step", run_step)
+    monkeypatch.setattr("frontier_llm.cluster.job.run_step", lambda step: Outcome(1, ended))
     monkeypatch.setattr("frontier_llm.cluster.slurm.time_left_s", lambda job_id: None)
     monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: [])
     outcome = attempt(job(tmp_path, load_site("local")), ("n0", "n1"))
     (recorded,) = run_dir.attempts(tmp_path)
     assert (recorded.cause, recorded.failed_host) == expected and outcome.cause == recorded.cause
+    assert read_failure(tmp_path) == ended
+
+
+def test_a_node_that_slurm_calls_down_is_the_cause_of_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontier_llm.cluster.job.run_step", lambda step: Outcome(1, STUCK_ON_N1))
+    monkeypatch.setattr("frontier_llm.cluster.slurm.time_left_s", lambda job_id: None)
+    monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: ["n0"])
+    attempt(job(tmp_path, load_site("local")), ("n0", "n1"))
+    (recorded,) = run_dir.attempts(tmp_path)
+    assert (recorded.cause, recorded.failed_host, recorded.detail) == ("node failure", "n0", "n0 failed")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from frontier_llm.cluster.local import _copy, failure_lines, run_local_ranks
+from frontier_llm.failure import Evidence, read_failure
 
 PYTHON = (sys.executable, "-u", "-c")
 
@@ -65,8 +65,28 @@ def test_first_failure_is_told_last_and_stops_the_others(
     assert "ValueError: the cause" in "\n".join(err[-4:])
     assert any("rank 0 on" in line and "stopped" in line for line in err)
     assert any("rank 2 on" in line and "exit code 7 (secondary" in line for line in err)
-    record = json.loads((tmp_path / "failure.json").read_text())
-    assert record["rank"] == 1 and "the cause" in record["message"]
+    record = read_failure(tmp_path)
+    assert record is not None and record.rank == 1 and "ValueError: the cause" in record.message
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.CaptureFixture[str], frozen: bool) -> None:
+    """Rank 0 ends first, because it misses rank 1, of which it has left a record."""
+    code = f"""
+        import os, sys, time
+        from pathlib import Path
+        from frontier_llm.failure import Evidence, Failure, write_failure
+        if os.environ["RANK"] == "0":
+            record = Failure("no sign of life", Evidence.NOTICES, rank=1, host="n1", step=3, section="train")
+            write_failure(Path({str(tmp_path)!r}), record)
+            sys.exit(1)
+        time.sleep(600 if {frozen} else 1.5)
+        sys.exit(9)
+    """
+    assert run(code, tmp_path, ranks=2, grace_s=1.0 if frozen else 30.0) == 1
+    record, last = read_failure(tmp_path), capfd.readouterr().err.splitlines()[-1]
+    assert record is not None and (record.rank, record.host, record.step) == (1, "n1", 3)
+    assert last.startswith("rank 1 on n1 failed first, at step 3 (train)" if frozen else "rank 1 on")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +135,8 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, c
     assert run(code, tmp_path) == 128 + signal.SIGKILL
     assert time.time() - float((tmp_path / "rank_2.log").read_text().split()[0]) < 10
     assert "rank 2 on" in capfd.readouterr().err.splitlines()[-1]
-    assert json.loads((tmp_path / "failure.json").read_text())["signal"] == "SIGKILL"
+    record = read_failure(tmp_path)
+    assert record is not None and record.what == "killed by SIGKILL" and record.evidence is Evidence.LOGS
 
 
 LAUNCHER = """

@@ -1,11 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from pathlib import Path
-
-import pytest
 
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.run_dir import Attempt
@@ -44,23 +40,6 @@ def test_an_attempt_after_a_torn_line_is_not_lost(tmp_path: Path) -> None:
     assert [attempt.end_step for attempt in run_dir.attempts(tmp_path)] == [5, 7]
 
 
-def test_a_replaced_file_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-
-    def sync(descriptor: int) -> None:
-        done.append(f"sync {'folder' if stat.S_ISDIR(os.fstat(descriptor).st_mode) else 'file'}")
-
-    def replace(source: Path, target: Path) -> None:
-        done.append("replace")
-        rename(source, target)
-
-    rename = os.replace
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(os, "replace", replace)
-    run_dir.write_atomically(tmp_path / "untrusted_nodes.json", "[]")
-    assert done == ["sync file", "replace", "sync folder"]
-
-
 def test_crash_loop_needs_three_without_progress(tmp_path: Path) -> None:
     add(tmp_path, 0, 5)
     add(tmp_path, 5, 5)
@@ -91,20 +70,3 @@ def test_hosts_are_slow_as_often_as_they_were_named(tmp_path: Path) -> None:
     rows = [named("n1", 10, 1), named("n2", 30, 1), named("n2", 30, 1, 2.5), {"kind": "start", "step": 20}, named("n1", 30, 2, 3.5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run_dir.slow_hosts(tmp_path) == [run_dir.Slow("n1", 2, 30, 3.5), run_dir.Slow("n2", 1, 30, 2.5)]  # two ranks of n2 at once
-
-
-def test_colleagues_can_read_what_a_run_says_of_itself(tmp_path: Path) -> None:
-    kept = os.umask(0o027)
-    try:
-        run_dir.write_atomically(tmp_path / "status.json", "{}")
-    finally:
-        os.umask(kept)
-    assert (tmp_path / "status.json").stat().st_mode & 0o777 == 0o640
-
-
-def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    run_dir.write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        run_dir.write_atomically(path, "\ud800")
-    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.atomic import write_atomically
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.status import read_status
@@ -20,7 +21,7 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0} for step in range(1, 41)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "config.yaml").write_text("train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n")
-    run_dir.write_atomically(directory / "checkpoints" / "LATEST", "step_00000030\n")
+    write_atomically(directory / "checkpoints" / "LATEST", "step_00000030\n")
     run_dir.take(directory, "77", "n0")
     run_dir.record(directory, run_dir.Attempt(1, "77", ("n0",), 0, 30, 1, "crash", "rank 3 on n0 failed first", "n0"))
     run_dir.record(directory, run_dir.Attempt(2, "77", ("n0",), 30, 30, 75, "interrupted"))
@@ -81,5 +82,5 @@ def test_runs_are_found_and_a_missing_one_is_an_error(
 def test_finished_and_stopped(run_directory: Path) -> None:
     (run_directory / run_dir.STOP_FILE).touch()
     assert read_status(run_directory).state == "stopped"
-    run_dir.write_atomically(run_directory / "checkpoints" / "LATEST", "step_00000100\n")
+    write_atomically(run_directory / "checkpoints" / "LATEST", "step_00000100\n")
     assert read_status(run_directory).state == "finished"

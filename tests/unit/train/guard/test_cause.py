@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from frontier_llm.failure import Evidence, Failure
 from frontier_llm.train.guard import cause
-from frontier_llm.train.guard.cause import PATIENCE_S, Cause, Inquiry, period_s
+from frontier_llm.train.guard.cause import PATIENCE_S, Inquiry, period_s
 
 RANKS = 4
 
@@ -50,10 +51,10 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
     return Board(monkeypatch)
 
 
-def found(board: Board, tmp_path: Path) -> tuple[Cause, float]:
+def found(board: Board, tmp_path: Path) -> tuple[Failure, float]:
     """(what rank 0 finds out after another's alarm, seconds that it took)."""
     began_s = board.now_s
-    inquiry = Inquiry(board, 0, RANKS, tmp_path, lambda what: Cause(0, "n0", 7, "train", what))  # type: ignore[arg-type]
+    inquiry = Inquiry(board, 0, RANKS, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=0, host="n0", step=7, section="train"))  # type: ignore[arg-type]
     return inquiry.find("Connection closed by peer"), board.now_s - began_s
 
 
@@ -84,6 +85,6 @@ def test_when_all_live_the_one_furthest_behind_is_named(board: Board, tmp_path: 
 
 def test_a_cause_that_a_rank_tells_of_itself_wins(board: Board, tmp_path: Path) -> None:
     board.silent_since[2] = 99.9
-    other = Inquiry(board, 3, RANKS, tmp_path, lambda what: Cause(3, "n3", 7, "train", what))  # type: ignore[arg-type]
+    other = Inquiry(board, 3, RANKS, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=3, host="n3", step=7, section="train"))  # type: ignore[arg-type]
     assert other.explain(ValueError("boom")).rank == 3
     assert found(board, tmp_path)[0].what == "ValueError: boom"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cluster import run_dir
 from frontier_llm.errors import Problem
-from frontier_llm.train.guard.cause import Cause, Inquiry
-from frontier_llm.train.guard.suspects import Suspect, WrongResults
+from frontier_llm.failure import Evidence, Failure, Suspect, read_failure
+from frontier_llm.train.guard.cause import Inquiry
+from frontier_llm.train.guard.suspects import WrongResults
 
 HOSTS = ["n0", "n0", "n1", "n1", "n2", "n2"]  # of ranks 0 to 5
 
@@ -21,17 +21,18 @@ def wrong(*ranks: int) -> WrongResults:
 
 
 def test_failure_names_rank_host_and_tensor_and_the_host_is_excluded(tmp_path: Path) -> None:
-    inquiry = Inquiry(None, 0, 6, tmp_path, lambda what: Cause(0, "n0", 17, "train", what))
+    inquiry = Inquiry(None, 0, 6, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=0, host="n0", step=17, section="train"))
     inquiry.accuse(wrong(3))
-    record = json.loads((tmp_path / "failure.json").read_text())
-    assert (record["rank"], record["host"], record["tensor"], record["step"]) == (3, "n1", "layers.2.mlp_norm.weight", 17)
-    assert record["suspects"] == [{"rank": 3, "host": "n1", "tensor": "layers.2.mlp_norm.weight"}]
-    assert run_dir.untrusted_hosts(tmp_path) == run_dir.bad_hosts(tmp_path) == record["excluded_hosts"] == ["n1"]
-    assert run_dir.failure(tmp_path) == record
+    record = read_failure(tmp_path)
+    assert record is not None and (record.cause, record.rank, record.host, record.step) == ("wrong results", 3, "n1", 17)
+    assert record.suspects == (Suspect(3, "n1", "layers.2.mlp_norm.weight"),) and record.excluded_hosts == ("n1",)
+    assert run_dir.untrusted_hosts(tmp_path) == run_dir.bad_hosts(tmp_path) == ["n1"]
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
-    Inquiry(None, 1, 6, tmp_path, lambda what: Cause(1, "n0", 17, "train", what)).accuse(wrong(3))
+    Inquiry(None, 1, 6, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=1, host="n0", step=17, section="train")).accuse(
+        wrong(3)
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,7 +53,9 @@ class Board:
 
 
 def inquiry(board: Board, rank: int) -> Inquiry:
-    return Inquiry(board, rank, 6, board.run_dir, lambda what: Cause(rank, HOSTS[rank], 17, "train", what))  # type: ignore[arg-type]
+    return Inquiry(
+        board, rank, 6, board.run_dir, lambda what: Failure(what, Evidence.SYMPTOM, rank=rank, host=HOSTS[rank], step=17, section="train")
+    )  # type: ignore[arg-type]
 
 
 def test_the_others_leave_when_all_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +102,8 @@ def test_a_run_on_one_host_excludes_it() -> None:
 
 
 def test_a_disk_that_fails_does_not_hide_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inquiry = Inquiry(None, 0, 1, tmp_path / "gone", lambda what: Cause(0, "n0", 1, "train", what))
+    inquiry = Inquiry(
+        None, 0, 1, tmp_path / "gone", lambda what: Failure(what, Evidence.SYMPTOM, rank=0, host="n0", step=1, section="train")
+    )
     assert inquiry.explain(ValueError("boom")).what == "ValueError: boom"
     assert "cannot write failure.json" in capsys.readouterr().err

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import STUCK
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import RankFailure
-from frontier_llm.train.guard.cause import Cause, Inquiry
+from frontier_llm.failure import STUCK, Evidence, Failure
+from frontier_llm.train.guard.cause import Inquiry
 from frontier_llm.train.guard.watchdog import Watchdog
 from tests.harness.system import FullDisk
 
@@ -43,18 +43,18 @@ def test_stuck(watchdog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_failed(watchdog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Ended, match="1"):
-        watchdog._leave(Cause(0, "n0", 17, "train", "boom"))
+        watchdog._leave(Failure("boom", Evidence.EXCEPTION, rank=0, host="n0", step=17, section="train"))
     assert "failed first, at step 17 (train): boom" in capsys.readouterr().err
 
 
 def test_failed_with_a_full_disk_under_its_log(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", FullDisk())
     with pytest.raises(Ended, match="1"):
-        watchdog._leave(Cause(0, "n0", 17, "train", "boom"))
+        watchdog._leave(Failure("boom", Evidence.EXCEPTION, rank=0, host="n0", step=17, section="train"))
 
 
 def test_stuck_with_a_store_that_answers_nonsense(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(symptom: str) -> Cause:
+    def find(symptom: str) -> Failure:
         raise KeyError("progress")
 
     monkeypatch.setattr(watchdog._inquiry, "find", find)
