@@ -162,11 +162,12 @@ setup(
             "mypy",
             "import-linter",
             "types-PyYAML",
+            "zstandard",
             "megatron-core==0.16.1",
             "mpi4py",
             "triton>=3.5,<4",  # compiles and interprets the GPU kernels without a GPU
         ],
-        "data": ["pyarrow", "zstandard"],
+        "data": ["pyarrow"],
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two

@@ -7,16 +7,17 @@ line, and left to the caller's policy.
 from __future__ import annotations
 
 import codecs
+import functools
+import io
 import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from frontier_llm.data import mds
-from frontier_llm.data.inputs import PACKED_SUFFIXES, Piece, open_parquet
-from frontier_llm.data.optional import optional
+from frontier_llm.data.inputs import PACKED_SUFFIXES, Piece, open_packed, open_parquet
 from frontier_llm.errors import DataError, suggest
 
 BLOCK_BYTES = 1 << 20
@@ -42,94 +43,117 @@ class Damage:
     why: str
 
 
+class _Unpacked(io.RawIOBase):
+    """A compressed file's content, up to its end or to the damage that `damage` then names."""
+
+    damage = ""
+
+    def __init__(self, path: Path) -> None:
+        self._content = open_packed(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._content.read1(len(buffer))
+        except (OSError, EOFError, zlib.error) as error:
+            self.damage = f"is damaged or truncated, the rest is left out: {error}"
+            return 0
+        buffer[: len(data)] = data
+        return len(data)
+
+
 def read(piece: Piece, text_key: str = "text") -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column."""
-    if piece.kind == "parquet":
-        yield from _read_parquet(piece, text_key)
-    elif piece.kind == "mds":
-        yield from _read_mds(piece, text_key)
-    elif piece.kind == "text":
-        yield from _read_whole(piece)
-    else:
-        yield from _read_lines(piece, text_key)
+    if piece.kind in ("parquet", "mds"):
+        yield from (_read_parquet if piece.kind == "parquet" else _read_mds)(piece, text_key)
+        return
+    path = Path(piece.path)
+    unpacked = _Unpacked(path) if path.suffix in PACKED_SUFFIXES else None
+    with io.BufferedReader(unpacked, BLOCK_BYTES) if unpacked else path.open("rb") as content:
+        yield from _read_whole(piece, content) if piece.kind == "text" else _read_lines(piece, content, text_key)
+    if unpacked and unpacked.damage:
+        yield Damage(piece.path, unpacked.damage)
 
 
-def _read_lines(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
-    first_line: int | None = None
-    for number, line in enumerate(_lines(piece)):
-        outcome: Text | str | None
-        if isinstance(line, Damage):
-            yield line
-            continue
+def _read_lines(piece: Piece, content: IO[bytes], text_key: str) -> Iterator[Text | Damage]:
+    for number, line in enumerate(_lines(piece, content)):
         if number == 0 and piece.start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
-        outcome = _parse_json(line, text_key) if piece.kind == "jsonl" else _decode(line)
-        if isinstance(outcome, str):
-            if first_line is None:
-                first_line = _line_number(piece)
-            yield Damage(f"{piece.path}:{first_line + number}", outcome)
-        elif outcome is not None:
-            yield outcome
+        try:
+            text = _parse_json(line, text_key) if piece.kind == "jsonl" else _decode(line)
+        except DataError as error:
+            yield Damage(f"{piece.path}:{_line_number(piece) + number}", error.problems[0].what)
+        else:
+            if text:
+                yield Text(text)
 
 
-def _parse_json(line: bytes, text_key: str) -> Text | str | None:
-    """The text of a JSONL line, a reason why there is none, or None for a blank line or an empty text."""
+def _parse_json(line: bytes, text_key: str) -> str:
+    """The text of a JSONL line, '' for a blank line. Raises DataError with the reason why there is none."""
     if not line.strip():
-        return None
+        return ""
     try:
         record = json.loads(line)
     except ValueError as error:  # also UnicodeDecodeError
         spans_lines = line.lstrip()[:1] in (b"[", b"{") and line.rstrip()[-1:] in (b"[", b"{", b",")
-        return f"is no JSON: {error}{ARRAY_HINT if spans_lines else ''}"
+        raise DataError(f"is no JSON: {error}{ARRAY_HINT if spans_lines else ''}") from error
     if not isinstance(record, dict):
-        return f"is a JSON {type(record).__name__}, not an object"
+        raise DataError(f"is a JSON {type(record).__name__}, not an object")
     if text_key not in record:
-        return f"has no key {text_key!r}; " + suggest(text_key, list(record)[:20])
+        raise DataError(f"has no key {text_key!r}; " + suggest(text_key, list(record)[:20]))
     return _usable(record[text_key], text_key)
 
 
-def _usable(text: object, text_key: str) -> Text | str | None:
+def _usable(text: object, text_key: str) -> str:
     if not isinstance(text, str):
-        return f"{text_key!r} is {type(text).__name__}, not a string"
+        raise DataError(f"{text_key!r} is {type(text).__name__}, not a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"{text_key!r} holds half a surrogate pair at character {error.start}"
-    return Text(text) if text else None
+        raise DataError(f"{text_key!r} holds half a surrogate pair at character {error.start}") from error
+    return text
 
 
-def _decode(line: bytes) -> Text | str | None:
+def _decode(line: bytes) -> str:
     try:
         text = line.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
-        return f"is not UTF-8 at byte {error.start}: {error.reason}"
-    return Text(text) if text.strip() else None
+        raise DataError(f"is not UTF-8 at byte {error.start}: {error.reason}") from error
+    return text if text.strip() else ""
 
 
-def _read_whole(piece: Piece) -> Iterator[Text | Damage]:
+def _read_whole(piece: Piece, content: IO[bytes]) -> Iterator[Text | Damage]:
     """One document; a file above CHUNK_BYTES comes in several texts. A chunk that is not UTF-8 is left out and named."""
-    held, line, begun, open_document = b"", 1, False, False
-    blocks = _blocks(piece)
-    for block in blocks:
-        if isinstance(block, Damage):
-            yield block
-            break
-        held += block
-        if len(held) < CHUNK_BYTES:
-            continue
-        held, begun = held if begun else held.removeprefix(codecs.BOM_UTF8), True
-        end = held.rfind(b"\n") + 1 or _character_end(held)
-        chunk = _chunk(piece, held[:end], line, False)
-        open_document = open_document or isinstance(chunk, Text)
-        yield chunk
-        line, held = line + held.count(b"\n", 0, end), held[end:]
-    held = held if begun else held.removeprefix(codecs.BOM_UTF8)
-    if held:
-        last = _chunk(piece, held, line, True)
-        open_document = open_document and not isinstance(last, Text)
-        yield last
+    line, open_document, encoding = 1, False, "utf-8-sig"  # the first chunk may begin with a byte order mark
+    for chunk, last in _chunks(content):
+        try:
+            text = chunk.decode(encoding)
+        except UnicodeDecodeError as error:
+            damaged_line = line + error.object.count(b"\n", 0, error.start)
+            why = "is UTF-16, not UTF-8" if chunk.startswith(UTF_16) else f"is not UTF-8: {error.reason}"
+            yield Damage(f"{piece.path}:{damaged_line}", why)
+        else:
+            open_document = (open_document or bool(text)) and not last
+            if text:
+                yield Text(text, last)
+        line, encoding = line + chunk.count(b"\n"), "utf-8"
     if open_document:
         yield Text("", True)
+
+
+def _chunks(content: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """(about CHUNK_BYTES of the content, whether they are the last), cut at newlines where there are any, else between characters."""
+    held = b""
+    while block := content.read(BLOCK_BYTES):
+        held += block
+        if len(held) >= CHUNK_BYTES:
+            end = held.rfind(b"\n") + 1 or _character_end(held)
+            yield held[:end], False
+            held = held[end:]
+    if held:
+        yield held, True
 
 
 def _character_end(data: bytes) -> int:
@@ -138,89 +162,26 @@ def _character_end(data: bytes) -> int:
     return len(data) - back if data[-back] & 0x80 else len(data)
 
 
-def _chunk(piece: Piece, data: bytes, line: int, last: bool) -> Text | Damage:
-    try:
-        return Text(data.decode(), last)
-    except UnicodeDecodeError as error:
-        line += data.count(b"\n", 0, error.start)
-        return Damage(f"{piece.path}:{line}", "is UTF-16, not UTF-8" if data.startswith(UTF_16) else f"is not UTF-8: {error.reason}")
-
-
-def _lines(piece: Piece) -> Iterator[bytes | Damage]:
+def _lines(piece: Piece, content: IO[bytes]) -> Iterator[bytes]:
     """Lines whose first byte lies in the piece, newline included."""
-    if Path(piece.path).suffix not in PACKED_SUFFIXES:
-        with Path(piece.path).open("rb") as handle:
-            if piece.start:
-                handle.seek(piece.start - 1)
-                handle.readline()  # the line that began before this piece belongs to the one before
-            while handle.tell() < piece.stop and (line := handle.readline()):
-                yield line
-        return
-    held = b""
-    for block in _blocks(piece):
-        if isinstance(block, Damage):
-            yield block
-            return
-        *lines, held = (held + block).split(b"\n")
-        yield from (line + b"\n" for line in lines)
-    if held:
-        yield held
+    if piece.start:
+        content.seek(piece.start - 1)
+        content.readline()  # the line that began before this piece belongs to the one before
+    packed = Path(piece.path).suffix in PACKED_SUFFIXES
+    while (packed or content.tell() < piece.stop) and (line := content.readline()):
+        yield line
 
 
-def _blocks(piece: Piece) -> Iterator[bytes | Damage]:
-    """The file's content in blocks, decompressed; a damaged or truncated stream ends in Damage."""
-    path = Path(piece.path)
-    with path.open("rb") as handle:
-        raw = iter(lambda: handle.read(BLOCK_BYTES), b"")
-        if path.suffix not in PACKED_SUFFIXES:
-            yield from raw
-            return
-        yield from _decompress(path, raw, handle)
-
-
-def _decompress(path: Path, raw: Iterator[bytes], handle: BinaryIO) -> Iterator[bytes | Damage]:
-    """gzip members or zstd frames, one after another."""
-    if path.suffix != ".gz":
-        zstandard = optional("zstandard", path)
-        errors: tuple[type[Exception], ...] = (zstandard.ZstdError,)
-
-        def fresh() -> Any:
-            return zstandard.ZstdDecompressor().decompressobj()
-    else:
-        errors = (zlib.error,)
-
-        def fresh() -> Any:
-            return zlib.decompressobj(wbits=31)
-
-    stream, begun = fresh(), False
-    try:
-        for data in raw:
-            while data:
-                begun = True
-                output = stream.decompress(data)
-                if output:
-                    yield output
-                data = stream.unused_data if stream.eof else b""
-                if stream.eof:
-                    stream, begun = fresh(), False
-    except errors as error:
-        yield Damage(f"{path} (near compressed byte {handle.tell()})", f"cannot be decompressed, the rest is left out: {error}")
-        return
-    if begun:
-        yield Damage(f"{path} (compressed byte {handle.tell()})", "the compressed stream ends too soon; the file is truncated")
-
-
+@functools.lru_cache(maxsize=1)
 def _line_number(piece: Piece) -> int:
     """The 1-based number of the piece's first line; reads the file up to there, so only asked when something is damaged."""
-    if piece.start == 0 or Path(piece.path).suffix in PACKED_SUFFIXES:
-        return 1
     count, left = 1, piece.start
     with Path(piece.path).open("rb") as handle:
         while left > 0 and (block := handle.read(min(BLOCK_BYTES, left))):
             count += block.count(b"\n")
             left -= len(block)
-        handle.seek(piece.start - 1)
-        return count if handle.read(1) == b"\n" else count + 1
+        handle.seek(max(piece.start - 1, 0))
+        return count if piece.start == 0 or handle.read(1) == b"\n" else count + 1
 
 
 def _read_parquet(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
@@ -232,11 +193,13 @@ def _read_parquet(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         for batch in file.iter_batches(row_groups=list(range(piece.start, piece.stop)), columns=[text_key], batch_size=1024):
             for value in batch.column(0).to_pylist():
-                outcome = _usable(value, text_key)
-                if isinstance(outcome, str):
-                    yield Damage(f"{piece.path} row {row}", outcome)
-                elif outcome is not None:
-                    yield outcome
+                try:
+                    text = _usable(value, text_key)
+                except DataError as error:
+                    yield Damage(f"{piece.path} row {row}", error.problems[0].what)
+                else:
+                    if text:
+                        yield Text(text)
                 row += 1
     except (OSError, ValueError) as error:
         yield Damage(f"{piece.path} (row groups {piece.start} to {piece.stop - 1})", f"cannot be read: {error}")

@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from frontier_llm import log
 from frontier_llm.data.indexed import optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
+from frontier_llm.data.inputs import find_inputs
 from frontier_llm.data.mds import read_tokens
 from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
-from frontier_llm.errors import DataError, Problem
+from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 
 BLOCK_TOKENS = 1 << 20  # read at a time; a longer document becomes several sequences
-RAW_SUFFIXES = (".npy", ".bin")
 MDS_SUFFIXES = (".mds", ".mds.zstd", ".mds.gz")
+SUFFIXES = (".npy", ".bin", *MDS_SUFFIXES)
 
 
 def import_tokens(
@@ -36,7 +37,8 @@ def import_tokens(
     DataError for missing files, unknown kinds, and any id outside the tokenizer's vocabulary, with file and offset.
     """
     codec = load_tokenizer(tokenizer)
-    files = _find(inputs)
+    known = f"known endings: {', '.join(SUFFIXES)}; text goes through `frontier-llm data tokenize`"
+    files = find_inputs(inputs, lambda path: path.name.endswith(SUFFIXES), "token", known)
     meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
         unfinished = 0
@@ -51,27 +53,6 @@ def import_tokens(
     write_meta(prefix, meta)
     log.info(f"{prefix}: {format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {len(files)} files")
     return meta
-
-
-def _find(inputs: Iterable[str | Path]) -> list[Path]:
-    files: list[Path] = []
-    problems = []
-    endings = (*RAW_SUFFIXES, *MDS_SUFFIXES)
-    known = f"known endings: {', '.join(endings)}; text goes through `frontier-llm data tokenize`"
-    for path in map(Path, inputs):
-        inside = sorted(child for child in path.rglob("*") if child.name.endswith(endings)) if path.is_dir() else [path]
-        if not inside:
-            problems.append(Problem(str(path), "holds no token files", known))
-        problems += [Problem(str(file), "no such file", "check the path") for file in inside if not file.is_file()]
-        problems += [
-            Problem(str(file), f"unknown kind {file.suffix!r}", known)
-            for file in inside
-            if file.is_file() and not file.name.endswith(endings)
-        ]
-        files += inside
-    if problems or not files:
-        raise DataError(problems or "no inputs given", fix="name token files or directories")
-    return files
 
 
 def _blocks(path: Path, dtype: str | None, column: str, vocab_size: int) -> Iterator[NDArray[Any]]:

@@ -82,22 +82,16 @@ class IndexedDataset:
         self.document_count = documents_plus_1 - 1
         sizes = (4 * self.sequence_count, 8 * self.sequence_count, 8 * documents_plus_1)
         offsets = [HEADER.size, HEADER.size + sizes[0], HEADER.size + sizes[0] + sizes[1], HEADER.size + sum(sizes)]
-        has_modes = self.sequence_count > 0 and self._map.size == offsets[3] + self.sequence_count
-        if self._map.size != offsets[3] and not has_modes:
+        if self._map.size not in (offsets[3], offsets[3] + self.sequence_count):
             wanted = f"{offsets[3]} bytes for {self.sequence_count} sequences and {self.document_count} documents"
             raise _damaged(path, 18, wanted, f"{self._map.size} bytes", "the file is truncated or was written in part; make it anew")
         self.sequence_lengths = self._view("<i4", offsets[0], offsets[1])
         self.sequence_pointers = self._view("<i8", offsets[1], offsets[2])
         self.document_indices = self._view("<i8", offsets[2], offsets[3])
-        self.sequence_modes = self._view("<i1", offsets[3], self._map.size) if has_modes else None
         bin_bytes = bin_path(prefix).stat().st_size
         self._check_ends(path, bin_bytes, offsets)
         self.token_count = bin_bytes // self.dtype.itemsize
-        self.tokens: NDArray[Any] = (
-            np.memmap(bin_path(prefix), dtype=self.dtype, mode="r", shape=(self.token_count,))
-            if self.token_count
-            else np.zeros(0, self.dtype)
-        )
+        self.tokens: NDArray[Any] = np.memmap(bin_path(prefix), self.dtype, "r") if self.token_count else np.zeros(0, self.dtype)
         self._file: FileIO | None = None
         self.scanned = False
         if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
@@ -121,36 +115,27 @@ class IndexedDataset:
 
     def scan(self) -> None:
         """Check every entry: lengths >= 0, pointers without gaps, document indices that never fall. Raises DataError at the first bad one."""
-        path, itemsize, expected = idx_path(self.prefix), self.dtype.itemsize, 0
-        pointers_at = HEADER.size + 4 * self.sequence_count
+        itemsize, expected = self.dtype.itemsize, 0
+        lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * self.sequence_count
+        documents_at = pointers_at + 8 * self.sequence_count
         for start in range(0, self.sequence_count, SCAN_CHUNK):
             lengths = self.sequence_lengths[start : start + SCAN_CHUNK].astype(np.int64)
             pointers = self.sequence_pointers[start : start + SCAN_CHUNK]
             ends = expected + np.cumsum(lengths * itemsize)
             starts = ends - lengths * itemsize
-            bad = np.flatnonzero((lengths < 0) | (pointers != starts))
-            if bad.size:
-                at = int(bad[0])
+            for at in np.flatnonzero((lengths < 0) | (pointers != starts))[:1].tolist():
                 if lengths[at] < 0:
-                    where, wanted, found = HEADER.size + 4 * (start + at), "a length >= 0", f"{lengths[at]}"
-                else:
-                    where, wanted, found = pointers_at + 8 * (start + at), f"pointer {starts[at]}", f"{pointers[at]}"
-                raise _damaged(path, where, f"{wanted} for sequence {start + at}", found, "the index is damaged; make it anew")
+                    raise self._bad_entry(lengths_at + 4 * (start + at), f"a length >= 0 for sequence {start + at}", lengths[at])
+                raise self._bad_entry(pointers_at + 8 * (start + at), f"pointer {starts[at]} for sequence {start + at}", pointers[at])
             expected = int(ends[-1])
-        documents_at = HEADER.size + 12 * self.sequence_count
         for start in range(0, self.document_count, SCAN_CHUNK):
             chunk = self.document_indices[start : start + SCAN_CHUNK + 1]
-            falls = np.flatnonzero(chunk[1:] < chunk[:-1])
-            if falls.size:
-                at = start + int(falls[0]) + 1
-                wanted = f"document index {at} >= {self.document_indices[at - 1]}"
-                raise _damaged(path, documents_at + 8 * at, wanted, f"{self.document_indices[at]}", "the index is damaged; make it anew")
+            for at in (np.flatnonzero(chunk[1:] < chunk[:-1])[:1] + 1).tolist():
+                raise self._bad_entry(documents_at + 8 * (start + at), f"document index {start + at} >= {chunk[at - 1]}", chunk[at])
         self.scanned = True
 
-    def sequence(self, index: int) -> NDArray[Any]:
-        """Tokens of one sequence, a view of the file."""
-        start = int(self.sequence_pointers[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.sequence_lengths[index])]
+    def _bad_entry(self, offset: int, expected: str, entry: np.integer[Any]) -> DataError:
+        return _damaged(idx_path(self.prefix), offset, expected, str(entry), "the index is damaged; make it anew")
 
     def document_start(self, document: int) -> int:
         """Position in `tokens` of a document's first token."""
@@ -183,9 +168,8 @@ class IndexedDataset:
         """True when document d is sequence d (what tokenizing text gives): D = S + 1 and every document has one sequence."""
         if self.document_count != self.sequence_count:
             return False
-        indices = self.document_indices
-        chunks = ((start, min(start + SCAN_CHUNK, indices.size)) for start in range(0, indices.size, SCAN_CHUNK))
-        return all(np.array_equal(indices[start:stop], np.arange(start, stop)) for start, stop in chunks)
+        chunks = ((start, self.document_indices[start : start + SCAN_CHUNK]) for start in range(0, self.document_count + 1, SCAN_CHUNK))
+        return all(np.array_equal(chunk, np.arange(start, start + chunk.size)) for start, chunk in chunks)
 
     def digest(self) -> str:
         """Identity of the index's content: sizes and 256 evenly spaced 64 KiB blocks of .idx (all of it up to 16 MiB).
@@ -222,12 +206,14 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]
     if len(head) < HEADER.size:
         raise _damaged(path, len(head), f"a header of {HEADER.size} bytes", f"{len(head)} bytes", "the file is truncated; make it anew")
     _, version, code, sequences, documents = HEADER.unpack(head)
-    if version != VERSION:
-        raise _damaged(path, 9, f"version {VERSION}", str(version), "this file was written by something newer or is damaged")
-    if code not in DTYPES:
-        raise _damaged(path, 17, f"a dtype code in {sorted(DTYPES)}", str(code), "the header is damaged; make the file anew")
-    if documents < 1:
-        raise _damaged(path, 26, "at least 1 document index", str(documents), "the header is damaged; make the file anew")
+    rules = [
+        (9, version, version == VERSION, f"version {VERSION}"),
+        (17, code, code in DTYPES, f"a dtype code in {sorted(DTYPES)}"),
+        (26, documents, documents >= 1, "at least 1 document index"),
+    ]
+    for offset, value, holds, expected in rules:
+        if not holds:
+            raise _damaged(path, offset, expected, str(value), "the header is damaged or of a newer format; make the file anew")
     return code, sequences, documents
 
 

@@ -6,14 +6,15 @@ alone, never on the number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gzip
+import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from frontier_llm import log
-from frontier_llm.data.optional import optional
-from frontier_llm.errors import DataError, Problem, suggest
+from frontier_llm.errors import BackendError, DataError, Problem, suggest
 from frontier_llm.units import plural
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
@@ -35,45 +36,46 @@ class Piece:
     size_bytes: int  # what it counts for in the progress bar
 
 
-def find_inputs(paths: Iterable[str | Path]) -> list[Path]:
+def _is_input(path: Path) -> bool:
+    """A text input; an MDS dataset's index.json only repeats what its shards say, and our records are no text."""
+    if path.name.endswith(".meta.json") or (path.name == "index.json" and any(path.parent.glob("*.mds*"))):
+        return False
+    return _plain_suffix(path) in SUFFIXES
+
+
+def find_inputs(
+    paths: Iterable[str | Path],
+    is_input: Callable[[Path], bool] = _is_input,
+    content: str = "text, JSONL, parquet or MDS",
+    known: str = f"known endings: {', '.join(SUFFIXES)}, and {'/'.join(PACKED_SUFFIXES)} of text and JSONL",
+) -> list[Path]:
     """The files, and every file of a known kind in the directories (recursively, sorted by path).
 
     Raises DataError naming every path that is missing or of an unknown kind, and for a directory without inputs.
     """
-    found: list[Path] = []
+    inputs: list[Path] = []
     problems = []
-    known = ", ".join((*SUFFIXES, "and " + "/".join(PACKED_SUFFIXES) + " of text and JSONL"))
     for path in map(Path, paths):
         if path.is_dir():
             files = sorted(child for child in path.rglob("*") if child.is_file())
-            inside = [child for child in files if _is_input(child)]
-            others = [child.name for child in files if not _is_input(child)]
+            inside = [child for child in files if is_input(child)]
+            others = [child.name for child in files if not is_input(child)]
             if inside and others:
                 log.info(f"{path}: read {plural(len(inside), 'file')}, left {len(others)} of other kinds, e.g. {others[0]}")
             if not inside:
-                problems.append(Problem(str(path), "holds no text, JSONL, parquet or MDS files", f"known endings: {known}"))
-            found.extend(inside)
+                problems.append(Problem(str(path), f"holds no {content} files", known))
+            inputs += inside
         elif not path.is_file():
             siblings = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
-            problems.append(
-                Problem(str(path), "no such file or directory", suggest(path.name, siblings[:20]) if siblings else "check the path")
-            )
-        elif _plain_suffix(path) not in SUFFIXES:
-            problems.append(Problem(str(path), f"unknown kind {path.suffix!r}", f"known endings: {known}"))
+            fix = suggest(path.name, siblings[:20]) if siblings else "check the path"
+            problems.append(Problem(str(path), "no such file or directory", fix))
+        elif not is_input(path):
+            problems.append(Problem(str(path), f"unknown kind {path.suffix!r}", known))
         else:
-            found.append(path)
-    if not found and not problems:
-        problems.append(Problem("inputs", "none given", "name files or directories of text, JSONL or parquet"))
-    if problems:
-        raise DataError(problems)
-    return found
-
-
-def _is_input(path: Path) -> bool:
-    """A file of a known kind; an MDS dataset's index.json only repeats what its shards say, and our records are no text."""
-    if path.name.endswith(".meta.json") or (path.name == "index.json" and any(path.parent.glob("*.mds*"))):
-        return False
-    return _plain_suffix(path) in SUFFIXES
+            inputs.append(path)
+    if problems or not inputs:
+        raise DataError(problems or "none given", where="inputs", fix=f"name files or directories of {content}")
+    return inputs
 
 
 def _plain_suffix(path: Path) -> str:
@@ -116,4 +118,16 @@ def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
 
 def open_parquet(path: str | Path) -> Any:
     """A pyarrow.parquet.ParquetFile."""
-    return optional("pyarrow.parquet", path).ParquetFile(str(path))
+    return _pyarrow("pyarrow.parquet", path).ParquetFile(str(path))
+
+
+def open_packed(path: Path) -> Any:
+    """The content of a compressed file, as a binary file: gzip members or zstd frames, one after another."""
+    return gzip.open(path) if path.suffix == ".gz" else _pyarrow("pyarrow", path).input_stream(str(path), compression="zstd")
+
+
+def _pyarrow(module: str, path: str | Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BackendError(f"reading this needs pyarrow: {error}", where=str(path), fix="pip install 'frontier-llm[data]'") from error

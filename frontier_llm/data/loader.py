@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.config import DataConfig, DataSource, RunConfig
+from frontier_llm.config import DataSource, RunConfig
 from frontier_llm.data.indexed import IndexedDataset, idx_path
-from frontier_llm.data.meta import DatasetMeta, read_meta
+from frontier_llm.data.meta import read_meta
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem, closest
@@ -46,19 +46,7 @@ class Microbatch:
     @property
     def target_count(self) -> int:
         """Targets that count in the loss."""
-        if self.loss_mask_BS is not None:
-            return int(self.loss_mask_BS.sum())
-        rows, columns = self.tokens_BS1.shape
-        return rows * (columns - 1)
-
-    def positions(self) -> NDArray[np.int64]:
-        """Positions [B, S] that start at 0 in every document (in every row without `documents_BS`)."""
-        rows, columns = self.tokens_BS1.shape[0], self.tokens_BS1.shape[1] - 1
-        positions = np.broadcast_to(np.arange(columns), (rows, columns))
-        if self.documents_BS is None:
-            return positions.copy()
-        begins = np.diff(self.documents_BS, axis=1, prepend=-1) > 0
-        return positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        return int(self.tokens_BS1[:, 1:].size if self.loss_mask_BS is None else self.loss_mask_BS.sum())
 
 
 class Batches:
@@ -74,6 +62,7 @@ class Batches:
         micro_batch: int,
         dp_rank: int = 0,
         dp: int = 1,
+        *,
         vocab_size: int | None = None,
         reset_at_documents: bool = False,
         read_ahead: int = 4,
@@ -89,7 +78,7 @@ class Batches:
         self.microbatches = global_batch // (micro_batch * dp)  # per step
         self.vocab_size = vocab_size
         self.reset_at_documents = reset_at_documents
-        self._read_ahead = read_ahead
+        self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
         self._capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
@@ -107,10 +96,7 @@ class Batches:
             raise IndexError(f"microbatch {index} of {self.microbatches}")
         if self._pool is None:
             return self._make(step, index)
-        wanted = [(step, index)]
-        for _ in range(self._read_ahead):
-            last_step, last = wanted[-1]
-            wanted.append((last_step, last + 1) if last + 1 < self.microbatches else (last_step + 1, 0))
+        wanted = [divmod(step * self.microbatches + index + ahead, self.microbatches) for ahead in self._read_ahead]
         with self._lock:
             steps = {key[0] for key in wanted}
             for key in [key for key in self._kept if key[0] not in steps]:  # an older step, or one read ahead before a jump
@@ -143,13 +129,10 @@ class Batches:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _sources(config: DataConfig, split: str) -> tuple[DataSource, ...] | str | None:
-    return config.train if split == "train" else config.validation
-
-
 def open_samples(run: RunConfig, split: str = "train") -> SampleStream | None:
     """The split's sample stream, or None when the config has no such split. Raises DataError for missing or damaged files."""
-    sources, seed = _sources(run.data, split), run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
+    sources: tuple[DataSource, ...] | str | None = getattr(run.data, split)
+    seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if sources is None:
         return None
     if isinstance(sources, str):
@@ -194,59 +177,60 @@ def data_problems(run: RunConfig) -> list[Problem]:
     Missing or damaged files, an empty dataset, a tokenizer that cannot be read, a tokenizer or vocabulary that does not match.
     """
     problems: list[Problem] = []
-    digest, vocab_size = None, None
+    digest = None
     if run.data.tokenizer is not None:
         try:
             tokenizer = load_tokenizer(run.data.tokenizer)
-            digest, vocab_size = tokenizer.digest, tokenizer.vocab_size
+            digest = tokenizer.digest
+            problems += _vocabulary(run, tokenizer.vocab_size, run.data.tokenizer)
         except FrontierError as error:
-            problems.extend(error.problems)
-    if vocab_size is not None and vocab_size > run.model.vocab_size:
-        what = f"{run.model.vocab_size} is less than the {vocab_size} ids of {run.data.tokenizer}"
-        problems.append(Problem("model.vocab_size", what, f"set model.vocab_size={vocab_size}"))
+            problems += error.problems
     for split in ("train", "validation"):
-        sources = _sources(run.data, split)
+        sources: tuple[DataSource, ...] | str | None = getattr(run.data, split)
         if sources is None or isinstance(sources, str):
             continue
-        if not sources:
-            problems.append(
-                Problem(f"data.{split}", "is an empty list", "name a dataset" + (", or write null" if split != "train" else ""))
-            )
-            continue
-        if (blend := next((source.path for source in sources if re.match(r"[\d.]+ \S", source.path)), None)) is not None:
-            fix = f"data.{split}=[{{path: PREFIX, weight: {blend.split()[0]}}}, …]"
-            problems.append(Problem(f"data.{split}", f"{blend!r} is a blend as Megatron writes it", fix))
-            continue
-        mistyped = [source.path for source in sources if _is_almost_synthetic(source.path)]
-        if mistyped:
-            problems.append(Problem(f"data.{split}", f"{mistyped[0]!r} is no dataset", f"did you mean data.{split}=synthetic?"))
+        if (mistake := _mistake(split, [source.path for source in sources])) is not None:
+            problems.append(mistake)
             continue
         try:
             open_samples(run, split)
         except FrontierError as error:
-            problems.extend(replace(problem, where=f"data.{split}: {problem.where}") for problem in error.problems)
+            problems += (replace(problem, where=f"data.{split}: {problem.where}") for problem in error.problems)
         for source in sources:
             try:
-                meta = read_meta(source.path)
+                problems += _mismatch(run, source.path, digest)
             except FrontierError as error:
-                problems.extend(error.problems)
-                continue
-            problems.extend(_mismatch(run, source.path, meta, digest))
+                problems += error.problems
     return list(dict.fromkeys(problems))  # a dataset may be in both splits
 
 
-def _is_almost_synthetic(path: str) -> bool:
-    return bool(closest(path.lower(), ["synthetic"])) and not idx_path(path).exists()
+def _mistake(split: str, paths: list[str]) -> Problem | None:
+    """What is no list of datasets at all."""
+    if not paths:
+        return Problem(f"data.{split}", "is an empty list", "name a dataset" + (", or write null" if split != "train" else ""))
+    for path in paths:
+        if re.match(r"[\d.]+ \S", path):
+            fix = f"data.{split}=[{{path: PREFIX, weight: {path.split()[0]}}}, …]"
+            return Problem(f"data.{split}", f"{path!r} is a blend as Megatron writes it", fix)
+        if closest(path.lower(), ["synthetic"]) and not idx_path(path).exists():
+            return Problem(f"data.{split}", f"{path!r} is no dataset", f"did you mean data.{split}=synthetic?")
+    return None
 
 
-def _mismatch(run: RunConfig, path: str, meta: DatasetMeta | None, digest: str | None) -> list[Problem]:
+def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
+    """A vocabulary larger than the model's."""
+    if vocab_size <= run.model.vocab_size:
+        return []
+    what = f"{run.model.vocab_size} is less than the {vocab_size} ids of {owner}"
+    return [Problem("model.vocab_size", what, f"set model.vocab_size={vocab_size}")]
+
+
+def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
     """Dataset against model vocabulary and against the configured tokenizer."""
+    meta = read_meta(path)
     if meta is None:
         return []
-    problems = []
-    if meta.vocab_size > run.model.vocab_size:
-        what = f"{run.model.vocab_size} is less than the {meta.vocab_size} ids of the tokenizer that made {path}"
-        problems.append(Problem("model.vocab_size", what, f"set model.vocab_size={meta.vocab_size}"))
+    problems = _vocabulary(run, meta.vocab_size, f"the tokenizer that made {path}")
     if digest is not None and digest != meta.tokenizer_digest:
         what = f"{run.data.tokenizer} (sha256 {digest[:12]}) did not make {path}: that was {meta.tokenizer} ({meta.tokenizer_digest[:12]})"
         problems.append(Problem("data.tokenizer", what, f"set data.tokenizer to {meta.tokenizer}, or tokenize the text again"))

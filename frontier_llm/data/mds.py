@@ -11,7 +11,6 @@ A sample is a u32 size for each column of variable size, then the columns' bytes
 
 from __future__ import annotations
 
-import gzip
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.data.optional import optional
-from frontier_llm.errors import DataError, suggest
+from frontier_llm.data.inputs import PACKED_SUFFIXES, open_packed
+from frontier_llm.errors import BackendError, DataError, suggest
 
 SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 VALUE_DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
@@ -84,19 +83,18 @@ def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64") -> It
 
 def _open(path: Path) -> tuple[bytes, dict[str, Any]]:
     """The shard's bytes, decompressed, and its header."""
-    data = path.read_bytes()
     try:
-        if path.suffix == ".zstd":
-            data = optional("zstandard", path).ZstdDecompressor().decompressobj().decompress(data)
-        elif path.suffix == ".gz":
-            data = gzip.decompress(data)
+        with open_packed(path) if path.suffix in PACKED_SUFFIXES else path.open("rb") as content:
+            data = content.read()
         count = int.from_bytes(data[:4], "little")
         first, last = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 4 + 4 * count)[0]
         header = json.loads(data[8 + 4 * count : first])
         if not all(size is None or (isinstance(size, int) and size >= 0) for size in header["column_sizes"]):
             raise ValueError(f"column_sizes {header['column_sizes']}")
         lengths = {len(header[key]) for key in ("column_names", "column_encodings", "column_sizes")}
-    except Exception as error:  # struct, json, gzip and zstandard have no common base
+    except BackendError:
+        raise
+    except Exception as error:  # struct, json, gzip and pyarrow have no common base
         raise DataError(
             f"is no MDS shard: {error}", where=str(path), fix="copy it again, or give the directory of an MDS dataset"
         ) from error

@@ -41,7 +41,7 @@ def meta_path(prefix: str | Path) -> Path:
 
 def write_meta(prefix: str | Path, meta: DatasetMeta) -> None:
     """Write atomically."""
-    write_json(meta_path(prefix), asdict(meta))
+    write_whole(meta_path(prefix), json.dumps(asdict(meta), indent=1).encode())
 
 
 def read_meta(prefix: str | Path) -> DatasetMeta | None:
@@ -60,11 +60,12 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
         ) from error
 
 
-def write_json(path: Path, content: object) -> None:
-    """Write JSON under another name, flush to disk, rename into place."""
+def write_whole(path: Path, content: bytes) -> None:
+    """Write under another name, flush to disk, rename into place; the directory is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(content, handle, indent=1)
+    with temporary.open("wb") as handle:
+        handle.write(content)
         handle.flush()
         os.fsync(handle.fileno())
     temporary.replace(path)

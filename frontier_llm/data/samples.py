@@ -11,11 +11,10 @@ nothing. Both permutations are computed on the fly; the one stored table is the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-import threading
 import time
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -70,8 +69,7 @@ class EpochIndex:
         self.key = key
         self.cache_dir = cache_dir or Path(dataset.prefix).parent / "index_cache"
         self._entries = -(-dataset.document_count // BLOCK) + 1
-        self._epochs: OrderedDict[int, NDArray[np.uint64]] = OrderedDict()
-        self._lock = threading.Lock()
+        self.prefix = functools.lru_cache(EPOCHS_IN_MEMORY)(self._prefix)
 
     def order_key(self, epoch: int) -> int:
         """Key of the epoch's document permutation."""
@@ -83,20 +81,13 @@ class EpochIndex:
         digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
         return self.cache_dir / f"{Path(self.dataset.prefix).name}-epoch{epoch:04}-{digest}.npy"
 
-    def prefix(self, epoch: int) -> NDArray[np.uint64]:
+    def _prefix(self, epoch: int) -> NDArray[np.uint64]:
         """Tokens before every 64th position of the epoch's document order; u64[ceil(documents / 64) + 1]."""
-        with self._lock:
-            if epoch not in self._epochs:
-                if self.dataset.document_count < CACHE_FROM_DOCUMENTS:
-                    array = np.empty(self._entries, np.uint64)
-                    self._build(epoch, array)
-                else:
-                    array = cached_array(self.path(epoch), self._entries, np.uint64, lambda out: self._build(epoch, out))
-                self._epochs[epoch] = array
-                while len(self._epochs) > EPOCHS_IN_MEMORY:
-                    self._epochs.popitem(last=False)
-            self._epochs.move_to_end(epoch)
-            return self._epochs[epoch]
+        if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
+            return cached_array(self.path(epoch), self._entries, np.uint64, lambda out: self._build(epoch, out))
+        array = np.empty(self._entries, np.uint64)
+        self._build(epoch, array)
+        return array
 
     def _build(self, epoch: int, out: NDArray[np.uint64]) -> None:
         dataset, started_s = self.dataset, time.monotonic()
@@ -108,8 +99,8 @@ class EpochIndex:
         arguments = (dataset.sequence_lengths, documents, dataset.document_count, self.order_key(epoch), BLOCK, threads, out)
         call("fl_build", *arguments, where=dataset.prefix)
         if dataset.document_count >= CACHE_FROM_DOCUMENTS:
-            count, elapsed_s = format_count(dataset.document_count), time.monotonic() - started_s
-            log.info(f"sample index of {dataset.prefix}, epoch {epoch}: {count} documents in {elapsed_s:.1f} s")
+            size = f"{format_count(dataset.document_count)} documents in {time.monotonic() - started_s:.1f} s"
+            log.info(f"sample index of {dataset.prefix}, epoch {epoch}: {size}")
 
     def pieces(self, epoch: int, token: int, wanted: int) -> Pieces:
         """Tokens [token, token + wanted) of the epoch, as far as the epoch reaches."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.documents import DAMAGE_FIX, Damage, Text, read
+from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import Piece, cut, find_inputs
-from frontier_llm.data.meta import DatasetMeta, read_meta, write_json, write_meta
+from frontier_llm.data.meta import DatasetMeta, meta_path, read_meta, write_meta, write_whole
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.packing import packed
@@ -89,7 +90,8 @@ def tokenize(
     """
     options = options or TokenizeOptions()
     codec = load_tokenizer(tokenizer)
-    shards = plan_shards(find_inputs(inputs), options)
+    pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
+    shards = [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
     digest = _plan_digest(shards, codec, options)
     done = read_meta(prefix) if Path(f"{prefix}.idx").exists() else None
     if done is not None and done.inputs_digest == digest and IndexedDataset(prefix).token_count == done.tokens:
@@ -117,12 +119,6 @@ def tokenize(
     return meta
 
 
-def plan_shards(files: list[Path], options: TokenizeOptions) -> list[tuple[Piece, ...]]:
-    """Pieces in input order, small ones grouped until a shard holds about `shard_bytes`."""
-    pieces = (piece for path in files for piece in cut(path, options.documents, options.shard_bytes))
-    return [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
-
-
 def _plan_digest(shards: list[tuple[Piece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
     """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time are."""
     paths = sorted({piece.path for shard in shards for piece in shard})
@@ -133,19 +129,15 @@ def _plan_digest(shards: list[tuple[Piece, ...]], codec: Tokenizer, options: Tok
 
 def _run(jobs: list[Job], workers: int, prefix: str) -> list[Part]:
     """All parts, in order, making those that are not there yet."""
-    parts = [_finished(job) for job in jobs]
-    missing = [number for number, part in enumerate(parts) if part is None]
-    kept = len(jobs) - len(missing)
-    if kept:
-        log.info(f"{prefix}: {kept} of {len(jobs)} parts were finished before, resuming")
+    parts = {number: part for number, job in enumerate(jobs) if (part := _finished(job)) is not None}
+    missing = [number for number in range(len(jobs)) if number not in parts]
+    if parts:
+        log.info(f"{prefix}: {len(parts)} of {len(jobs)} parts were finished before, resuming")
     with _progress(sum(job.size_bytes for job in jobs)) as advance:
-        for job, part in zip(jobs, parts, strict=True):
-            if part is not None:
-                advance(job.size_bytes, part.tokens)
-        for number, part in _make_all(jobs, missing, min(workers, len(missing))):
+        for number, part in itertools.chain(list(parts.items()), _make_all(jobs, missing, min(workers, len(missing)))):
             parts[number] = part
             advance(jobs[number].size_bytes, part.tokens)
-    return [part for part in parts if part is not None]
+    return [parts[number] for number in range(len(jobs))]
 
 
 def _make_all(jobs: list[Job], missing: list[int], workers: int) -> Iterator[tuple[int, Part]]:
@@ -197,23 +189,17 @@ def make_part(job: Job) -> Part:
                 examples += [f"{item.where}: {item.why}"] if len(examples) < EXAMPLES else []
                 continue
             text_bytes += len(item.text.encode())
-            _write_text(writer, codec, item)
+            writer.add_sequence(codec.encode(item.text) + [codec.eod] * item.ends_document)
+            if item.ends_document:
+                writer.end_document()
     part = Part(writer.document_count, writer.token_count, text_bytes, damaged, tuple(examples))
-    write_json(Path(job.prefix + ".json"), asdict(part))
+    write_whole(Path(job.prefix + ".json"), json.dumps(asdict(part)).encode())
     return part
-
-
-def _write_text(writer: IndexedWriter, codec: Tokenizer, item: Text) -> None:
-    ids = codec.encode(item.text)
-    if item.ends_document:
-        writer.add_document([*ids, codec.eod])
-    else:
-        writer.add_sequence(ids)
 
 
 def _join(jobs: list[Job], parts: list[Part], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
     """The parts in order as one dataset, then its record."""
-    Path(f"{prefix}.meta.json").unlink(missing_ok=True)  # an old record must never stand beside new data
+    meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
         for job in jobs:
             writer.append(IndexedDataset(job.prefix))
@@ -238,8 +224,8 @@ def _report(prefix: str, meta: DatasetMeta) -> None:
         log.warn(f"left out {example}")
     if meta.damaged > 20:
         log.warn(f"left out {meta.damaged} damaged inputs in all; the first {EXAMPLES} are named in {prefix}.meta.json")
-    documents, tokens, size = format_count(meta.documents), format_count(meta.tokens), format_bytes(meta.text_bytes)
-    log.info(f"{prefix}: {documents} documents, {tokens} tokens from {size} of text ({meta.bytes_per_token:.2f} bytes per token)")
+    result = f"{format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {format_bytes(meta.text_bytes)} of text"
+    log.info(f"{prefix}: {result} ({meta.bytes_per_token:.2f} bytes per token)")
 
 
 @contextlib.contextmanager
@@ -253,12 +239,11 @@ def _progress(total_bytes: int) -> Iterator[Progress]:
 
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]} tokens"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("tokenizing", total=total_bytes, tokens="0")
-        counted = 0
+        task, total_tokens = bar.add_task("tokenizing", total=total_bytes, tokens="0"), 0
 
         def advance(size_bytes: int, tokens: int) -> None:
-            nonlocal counted
-            counted += tokens
-            bar.update(task, advance=size_bytes, tokens=format_count(counted))
+            nonlocal total_tokens
+            total_tokens += tokens
+            bar.update(task, advance=size_bytes, tokens=format_count(total_tokens))
 
         yield advance

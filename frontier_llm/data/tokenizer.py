@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import signal
 import threading
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from frontier_llm.data.meta import write_whole
 from frontier_llm.errors import DataError
 
 META_SPACE = "\u2581"  # sentencepiece's sign for a space; a real one in the text would come back as a space
@@ -96,7 +98,12 @@ class HuggingFaceTokenizer:
         merges = _merges_beside(Path(path))
         self.name, self.digest = str(path), _digest(Path(path), *filter(None, [merges]))
         try:
-            self._model = _byte_level(Path(path), merges) if merges else tokenizers.Tokenizer.from_file(str(path))
+            if merges:
+                self._model = _byte_level(tokenizers.models.BPE.from_file(str(path), str(merges)))
+                ends = [name for name in END_OF_DOCUMENT_NAMES if self._model.token_to_id(name) is not None]
+                self._model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in ends])
+            else:
+                self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"is no Hugging Face tokenizer: {error}", where=str(path), fix="give a tokenizer.json file") from error
         self.as_file: str | Path = str(self._model.to_str(pretty=True)) if merges else Path(path)  # tokenizer.json, or its content
@@ -144,17 +151,14 @@ def _merges_beside(vocabulary: Path) -> Path | None:
     return merges if merges != vocabulary and merges.is_file() else None
 
 
-def _byte_level(vocabulary: Path, merges: Path) -> Any:
-    """GPT-2's tokenizer, as Megatron-LM's --vocab-file and --merge-file name it."""
-    import tokenizers
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+def _byte_level(model: Any) -> Any:
+    """A tokenizer of GPT-2's kind around a byte-pair model; Megatron-LM's --vocab-file and --merge-file name its two files."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-    model = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    ends = [name for name in END_OF_DOCUMENT_NAMES if model.token_to_id(name) is not None]
-    model.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ends])
-    return model
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
@@ -166,22 +170,18 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec)
     if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model", *_pairs(path)) if (path / name).is_file()]
-        if not found:
+        pairs = sorted(file.name for file in path.glob("*vocab.json") if _merges_beside(file))
+        files = [path / name for name in ("tokenizer.json", "tokenizer.model", *pairs) if (path / name).is_file()]
+        if not files:
             what = "holds neither tokenizer.json nor tokenizer.model, nor vocab.json with merges.txt"
             raise DataError(what, where=str(path), fix="give the tokenizer's file")
-        path = found[0]
+        path = files[0]
     if not path.is_file():
         fix = "give a tokenizer's file or directory (nothing is downloaded), train one with `frontier-llm data tokenizer`, or give `bytes`"
         raise DataError("no such tokenizer", where=str(path), fix=fix)
     if path.name.endswith("merges.txt"):
         raise DataError("is half a tokenizer", where=str(path), fix="give the vocab.json beside it")
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
-
-
-def _pairs(directory: Path) -> list[str]:
-    """Names of the vocabularies in a directory that have their merges."""
-    return sorted(path.name for path in directory.glob("*vocab.json") if _merges_beside(path))
 
 
 def _digest(*paths: Path) -> str:
@@ -207,13 +207,8 @@ def train_sentencepiece(
     """
     import sentencepiece
 
-    lines = (line for text in take_bytes(texts, sample_bytes) for line in text.split("\n") if line and "\0" not in line)
-    first = next(lines, None)
-    if first is None:
-        raise DataError("the corpus holds no text", fix="check the input paths")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = io.BytesIO()
+    lines = _some(line for text in take_bytes(texts, sample_bytes) for line in text.split("\n") if line and "\0" not in line)
+    model = io.BytesIO()
     options: dict[str, Any] = {
         "model_type": "bpe", "vocab_size": vocab_size, "byte_fallback": True, "character_coverage": 0.9995,
         "normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False,
@@ -222,39 +217,27 @@ def train_sentencepiece(
     }  # fmt: skip
     try:
         with _ended_by_ctrl_c():
-            sentencepiece.SentencePieceTrainer.train(sentence_iterator=_chain(first, lines), model_writer=written, **options)
+            sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
     except RuntimeError as error:
         raise DataError(
             f"sentencepiece refused: {str(error).rpartition('] ')[2]}",
             fix=f"give more text, or fewer than {vocab_size} pieces (at least 300)",
         ) from error
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(written.getvalue())
-    temporary.replace(path)
+    write_whole(Path(path), model.getvalue())
     return SentencePieceTokenizer(path)
 
 
 def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES) -> HuggingFaceTokenizer:
     """Train a byte-level byte-pair tokenizer (GPT-2's kind, lossless) and write `tokenizer.json` to `path`."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
 
-    texts = iter(take_bytes(texts, sample_bytes))
-    first = next(texts, None)
-    if first is None:
-        raise DataError("the corpus holds no text", fix="check the input paths")
-    model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
+    texts = _some(take_bytes(texts, sample_bytes))
+    model = _byte_level(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
     with _ended_by_ctrl_c():
-        model.train_from_iterator(_chain(first, texts), trainer)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(model.to_str(pretty=True), encoding="utf-8")  # not model.save: it raises a bare Exception on a full disk
-    temporary.replace(path)
+        model.train_from_iterator(texts, trainer)
+    write_whole(Path(path), model.to_str(pretty=True).encode())  # not model.save: it raises a bare Exception on a full disk
     return HuggingFaceTokenizer(path)
 
 
@@ -271,6 +254,10 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _chain(first: str, rest: Iterable[str]) -> Iterator[str]:
-    yield first
-    yield from rest
+def _some(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, of which there must be one: a trainer's own error for none says nothing of the inputs."""
+    texts = iter(texts)
+    first = next(texts, None)
+    if first is None:
+        raise DataError("the corpus holds no text", fix="check the input paths")
+    return itertools.chain([first], texts)

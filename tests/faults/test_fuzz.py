@@ -53,8 +53,8 @@ def test_mutated_indices(tmp_path: Path) -> None:
         path.unlink()  # it may still be mapped
         path.write_bytes(data)
         dataset = IndexedDataset(prefix)
-        for index in range(dataset.sequence_count):
-            assert len(dataset.sequence(index)) <= tokens
+        for index in range(dataset.document_count):
+            assert len(dataset.document(index)) <= tokens
         return False
 
     cases = [case for case in (damage() for _ in range(INDICES)) if case != content]

@@ -37,7 +37,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
     sequences = [sequence for document in documents for sequence in document]
     assert dataset.sequence_count == len(sequences)
     assert dataset.document_count == len(documents)
-    assert [dataset.sequence(i).tolist() for i in range(len(sequences))] == sequences
+    assert [part.tolist() for part in np.split(dataset.tokens, np.cumsum(dataset.sequence_lengths))[:-1]] == sequences
     assert [dataset.document(d).tolist() for d in range(len(documents))] == [list(chain(*document)) for document in documents]
     assert dataset.one_sequence_per_document == all(len(document) == 1 for document in documents)
 

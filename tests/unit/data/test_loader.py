@@ -105,20 +105,15 @@ def test_documents_positions_and_mask(tmp_path: Path) -> None:
     batch = Batches(samples, 8, 8, reset_at_documents=True, read_ahead=0).microbatch(0, 0)
     assert batch.documents_BS is not None
     assert batch.loss_mask_BS is not None
-    positions = batch.positions()
     for row in range(8):
         tokens, documents = batch.tokens_BS1[row], batch.documents_BS[row]
         assert documents[0] == 0
-        seen = 0
         for place in range(10):
             if place and tokens[place] != tokens[place - 1]:
-                seen = 0
                 assert documents[place] == documents[place - 1] + 1
             elif place:
                 assert documents[place] == documents[place - 1]
-            assert positions[row, place] == seen
             assert batch.loss_mask_BS[row, place] == (tokens[place + 1] == tokens[place])
-            seen += 1
     assert batch.target_count == batch.loss_mask_BS.sum() < 80
 
 
@@ -127,7 +122,6 @@ def test_without_document_mode_there_is_no_mask() -> None:
     assert batch.documents_BS is None
     assert batch.loss_mask_BS is None
     assert batch.target_count == 16
-    assert batch.positions().tolist() == [list(range(8))] * 2
     assert isinstance(batch, Microbatch)
 
 

@@ -166,7 +166,7 @@ def test_large_index_is_cached_and_gives_the_same(tmp_path: Path, monkeypatch: p
 def test_index_of_another_dataset_is_noticed(tmp_path: Path) -> None:
     dataset, other = write(tmp_path / "d", [[3]] * 200), write(tmp_path / "e", [[3]] * 100 + [[4]] * 100)
     stream = DocumentSamples(dataset, 7, 1)
-    stream.index._epochs[0] = EpochIndex(other, stream.key).prefix(0)
+    stream.index.prefix = EpochIndex(other, stream.key).prefix
     with pytest.raises(DataError, match="belongs to another dataset"):
         for k in range(80):
             sample(stream, k)
