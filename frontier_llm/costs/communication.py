@@ -15,7 +15,7 @@ from math import prod
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.costs.parameters import layer_shapes, norm_shapes
 from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
-from frontier_llm.schedule import Kind, build, channel_of
+from frontier_llm.schedule import build, rule
 from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan, StageSpec
 
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
@@ -65,8 +65,7 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
     size = tokens * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
     statistics = STATISTICS * tokens * tp * statistics_bytes(config.precision.dtype)
     forwards, pieces = 2 if config.train.recompute == "full" else 1, config.comm.tensor_chunks
-    for chunk in range(plan.chunks):
-        stage = plan.stage_of(pp_rank, chunk)
+    for stage in plan.stages_of(pp_rank):
         n = stage.num_layers
         if plan.sequence_parallel:
             # beside products in chunks: before both pairs and the head, behind both pairs, and of the gradient before their backward
@@ -76,7 +75,7 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
             # whole, under the weight gradient: the input again and its gradient; and the embedding, which has no product
             traffic.add("tp", "all_gather", size, (2 * n + stage.head + stage.embedding) * m)
             traffic.add("tp", "reduce_scatter", size, (2 * n + stage.head + stage.embedding) * m)
-            if plan.schedule == "zb-h1":
+            if rule(plan.schedule).splits_backward:
                 traffic.add("tp", "all_gather", size, 2 * n * m)  # the gradient behind both pairs once more, at its W
         else:
             traffic.add("tp", "all_reduce", size // pieces, 2 * n * forwards * m * pieces)
@@ -92,8 +91,8 @@ def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffi
     schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     for action in schedule.actions[pp_rank]:
         if not action.kind.computes:
-            operation = "send" if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else "recv"
-            traffic.add(f"pp.{channel_of(action.kind, pp_rank, plan.grid.pp).value}", operation, size)
+            channel = schedule.placement.channel(action.kind, action.position)
+            traffic.add(f"pp.{channel.value}", "send" if action.kind.sends else "recv", size)
 
 
 def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
@@ -123,7 +122,7 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
 
 def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int) -> Iterator[tuple[int, str]]:
     """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
-    declared = [piece for chunk in range(plan.chunks) for piece in rank_parameter_list(model, plan.stage_of(pp_rank, chunk), plan)]
+    declared = [piece for stage in plan.stages_of(pp_rank) for piece in rank_parameter_list(model, stage, plan)]
     chunk_numel = BUCKET_ALIGNMENT * plan.grid.dp
 
     def kind(piece: tuple[int, bool, str]) -> tuple[bool, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,11 @@ from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.layers import Block, Norm
+from frontier_llm.model.losses import LossTerm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import statistics_dtype
+from frontier_llm.pipeline import StageOutput
 from frontier_llm.tensor_parallel import (
     LayerContext,
     ShardedParameter,
@@ -29,13 +33,29 @@ class Stage(nn.Module):
     """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device; holds no memory yet."""
 
     def __init__(
-        self, model: ModelConfig, spec: StageSpec, context: LayerContext, device: torch.device, recompute_mode: str = "none"
+        self,
+        model: ModelConfig,
+        spec: StageSpec,
+        context: LayerContext,
+        device: torch.device,
+        recompute_mode: str = "none",
+        *,
+        tied_ranks: int = 2,
+        tied_embedding: ShardedParameter | None = None,
+        terms: Mapping[str, LossTerm] = MappingProxyType({}),
     ) -> None:
+        """`tied_ranks`: pipeline ranks that hold a tied embedding; `tied_embedding`: the one of another virtual stage of this rank, which
+        is this one's head as well; `terms`: further losses.
+        """
         super().__init__()
+        self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.model, self.spec, self.context = model, spec, context
         self.recompute_blocks = recompute_mode == "full"
         core = recompute_mode == "selective"
-        self.token_embedding = declare_embedding(model, context, spec) if spec.embedding or (spec.head and model.tied_embeddings) else None
+        tied_head = spec.head and model.tied_embeddings
+        self.token_embedding = tied_embedding if tied_head else None
+        if spec.embedding or (tied_head and tied_embedding is None):
+            self.token_embedding = declare_embedding(model, context, spec, tied_ranks)
         learned = spec.embedding and model.position == "learned"
         position_shape = (model.sequence_length, model.hidden)
         self.position_embedding = context.whole("embedding.position.weight", position_shape, model.init_std) if learned else None
@@ -47,14 +67,18 @@ class Stage(nn.Module):
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = _local_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
 
-    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor | StageOutput:
         """What this stage does for one microbatch.
 
         `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B, H), or on
-        the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64).
+        the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64); with the
+        further losses of this stage, where it has some.
         """
         x = self.hidden(x, batch)
-        return self.loss(x, batch) if self.spec.head else x
+        context = self.context
+        losses = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in self._terms.items()}
+        output = self.loss(x, batch) if self.spec.head else x
+        return StageOutput(output, losses) if losses else output
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Embedding and blocks: (S or s, B, H)."""
@@ -116,13 +140,13 @@ def _given_positions(batch: Microbatch) -> Tensor | None:
     return None if batch.documents_BS is None else within_document(batch.documents_BS).T
 
 
-def declare_embedding(model: ModelConfig, context: LayerContext, stage: StageSpec) -> ShardedParameter:
+def declare_embedding(model: ModelConfig, context: LayerContext, stage: StageSpec, tied_ranks: int) -> ShardedParameter:
     """The token embedding of a stage that embeds, or that uses it as the tied head.
 
-    With tied weights and several stages, the first and the last each hold a copy: their gradients are summed, and only the
-    first copy counts in norms and checkpoints. One stage that is both uses its single copy twice per microbatch.
+    With tied weights and the ends of the model on two ranks, each holds a copy: their gradients are summed, and only the
+    first copy counts in norms and checkpoints. A rank that has both uses its single copy twice per microbatch.
     """
-    shape, both = (model.padded_vocab_size, model.hidden), stage.embedding and stage.head
+    shape, both = (model.padded_vocab_size, model.hidden), tied_ranks == 1 or (stage.embedding and stage.head)
     spec = split("embedding.token.weight", shape, 0, context.tp.size, context.tp.rank, model.init_std)
     if model.tied_embeddings and not both:
         spec = replace(spec, tied_copies=2, tied_index=0 if stage.embedding else 1)
