@@ -25,13 +25,8 @@ from frontier_llm.comm.p2p import open_channels
 from frontier_llm.comm.rendezvous import forget_stores, join_store
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.errors import BackendError, RankFailure
+from frontier_llm.schedule import Placement, round_robin
 from frontier_llm.topology import Grid
-
-# Messages of opposite directions between the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point
-# calls in order on one stream, so "send forward, then receive backward" against the mirrored order would deadlock. One communicator
-# per direction makes every channel a FIFO with a single writer; the wrap-around of interleaved chunks needs its own for pp = 2.
-CHANNELS = ("forward", "backward")
-WRAP_CHANNELS = ("forward-wrap", "backward-wrap")
 
 Transport = Literal["auto", "shm", "torch"]  # auto: shared memory where gloo would serve ranks of one host
 
@@ -165,7 +160,7 @@ def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
 def build_mesh(
     grid: Grid,
     global_rank: int,
-    chunks: int = 1,
+    placement: Placement | None = None,
     tied_embeddings: bool = False,
     timeout_s: float = 600.0,
     transport: Transport = "auto",
@@ -175,30 +170,31 @@ def build_mesh(
 ) -> Mesh:
     """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group.
 
+    `placement` says which pipeline rank holds which virtual stage (None: one each, in order). Its messages of opposite directions between
+    the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point calls in order on one stream. So every channel
+    of the placement has a communicator of its own, on which a pair has a single writer.
     `timeouts_s` has other time-outs for single axes, by name. Axes that span several nodes of `ranks_per_node` consecutive ranks take
     the algorithm that `algorithms` gives for each call.
     Raises BackendError when `transport` is 'shm' and an axis cannot use it.
     """
     groups = _Groups(global_rank, timeout_s, timeouts_s, transport, ranks_per_node, algorithms)
     pipeline = grid.group("pp", global_rank)
-    ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
+    placement = placement or round_robin(grid.pp)
+    ends = tuple(pipeline[stage] for stage in placement.ends)
     if tied_embeddings:
         tied_axis = groups.counted_axis("tied", ends if global_rank in ends else (global_rank,))
     else:
         tied_axis = groups.axis("tied", (global_rank,))
-    channels: tuple[str, ...] = ()
-    if grid.pp > 1:
-        channels = CHANNELS + WRAP_CHANNELS if chunks > 1 else CHANNELS
     mesh = Mesh(
         tp=groups.axis("tp", grid.group("tp", global_rank)),
         pp=groups.axis("pp", pipeline),
         dp=groups.axis("dp", grid.group("dp", global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
         tied=tied_axis,
-        channels={name: groups.axis(f"pp.{name}", pipeline) for name in channels},
+        channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
     )
-    open_channels(mesh.channels, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    open_channels(mesh.channels, placement, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
     return mesh
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.collectives import Started
 from frontier_llm.comm.group import Sending
+from frontier_llm.schedule import Placement
 
 
 class Receive:
@@ -36,8 +36,8 @@ class _Sent(NamedTuple):
 class Sends:
     """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at the next send.
 
-    At most `limit` per channel are outstanding; then the oldest is waited for. One is enough for every schedule to end
-    (schedule.check with outstanding_sends=1).
+    At most `limit` per channel are outstanding; then the oldest is waited for. Any limit is enough for every schedule to end: ranks play
+    one order of communication (schedule/order.py).
     """
 
     def __init__(self, limit: int) -> None:
@@ -70,27 +70,17 @@ def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return Receive(buffer, Started(channel.group.receive(buffer, source), channel, call))
 
 
-def first_messages(channel: str, stages: int) -> list[list[tuple[int, int]]]:
-    """(sender, receiver) of every stream of a channel, in rounds in which no rank has two."""
-    if channel.endswith("-wrap"):
-        rounds = [[(stages - 1, 0)]]
-    else:
-        rounds = [[(stage, stage + 1) for stage in range(odd, stages - 1, 2)] for odd in (0, 1)]
-    if channel.startswith("forward"):
-        return rounds
-    return [[(receiver, sender) for sender, receiver in pairs] for pairs in rounds]
-
-
-def open_channels(channels: Mapping[str, Axis], device: torch.device) -> None:
+def open_channels(channels: Mapping[str, Axis], placement: Placement, device: torch.device) -> None:
     """Send one byte through every stream, so that no step has to open one. Collective over the pipeline.
 
-    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer. Steps post receives ahead: with one
-    microbatch a stage would wait for the gradient's sender before it has computed what that one waits for, whatever the schedule.
+    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer: seconds of the first step, and a
+    receive that is posted ahead would be waited for. All ranks open the streams in one order, so none waits for another in a circle.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    for name, axis in channels.items():
+    for channel, pairs in placement.streams.items():
+        axis = channels[channel.value]
         assert axis.group is not None, "an axis of one rank has no one to talk to"
-        for sender, receiver in chain.from_iterable(first_messages(name, axis.size)):
+        for sender, receiver in pairs:
             if axis.rank == sender:
                 axis.group.send(byte, receiver).wait()
             elif axis.rank == receiver:

@@ -7,6 +7,7 @@ world size: that is `topology.plan`. Nothing here imports anything of the packag
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
@@ -104,8 +105,8 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1  # tp; at most the devices of a node on MI250X (8 GCDs)
     pipeline: PositiveInt = 1  # pp
     data: PositiveInt | None = None  # dp; None = world_size / (tp * pp)
-    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs schedule: interleaved
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zb-h1, or what was registered (schedule.register)
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
@@ -201,7 +202,7 @@ class CommConfig(Section):
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"  # torch.distributed's: gloo on CPUs, nccl (= RCCL on ROCm) on GPUs
     transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
     overlap_gradients: bool = True  # a bucket's sum over dp starts under the last backward; False: after it, for comparison
-    overlap_messages: bool = True  # pipeline receives are posted one action ahead of their use; False: at their use, for comparison
+    overlap_messages: bool = True  # pipeline messages go on under the compute beside them; False: each is waited for where the order has it
     bucket_elements: PositiveInt = 40_000_000  # of a bucket of gradients and weights; Megatron-LM's default, 160 MB of fp32
     overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
@@ -217,6 +218,9 @@ class TrainConfig(Section):
     steps: PositiveInt = 100
     seed: NonNegativeInt = 1234  # initial weights
     recompute: Literal["none", "selective", "full"] = "none"
+    loss_weights: Mapping[str, float] = Field(
+        default_factory=dict
+    )  # of further loss terms by name (model.losses.register); none = the loss alone
     log_interval: PositiveInt = 1
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64

@@ -14,7 +14,7 @@ from itertools import groupby
 from frontier_llm.blueprint import rank_parameters
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
-from frontier_llm.schedule import Kind, build, channel_of
+from frontier_llm.schedule import build, rule
 from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan
 
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
@@ -64,8 +64,7 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
     size = tokens * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
     statistics = STATISTICS * tokens * tp * statistics_bytes(config.precision.dtype)
     forwards, pieces = 2 if config.train.recompute == "full" else 1, config.comm.tensor_chunks
-    for chunk in range(plan.chunks):
-        stage = plan.stage_of(pp_rank, chunk)
+    for stage in plan.stages_of(pp_rank):
         n = stage.num_layers
         if plan.sequence_parallel:
             # beside products in chunks: before both pairs and the head, behind both pairs, and of the gradient before their backward
@@ -75,7 +74,7 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
             # whole, under the weight gradient: the input again and its gradient; and the embedding, which has no product
             traffic.add("tp", "all_gather", size, (2 * n + stage.head + stage.embedding) * m)
             traffic.add("tp", "reduce_scatter", size, (2 * n + stage.head + stage.embedding) * m)
-            if plan.schedule == "zb-h1":
+            if rule(plan.schedule).splits_backward:
                 traffic.add("tp", "all_gather", size, 2 * n * m)  # the gradient behind both pairs once more, at its W
         else:
             traffic.add("tp", "all_reduce", size // pieces, 2 * n * forwards * m * pieces)
@@ -91,8 +90,8 @@ def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffi
     schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     for action in schedule.actions[pp_rank]:
         if not action.kind.computes:
-            operation = "send" if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else "recv"
-            traffic.add(f"pp.{channel_of(action.kind, pp_rank, plan.grid.pp).value}", operation, size)
+            channel = schedule.placement.channel(action.kind, action.position)
+            traffic.add(f"pp.{channel.value}", "send" if action.kind.sends else "recv", size)
 
 
 def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
@@ -122,10 +121,10 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
 
 def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int) -> Iterator[tuple[int, str]]:
     """(elements with padding, axis summed over before dp or '') of each of a pipeline rank's buckets."""
-    stages, degrees = [plan.stage_of(pp_rank, chunk) for chunk in range(plan.chunks)], {"tp": plan.grid.tp}
+    degrees = {"tp": plan.grid.tp}
     declared = [
         (parameter.rank_numel(degrees), parameter.decay, next(iter(parameter.partial_axes()), ""))
-        for parameter in rank_parameters(model, stages, plan.sequence_parallel)
+        for parameter in rank_parameters(model, plan.stages_of(pp_rank), plan.sequence_parallel)
     ]
     chunk_numel = BUCKET_ALIGNMENT * plan.grid.dp
 

@@ -96,6 +96,6 @@ def build_inference_model(
     selected = select_ops(ops, device.type, working)
     attention = RememberingAttention(selected.attention)
     context = LayerContext(mesh.tp, False, replace(selected, attention=attention), WeightGradients(), working)
-    (stage,) = build_stages(source.model, [plan.stage_of(mesh.pp.rank, 0)], context, device)
+    (stage,) = build_stages(source.model, plan.stages_of(mesh.pp.rank), context, device)
     load_weights(source, materialise(stage, device))
     return InferenceModel(source.model, mesh, device, working, stage, attention)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.layers import Block, Norm
+from frontier_llm.model.losses import LossTerm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import statistics_dtype
+from frontier_llm.pipeline import StageOutput
 from frontier_llm.tensor_parallel import (
     ColumnLinear,
     Declared,
@@ -30,10 +33,19 @@ class Stage(nn.Module):
     """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device; holds no memory yet."""
 
     def __init__(
-        self, model: ModelConfig, spec: StageSpec, context: LayerContext, declared: Declared, device: torch.device, recompute_mode: str
+        self,
+        model: ModelConfig,
+        spec: StageSpec,
+        context: LayerContext,
+        declared: Declared,
+        device: torch.device,
+        recompute_mode: str,
+        *,
+        terms: Mapping[str, LossTerm],
     ) -> None:
-        """`declared` has at least this stage's parameters: see `build_stages`."""
+        """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
         super().__init__()
+        self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.model, self.spec, self.context = model, spec, context
         self.recompute_blocks, tied = recompute_mode == "full", model.tied_embeddings
         embeds = spec.embedding or (spec.head and tied)
@@ -46,14 +58,18 @@ class Stage(nn.Module):
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = _local_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
 
-    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor | StageOutput:
         """What this stage does for one microbatch.
 
         `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B, H), or on
-        the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64).
+        the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64); with the
+        further losses of this stage, where it has some.
         """
         x = self.hidden(x, batch)
-        return self.loss(x, batch) if self.spec.head else x
+        context = self.context
+        losses = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in self._terms.items()}
+        output = self.loss(x, batch) if self.spec.head else x
+        return StageOutput(output, losses) if losses else output
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Embedding and blocks: (S or s, B, H)."""
@@ -115,13 +131,18 @@ def _given_positions(batch: Microbatch) -> Tensor | None:
 
 
 def build_stages(
-    model: ModelConfig, specs: Sequence[StageSpec], context: LayerContext, device: torch.device, recompute_mode: str = "none"
+    model: ModelConfig,
+    specs: Sequence[StageSpec],
+    context: LayerContext,
+    device: torch.device,
+    recompute_mode: str = "none",
+    terms: Mapping[str, LossTerm] = MappingProxyType({}),
 ) -> list[Stage]:
     """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)
     declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}
-    return [Stage(model, spec, context, declared, device, recompute_mode) for spec in specs]
+    return [Stage(model, spec, context, declared, device, recompute_mode, terms=terms) for spec in specs]
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,28 +1,38 @@
 """The engine plays a schedule's action list over the virtual stages that this rank holds.
 
-It knows nothing of layers, data or losses: a stage is anything that maps (input activation, a microbatch's data) to an output tensor,
-which on the last stage is the microbatch's share of the loss.
+It knows nothing of layers or data: a stage is anything that maps (input activation, a microbatch's data) to an output tensor, which on the
+last stage is the microbatch's share of the loss. A stage anywhere may return further named losses beside its output.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from frontier_llm.comm import Axis, Mesh, Receive, Sends, post_receive
-from frontier_llm.schedule import Action, Kind, Schedule, channel_of, next_stage, peer_of, previous_stage
+from frontier_llm.comm import Mesh, Receive, Sends, post_receive
+from frontier_llm.schedule import Action, Kind, Schedule, posted_ahead
 
-StageFunction = Callable[[Tensor | None, Any], Tensor]
+LOSS = "loss"  # what the last stage returns as its output
 
 # Messages of one channel that may wait for their receiver before the sender waits for it. One is enough for every schedule to end;
 # each more is an activation kept, and lets a rank that computes faster run ahead of its neighbour.
 SENDS_AHEAD = 4
+
+
+class StageOutput(NamedTuple):
+    """What a stage returns that has further losses: scalars, each this microbatch's share, the same on all tp ranks."""
+
+    output: Tensor
+    losses: Mapping[str, Tensor]
+
+
+StageFunction = Callable[[Tensor | None, Any], Tensor | StageOutput]
 
 
 class Deferral(Protocol):
@@ -47,18 +57,28 @@ class ActivationSpec:
     device: torch.device
 
 
+class _Graph(NamedTuple):
+    """What backward starts from: the gradient of `output` comes from the next position (None: there is none), that of `loss` is the scale."""
+
+    x: Tensor | None
+    output: GradientEdge | None
+    loss: Tensor | None  # weighted sum of the losses that this stage returned
+
+
+Key = tuple[int, int]  # (position, microbatch)
+
+
 @dataclass
 class _Flight:
-    """What lives between the actions of a step, by (chunk, microbatch); messages by (kind, chunk, microbatch)."""
+    """What lives between the actions of a step; messages by (kind, position, microbatch)."""
 
     batch: Callable[[int], Any]
     loss_scale: float
-    loss: Tensor  # 0-dim fp64
-    unposted: deque[Action] = field(default_factory=deque)  # receives, in the order in which the peers send
+    losses: dict[str, Tensor]  # 0-dim fp64, not weighted
     incoming: dict[tuple[Kind, int, int], Receive] = field(default_factory=dict)
     outgoing: dict[tuple[Kind, int, int], Tensor] = field(default_factory=dict)
-    graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)  # (input, output)
-    deferred: dict[tuple[int, int], list] = field(default_factory=dict)
+    graphs: dict[Key, _Graph] = field(default_factory=dict)
+    deferred: dict[Key, list] = field(default_factory=dict)
 
 
 class Engine:
@@ -71,12 +91,21 @@ class Engine:
         mesh: Mesh,
         deferral: Deferral,
         activation: ActivationSpec,
-        post_ahead: bool = True,
+        *,
+        overlap: bool = True,
+        loss_weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`stages[chunk]` are this rank's virtual stages. Receives are posted where the schedule has them; without `post_ahead` at their use."""
-        assert len(stages) == schedule.chunks and mesh.pp.size == schedule.stages
-        self._schedule, self._stages, self._pp, self._channels = schedule, stages, mesh.pp, mesh.channels
-        self._deferral, self._activation, self._post_ahead = deferral, activation, post_ahead
+        """`stages` are this rank's virtual stages, in the order of the model; `loss_weights` names the further losses that they return.
+
+        With `overlap` messages go on under the compute beside them; without, the rank waits for each where the order of communication has it.
+        """
+        rank = mesh.pp.rank
+        positions = schedule.placement.positions_of(rank)
+        assert len(stages) == len(positions) and mesh.pp.size == schedule.stages
+        self._placement, self._stages, self._channels = schedule.placement, dict(zip(positions, stages, strict=True)), mesh.channels
+        self._actions = posted_ahead(schedule.actions[rank]) if overlap else schedule.actions[rank]
+        self._deferral, self._activation, self._overlap = deferral, activation, overlap
+        self._loss_weights = {LOSS: 1.0, **loss_weights}
         self.on_action: Callable[[Action | None], object] = lambda action: None  # told of each before it is played; None: the end
         self._play = {
             Kind.FORWARD: self._forward,
@@ -91,38 +120,51 @@ class Engine:
         self._flight: _Flight
         self._sends = Sends(SENDS_AHEAD)
 
-    def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> Tensor:
+    def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Play one step: every microbatch forward and backward; `batch(n)` is what stages are given for microbatch n.
 
-        Returns the sum of the losses of this rank's last-stage microbatches, 0-dim fp64, unscaled; zero on other pipeline ranks.
+        Returns the sums over this rank's virtual stages and microbatches of "loss" and each further loss, 0-dim fp64, without weight or
+        scale; zero where its stages have none.
         """
-        self._flight = _Flight(batch, loss_scale, torch.zeros((), dtype=torch.float64, device=self._activation.device))
-        for action in self._schedule.actions[self._pp.rank]:
+        zeros = torch.zeros(len(self._loss_weights), dtype=torch.float64, device=self._activation.device)
+        self._flight = _Flight(batch, loss_scale, dict(zip(self._loss_weights, zeros, strict=True)))
+        for action in self._actions:
             self.on_action(action)
             self._play[action.kind](action)
         self._sends.wait_all()
         self.on_action(None)
-        return self._flight.loss
+        return self._flight.losses
 
     def _forward(self, action: Action) -> None:
-        key = (action.chunk, action.microbatch)
-        x = None
-        if previous_stage(self._pp.rank, action.chunk, self._pp.size) is not None:
-            x = self._arrived(Kind.RECV_FORWARD, *key).requires_grad_()
-        y = self._stages[action.chunk](x, self._flight.batch(action.microbatch))
-        if self._is_last(action.chunk):
-            self._flight.loss += y.detach()
+        position, key = action.position, (action.position, action.microbatch)
+        x = self._incoming(Kind.RECV_FORWARD, *key).requires_grad_() if position else None
+        returned = self._stages[position](x, self._flight.batch(action.microbatch))
+        y, losses = returned if isinstance(returned, tuple) else (returned, {})
+        last = position == self._placement.last
+        if last:
+            losses = {LOSS: y, **losses}
         else:
             self._flight.outgoing[Kind.SEND_FORWARD, *key] = y.detach()
+        for name, value in losses.items():
+            self._flight.losses[name] += value.detach()
+        weighted = [value if name == LOSS else value * self._loss_weights[name] for name, value in losses.items() if value.requires_grad]
         if y.requires_grad:  # an evaluation keeps nothing
             # backward needs the graph, not the values: those are free once the message is taken
-            self._flight.graphs[key] = x, y if self._is_last(action.chunk) else get_gradient_edge(y)
+            loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)
+            self._flight.graphs[key] = _Graph(x, None if last else get_gradient_edge(y), loss)
 
     def _backward(self, action: Action) -> None:
-        key = (action.chunk, action.microbatch)
-        x, y = self._flight.graphs.pop(key)
-        grad_y = torch.full_like(y, self._flight.loss_scale) if isinstance(y, Tensor) else self._arrived(Kind.RECV_BACKWARD, *key)
-        torch.autograd.backward(y, grad_y)
+        key = (action.position, action.microbatch)
+        x, output, loss = self._flight.graphs.pop(key)
+        roots: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        if output is not None:
+            roots.append(output)
+            gradients.append(self._incoming(Kind.RECV_BACKWARD, *key))
+        if loss is not None:
+            roots.append(get_gradient_edge(loss))
+            gradients.append(torch.full_like(loss, self._flight.loss_scale))
+        torch.autograd.backward(roots, gradients)
         if x is not None:
             assert x.grad is not None
             self._flight.outgoing[Kind.SEND_BACKWARD, *key] = x.grad
@@ -130,34 +172,32 @@ class Engine:
     def _backward_input(self, action: Action) -> None:
         self._deferral.defer()
         self._backward(action)
-        self._flight.deferred[action.chunk, action.microbatch] = self._deferral.take_deferred()
+        self._flight.deferred[action.position, action.microbatch] = self._deferral.take_deferred()
 
     def _backward_weight(self, action: Action) -> None:
-        self._deferral.run(self._flight.deferred.pop((action.chunk, action.microbatch)))
+        self._deferral.run(self._flight.deferred.pop((action.position, action.microbatch)))
 
     def _send(self, action: Action) -> None:
-        message = self._flight.outgoing.pop((action.kind, action.chunk, action.microbatch))
-        self._sends.start(message.contiguous(), self._channel(action.kind), peer_of(action.kind, self._pp.rank, self._pp.size))
+        kind, microbatch, position = action
+        message = self._flight.outgoing.pop((kind, position, microbatch))
+        channel = self._channels[self._placement.channel(kind, position).value]
+        self._sends.start(message.contiguous(), channel, self._placement.peer(kind, position))
+        if not self._overlap:
+            self._sends.wait_all()
 
     def _receive(self, action: Action) -> None:
         """The F, B or I that needs the message waits for it."""
-        self._flight.unposted.append(action)
-        if self._post_ahead:
-            self._post(self._flight.unposted.popleft())
-
-    def _arrived(self, kind: Kind, chunk: int, microbatch: int) -> Tensor:
-        while (kind, chunk, microbatch) not in self._flight.incoming:
-            self._post(self._flight.unposted.popleft())
-        return self._flight.incoming.pop((kind, chunk, microbatch)).wait()
-
-    def _post(self, action: Action) -> None:
+        kind, microbatch, position = action
         shape, dtype, device = self._activation.shape, self._activation.dtype, self._activation.device
-        peer = peer_of(action.kind, self._pp.rank, self._pp.size)
-        receive = post_receive(shape, dtype, device, self._channel(action.kind), peer)
-        self._flight.incoming[action.kind, action.chunk, action.microbatch] = receive
+        channel = self._channels[self._placement.channel(kind, position).value]
+        receive = post_receive(shape, dtype, device, channel, self._placement.peer(kind, position))
+        self._flight.incoming[kind, position, microbatch] = receive
+        if not self._overlap:
+            receive.wait()
 
-    def _channel(self, kind: Kind) -> Axis:
-        return self._channels[channel_of(kind, self._pp.rank, self._pp.size).value]
-
-    def _is_last(self, chunk: int) -> bool:
-        return next_stage(self._pp.rank, chunk, self._pp.size, self._schedule.chunks) is None
+    def _incoming(self, kind: Kind, position: int, microbatch: int) -> Tensor:
+        """What the neighbouring position made: a message, or on the same rank the tensor itself."""
+        if self._placement.peer(kind, position) != self._placement.rank_of[position]:
+            return self._flight.incoming.pop((kind, position, microbatch)).wait()
+        sent = Kind.SEND_FORWARD if kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD
+        return self._flight.outgoing.pop((sent, self._placement.other_end(kind, position), microbatch))

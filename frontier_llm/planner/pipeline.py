@@ -17,7 +17,7 @@ from frontier_llm.costs.parameters import stage_columns, stage_parameters
 from frontier_llm.costs.time import layer_s, p2p_s, tail
 from frontier_llm.costs.workload import Workload
 from frontier_llm.machine.rates import Rates
-from frontier_llm.schedule import Action, Kind, Timeline, build, simulate, virtual_stage
+from frontier_llm.schedule import Action, Kind, Timeline, build, simulate
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
 
@@ -99,16 +99,14 @@ def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec,
 
 def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float) -> Timeline:
     seconds = {}
-    for stage in range(pp):
-        for chunk in range(v):
-            one = times[virtual_stage(stage, chunk, pp)]
-            seconds[stage, chunk, Kind.FORWARD] = one.forward_s
-            seconds[stage, chunk, Kind.BACKWARD] = one.backward_s
-            seconds[stage, chunk, Kind.BACKWARD_INPUT] = one.backward_s - one.weight_s
-            seconds[stage, chunk, Kind.BACKWARD_WEIGHT] = one.weight_s
+    for position, one in enumerate(times):
+        seconds[Kind.FORWARD, position] = one.forward_s
+        seconds[Kind.BACKWARD, position] = one.backward_s
+        seconds[Kind.BACKWARD_INPUT, position] = one.backward_s - one.weight_s
+        seconds[Kind.BACKWARD_WEIGHT, position] = one.weight_s
 
     def duration(stage: int, action: Action) -> float:
-        return seconds[stage, action.chunk, action.kind]
+        return seconds[action.kind, action.position]
 
     return simulate(build(name, pp, m, v), duration, message)
 
@@ -142,7 +140,8 @@ def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_siz
     """
     pp = timeline.schedule.stages
     seconds = [one.forward_s + one.backward_s for one in times]
-    work = [sum(seconds[virtual_stage(rank, chunk, pp)] for chunk in range(v)) for rank in range(pp)]
+    placement = timeline.schedule.placement
+    work = [sum(seconds[position] for position in placement.positions_of(rank)) for rank in range(pp)]
     busiest = int(np.argmax(work))
     own = work[busiest] * round_size
     pace = _pace(timeline, busiest, v, round_size)
@@ -161,7 +160,8 @@ def _common(paces: list[np.ndarray]) -> float | None:
 def _pace(timeline: Timeline, rank: int, v: int, round_size: int) -> np.ndarray:
     """Distances between the ends of one round's and the next round's backwards of a rank, just before the drain."""
     kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-    ends = np.array([end for action, _, end in timeline.spans(rank) if action.kind in kinds and action.chunk == 0])
+    first = timeline.schedule.placement.positions_of(rank)[0]
+    ends = np.array([end for action, _, end in timeline.spans(rank) if action.kind in kinds and action.position == first])
     steps = ends[round_size:] - ends[:-round_size]
     drain = min(timeline.schedule.stages * (1 if v == 1 else 2), max(len(steps) - 9, 0))
     return steps[len(steps) - drain - 6 : len(steps) - drain]

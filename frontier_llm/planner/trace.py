@@ -31,7 +31,7 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
                     "cname": COLOURS[action.kind],
                     "ts": start_s * 1e6,
                     "dur": (end_s - start_s) * 1e6,
-                    "args": {"microbatch": action.microbatch, "chunk": action.chunk},
+                    "args": {"microbatch": action.microbatch, "position": action.position},
                 }
             )
     played, m = timeline.schedule.microbatches, int(plan.workload.m)

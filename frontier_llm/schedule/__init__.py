@@ -1,39 +1,53 @@
-"""A pipeline schedule as data: builders, checker, simulator, renderer."""
+"""A pipeline schedule as data: registry, order of communication, checker, simulator, renderer."""
 
-from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule, next_stage, previous_stage, virtual_stage
-from frontier_llm.schedule.build import ORDERS, build, forward_only, with_communication
-from frontier_llm.schedule.channels import Channel, channel_of, chunk_at_peer, peer_of, received_by, sent_by
-from frontier_llm.schedule.check import ScheduleError, check, in_flight, pending_receives
-from frontier_llm.schedule.queues import check_queues, communication_streams
+from frontier_llm.schedule import standard as standard  # registers the package's own schedules
+from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Channel, Kind, Placement, Schedule, round_robin
+from frontier_llm.schedule.check import check, in_flight, waiting
+from frontier_llm.schedule.order import Collectives, ScheduleError, Step, calls, check_order, posted_ahead, steps, with_messages
+from frontier_llm.schedule.registry import (
+    ScheduleRule,
+    build,
+    forward_only,
+    names,
+    peak_in_flight,
+    peak_waiting,
+    problems,
+    register,
+    rule,
+)
 from frontier_llm.schedule.render import render_figure, render_text
 from frontier_llm.schedule.simulate import Timeline, simulate
 
 __all__ = [
     "FORWARD_ONLY",
-    "ORDERS",
     "Action",
     "Channel",
+    "Collectives",
     "Kind",
+    "Placement",
     "Schedule",
     "ScheduleError",
+    "ScheduleRule",
+    "Step",
     "Timeline",
     "build",
-    "channel_of",
+    "calls",
     "check",
-    "check_queues",
-    "chunk_at_peer",
-    "communication_streams",
+    "check_order",
     "forward_only",
     "in_flight",
-    "next_stage",
-    "peer_of",
-    "pending_receives",
-    "previous_stage",
-    "received_by",
+    "names",
+    "peak_in_flight",
+    "peak_waiting",
+    "posted_ahead",
+    "problems",
+    "register",
     "render_figure",
     "render_text",
-    "sent_by",
+    "round_robin",
+    "rule",
     "simulate",
-    "virtual_stage",
-    "with_communication",
+    "steps",
+    "waiting",
+    "with_messages",
 ]

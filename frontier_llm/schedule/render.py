@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from frontier_llm.errors import BackendError
-from frontier_llm.schedule.actions import Action, Kind
+from frontier_llm.schedule.actions import Action, Kind, Placement
 from frontier_llm.schedule.simulate import Timeline
 from frontier_llm.units import plural
 
@@ -27,14 +27,14 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
     """
     schedule = timeline.schedule
     spans = [span for stage in range(schedule.stages) for span in islice(timeline.spans(stage), columns)]
-    column_s = min((end_s - start_s) / (len(str(action)) + 1) for action, start_s, end_s in spans if end_s > start_s)
+    column_s = min((end_s - start_s) / (len(schedule.label(action)) + 1) for action, start_s, end_s in spans if end_s > start_s)
     label = len(f"stage {schedule.stages - 1}")
     lines = []
     for stage in range(schedule.stages):
         line = ""
         for action, start_s, end_s in timeline.spans(stage):
             begin, end = round(start_s / column_s), round(end_s / column_s)
-            line = line.ljust(begin, "·") + str(action)[: end - begin].ljust(end - begin)
+            line = line.ljust(begin, "·") + schedule.label(action)[: end - begin].ljust(end - begin)
             if len(line) > columns:
                 break
         line = line.ljust(ceil(timeline.makespan_s / column_s), "·")
@@ -44,9 +44,9 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
     return "\n".join([*lines, f"{size}: makespan {timeline.makespan_s:.4g}, bubble {timeline.bubble_fraction:.1%} of compute"])
 
 
-def _color(action: Action, chunks: int) -> tuple[float, float, float]:
-    """The kind's colour, lighter for later chunks."""
-    lighter = 0.5 * action.chunk / chunks
+def _color(action: Action, placement: Placement) -> tuple[float, float, float]:
+    """The kind's colour, lighter for a rank's later virtual stages."""
+    lighter = 0.5 * (action.position * placement.chunks // len(placement.rank_of)) / placement.chunks
     red, green, blue = (int(COLORS[action.kind][index : index + 2], 16) / 255 for index in (1, 3, 5))
     return (red + (1 - red) * lighter, green + (1 - green) * lighter, blue + (1 - blue) * lighter)
 
@@ -72,7 +72,7 @@ def render_figure(timeline: Timeline, path: Path | IO[str], file_format: str = "
         axes.broken_barh(
             [(start_s, end_s - start_s) for _, start_s, end_s in spans],
             (stage - 0.45, 0.9),
-            facecolors=[_color(action, schedule.chunks) for action, _, _ in spans],
+            facecolors=[_color(action, schedule.placement) for action, _, _ in spans],
             edgecolors="white",
             linewidth=0.4,
         )

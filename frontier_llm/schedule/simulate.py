@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from frontier_llm.schedule.actions import Action, Kind, Schedule
-from frontier_llm.schedule.channels import chunk_at_peer, peer_of, received_by
+from frontier_llm.schedule.actions import Action, Kind, Placement, Schedule
 
-_SENDS_TO = {Kind.SEND_FORWARD: Kind.RECV_FORWARD, Kind.SEND_BACKWARD: Kind.RECV_BACKWARD}
+Duration = Callable[[int, Action], float]
+Transfer = float | Callable[[int, int], float]
+Times = tuple[list[float], ...]
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Timeline:
     """When each compute action runs. `start_s[stage][n]` belongs to the n-th compute action of that stage."""
 
     schedule: Schedule
-    start_s: tuple[list[float], ...]
-    end_s: tuple[list[float], ...]
+    start_s: Times
+    end_s: Times
 
     @property
     def makespan_s(self) -> float:
@@ -38,105 +39,93 @@ class Timeline:
 
     def spans(self, stage: int) -> Iterator[tuple[Action, float, float]]:
         """(action, start, end) of every compute action of a stage."""
-        return zip(self.schedule.compute_actions(stage), self.start_s[stage], self.end_s[stage], strict=True)
+        return zip(self.schedule.compute[stage], self.start_s[stage], self.end_s[stage], strict=True)
 
 
-class _Link:
-    """One directed channel: a message leaves when it is sent, its receive is posted and the message before it has arrived."""
+def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0) -> Timeline:
+    """Play the schedule. `duration(stage, action)` gives the seconds of a compute action.
 
-    def __init__(self, messages: int, send_s: float) -> None:
-        self.send_s = send_s
-        self.sent_s: list[float | None] = [None] * messages
-        self.posted_s: list[float | None] = [None] * messages
-        self.arrival_s: list[float | None] = [None] * messages
-        self.free_s = 0.0
+    `send_s` is the seconds of one transfer, or a function of (source stage, target stage). Communication takes no time on the rank; a
+    message leaves when the action that makes it ends, one at a time per directed stream.
+    The schedule must be legal (see `check`). One step of 1600 microbatches on 64 stages takes less than a second.
+    """
+    return Timeline(schedule, *play(schedule.placement, schedule.compute, duration, send_s))
 
-    def meet(self, message: int) -> None:
-        """Start the transfer if both ends are there."""
-        sent_s, posted_s = self.sent_s[message], self.posted_s[message]
-        if sent_s is not None and posted_s is not None:
-            self.free_s = max(sent_s, posted_s, self.free_s) + self.send_s
-            self.arrival_s[message] = self.free_s
+
+def play(placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer = 0.0) -> tuple[Times, Times]:
+    """(starts, ends) of the compute actions in `orders`, by rank; the lists end early where ranks wait for each other in a circle."""
+    return _Player(placement, orders, duration, send_s).play()
+
+
+class _Stream:
+    """Messages of one kind from one rank to another: they leave one after the other."""
+
+    def __init__(self, target: int, send_s: float) -> None:
+        self.target, self.send_s, self.free_s = target, send_s, 0.0
 
 
 class _Wire(NamedTuple):
-    """Where the actions of one kind and chunk find their messages."""
+    """Where the compute actions of one kind and position find and leave their data; arrivals by microbatch."""
 
-    link: _Link | None  # None: a compute action that waits for none
-    first: int  # of the link's messages; the microbatch counts on from here
-    target: int  # the stage that a send may wake
-
-
-def simulate(schedule: Schedule, duration: Callable[[int, Action], float], send_s: float | Callable[[int, int], float] = 0.0) -> Timeline:
-    """Play the schedule. `duration(stage, action)` gives the seconds of a compute action.
-
-    `send_s` is the seconds of one transfer between neighbours, or a function of (source stage, target stage). Communication
-    takes no time on the rank; a transfer starts when it is sent and its receive is posted, one at a time per directed channel.
-    The schedule must be legal (see `check`). One step of 1600 microbatches on 64 stages takes about a second.
-    """
-    return _Player(schedule, duration, send_s).play()
+    arrivals_s: dict[int, float] | None  # None: waits for nothing
+    handed_s: dict[int, float]  # the neighbour's arrivals
+    stream: _Stream | None  # None: the neighbour is on the same rank, or there is none
 
 
 class _Player:
-    """State of a simulation: one clock and one position per stage, one link per stage and direction of arrival."""
+    """State of a simulation: one clock and one place in the list per rank."""
 
-    def __init__(self, schedule: Schedule, duration: Callable[[int, Action], float], send_s: float | Callable[[int, int], float]) -> None:
-        self.schedule, self.duration = schedule, duration
-        stages, messages = schedule.stages, schedule.microbatches * schedule.chunks
+    def __init__(self, placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer) -> None:
+        self.orders, self.duration = orders, duration
         seconds = send_s if callable(send_s) else lambda source, target: send_s
-        self.inbox = {
-            kind: [_Link(messages, seconds(peer_of(kind, stage, stages), stage)) for stage in range(stages)] for kind in _SENDS_TO.values()
-        }
-        self.wires = [
-            {(kind, chunk): self._wire(kind, chunk, stage) for kind, chunk in product(Kind, range(schedule.chunks))}
-            for stage in range(stages)
-        ]
-        self.position, self.clock_s = [0] * stages, [0.0] * stages
-        self.start_s: tuple[list[float], ...] = tuple([] for _ in range(stages))
-        self.end_s: tuple[list[float], ...] = tuple([] for _ in range(stages))
+        forward: list[dict[int, float]] = [{} for _ in placement.rank_of]
+        backward: list[dict[int, float]] = [{} for _ in placement.rank_of]
+        streams: dict[tuple[Kind, int, int], _Stream] = {}
+        self.wires = {}
+        for kind, (position, rank) in product(Kind, enumerate(placement.rank_of)):
+            if not kind.computes or kind is Kind.BACKWARD_WEIGHT:
+                self.wires[kind, position] = _Wire(None, {}, None)
+                continue
+            arrivals, step = (forward, 1) if kind is Kind.FORWARD else (backward, -1)
+            stream, message = None, placement.sent_by(kind, position)
+            if message:
+                peer = placement.peer(message, position)
+                stream = streams.setdefault((message, rank, peer), _Stream(peer, seconds(rank, peer)))
+            waits, hands = (0 <= other <= placement.last for other in (position - step, position + step))
+            self.wires[kind, position] = _Wire(arrivals[position] if waits else None, arrivals[position + step] if hands else {}, stream)
+        self.place, self.clock_s = [0] * placement.ranks, [0.0] * placement.ranks
+        self.start_s: Times = tuple([] for _ in orders)
+        self.end_s: Times = tuple([] for _ in orders)
 
-    def _wire(self, kind: Kind, chunk: int, stage: int) -> _Wire:
-        """Looked up once, not for each of a schedule's 100,000 actions."""
-        stages, chunks, microbatches = self.schedule.stages, self.schedule.chunks, self.schedule.microbatches
-        if kind in _SENDS_TO:
-            target = peer_of(kind, stage, stages)
-            return _Wire(self.inbox[_SENDS_TO[kind]][target], chunk_at_peer(kind, stage, chunk, stages) * microbatches, target)
-        arrives = kind if kind in self.inbox else received_by(Action(kind, 0, chunk), stage, stages, chunks)
-        return _Wire(self.inbox[arrives][stage] if arrives else None, chunk * microbatches, stage)
-
-    def play(self) -> Timeline:
-        """All stages, each as far as it gets, until none is left."""
-        runnable = set(range(self.schedule.stages))
+    def play(self) -> tuple[Times, Times]:
+        """All ranks, each as far as it gets, until none is left."""
+        runnable = set(range(len(self.orders)))
         while runnable:
             self._advance(runnable.pop(), runnable)
-        assert all(self.position[stage] == len(actions) for stage, actions in enumerate(self.schedule.actions)), "deadlock: run check()"
-        return Timeline(self.schedule, self.start_s, self.end_s)
+        return self.start_s, self.end_s
 
-    def _advance(self, stage: int, runnable: set[int]) -> None:
-        """Play one stage until it waits for a message that was not sent yet; note which stages its sends make runnable."""
-        actions, clock_s, duration, wires = self.schedule.actions[stage], self.clock_s[stage], self.duration, self.wires[stage]
-        starts_s, ends_s = self.start_s[stage], self.end_s[stage]
-        position = self.position[stage]
-        while position < len(actions):
-            action = actions[position]
-            kind = action.kind
-            link, first, target = wires[kind, action.chunk]
-            message = first + action.microbatch
-            if link is None or kind.computes:
-                if link is not None:
-                    arrival_s = link.arrival_s[message]
-                    if arrival_s is None:
-                        break
-                    clock_s = max(clock_s, arrival_s)
-                starts_s.append(clock_s)
-                clock_s += duration(stage, action)
-                ends_s.append(clock_s)
-            elif kind in _SENDS_TO:
-                link.sent_s[message] = clock_s
-                link.meet(message)
-                runnable.add(target)
+    def _advance(self, rank: int, runnable: set[int]) -> None:
+        """Play one rank until it waits for what was not made yet; note which ranks its messages make runnable."""
+        actions, clock_s, duration, wires = self.orders[rank], self.clock_s[rank], self.duration, self.wires
+        starts_s, ends_s, place = self.start_s[rank], self.end_s[rank], self.place[rank]
+        while place < len(actions):
+            action = actions[place]
+            microbatch = action.microbatch
+            arrivals_s, handed_s, stream = wires[action.kind, action.position]
+            if arrivals_s is not None:
+                arrival_s = arrivals_s.get(microbatch)
+                if arrival_s is None:
+                    break
+                if arrival_s > clock_s:
+                    clock_s = arrival_s
+            starts_s.append(clock_s)
+            clock_s += duration(rank, action)
+            ends_s.append(clock_s)
+            if stream is not None:
+                stream.free_s = max(clock_s, stream.free_s) + stream.send_s
+                handed_s[microbatch] = stream.free_s
+                runnable.add(stream.target)
             else:
-                link.posted_s[message] = clock_s
-                link.meet(message)
-            position += 1
-        self.position[stage], self.clock_s[stage] = position, clock_s
+                handed_s[microbatch] = clock_s
+            place += 1
+        self.place[rank], self.clock_s[rank] = place, clock_s

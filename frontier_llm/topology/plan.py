@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frontier_llm import schedule
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
+from frontier_llm.schedule import Placement
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import split_layers
 from frontier_llm.units import plural
@@ -17,16 +19,21 @@ class ParallelPlan:
     """The layout of a run, derived once and passed to every room that needs it."""
 
     grid: Grid
-    chunks: int
+    placement: Placement  # which pipeline rank holds which virtual stage
     schedule: str
     microbatches: int  # per data-parallel replica and step
-    stages: tuple[StageSpec, ...]  # by virtual stage
+    stages: tuple[StageSpec, ...]  # by position in the model
     sequence_parallel: bool
     zero: int
 
-    def stage_of(self, pp_rank: int, chunk: int) -> StageSpec:
-        """What chunk `chunk` of pipeline rank `pp_rank` holds."""
-        return self.stages[chunk * self.grid.pp + pp_rank]
+    @property
+    def chunks(self) -> int:
+        """Virtual stages per pipeline rank."""
+        return self.placement.chunks
+
+    def stages_of(self, pp_rank: int) -> tuple[StageSpec, ...]:
+        """The virtual stages that a pipeline rank holds, in the order of the model."""
+        return tuple(self.stages[position] for position in self.placement.positions_of(pp_rank))
 
     def describe(self) -> str:
         """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
@@ -66,7 +73,7 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
     dp = world_size // (parallel.tensor * parallel.pipeline)
     return ParallelPlan(
         grid=Grid(parallel.tensor, parallel.pipeline, dp, parallel.axis_order),
-        chunks=parallel.chunks,
+        placement=schedule.rule(parallel.schedule).placement(parallel.pipeline, parallel.chunks),
         schedule=parallel.schedule,
         microbatches=batch.global_batch // (batch.micro_batch * dp),
         stages=split_layers(config.model, parallel.pipeline * parallel.chunks, parallel.stage_layers),
@@ -176,14 +183,7 @@ def _pipeline_problems(config: RunConfig) -> list[Problem]:
                 f"at most {model.layers} pieces; lower parallel.pipeline" + (" or parallel.chunks" if parallel.chunks > 1 else ""),
             )
         )
-    if parallel.chunks > 1 and parallel.schedule != "interleaved":
-        problems.append(
-            Problem(
-                "parallel.chunks",
-                f"{parallel.chunks} chunks need the interleaved schedule, not {parallel.schedule}",
-                "set parallel.schedule=interleaved or parallel.chunks=1",
-            )
-        )
+    problems += schedule.problems(parallel.schedule, parallel.chunks)
     if parallel.chunks > 1 and parallel.pipeline == 1:
         problems.append(Problem("parallel.chunks", "chunks without pipeline stages only add work", "set parallel.chunks=1"))
     counts = parallel.stage_layers

@@ -8,7 +8,7 @@ import torch
 
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Stage, build_stages
+from frontier_llm.model import Stage, build_stages, losses
 from frontier_llm.ops import select_ops, working_dtype
 from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
 from frontier_llm.pipeline import ActivationSpec, Engine
@@ -50,15 +50,16 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
     ops = select_ops(config.ops, device.type, dtype)
     gradients = gradient_destination(config)
     context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
-    specs = [plan.stage_of(mesh.pp.rank, chunk) for chunk in range(plan.chunks)]
-    stages = build_stages(config.model, specs, context, device, config.train.recompute)
+    specs, weights = plan.stages_of(mesh.pp.rank), config.train.loss_weights
+    stages = build_stages(config.model, specs, context, device, config.train.recompute, losses.select(weights))
     update = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
 
     sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
     activation = ActivationSpec((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
     def engine(schedule: Schedule) -> Engine:
-        return Engine(schedule, update.stages, mesh, gradients, activation, config.comm.overlap_messages)
+        overlap = config.comm.overlap_messages
+        return Engine(schedule, update.stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights)
 
     schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     return TrainState(

@@ -41,7 +41,7 @@ class Feed:
     def microbatch(self, step: int, index: int, global_targets: int | Tensor) -> Microbatch:
         """The microbatch with the sequence first."""
         if not self._reads:
-            return Microbatch()
+            return Microbatch(global_targets=global_targets)
         samples = self._source.microbatch(step + self.left_out_steps, index)
         tokens_S1B = samples.tokens_BS1.T
         return Microbatch(

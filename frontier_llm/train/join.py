@@ -131,7 +131,7 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
     return build_mesh(
         plan.grid,
         place.rank,
-        plan.chunks,
+        plan.placement,
         tied_embeddings=config.model.tied_embeddings,
         timeout_s=timeout_s,
         transport=config.comm.transport,

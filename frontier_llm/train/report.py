@@ -159,7 +159,7 @@ def _layout(record: RunRecord, part: Part) -> str:
     plan, grid = part.plan, part.plan.grid
     stages = []
     for pp in range(grid.pp):
-        pieces = [plan.stage_of(pp, chunk) for chunk in range(plan.chunks)]
+        pieces = plan.stages_of(pp)
         what = "; ".join(
             " + ".join(
                 [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +25,7 @@ class StepResult:
     loss_scale: float
     skipped: bool  # nothing was updated, anywhere: loss or gradient was not finite, or a spike
     spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
+    further_losses: Mapping[str, float] = field(default_factory=dict)  # by name, without their weights (train.loss_weights)
 
 
 def train_step(state: TrainState) -> StepResult:
@@ -32,20 +34,22 @@ def train_step(state: TrainState) -> StepResult:
     A loss or gradient that is not finite on any rank reaches every rank through the two sums below, so all take the same
     decision: weights and optimizer state stay as they are, the step counts as skipped, and fp16's loss scale is halved.
     """
-    optimizer, scaler, config = state.optimizer, state.scaler, state.config.optimizer
+    optimizer, scaler, config, train = state.optimizer, state.scaler, state.config.optimizer, state.config.train
 
     batch = state.feed.step(state.current_step)
     state.sync.begin()
-    local_loss = state.pipeline.run(batch, scaler.scale)
+    local_losses = state.pipeline.run(batch, scaler.scale)
     state.sync.finish()
 
     # the only time in a step that the host waits for the device
-    loss, scaled_norm = torch.stack((global_loss(state, local_loss), optimizer.gradient_norm())).tolist()
+    losses = global_losses(state, local_losses)
+    loss, *further, scaled_norm = torch.cat((losses, optimizer.gradient_norm()[None])).tolist()
     norm = scaled_norm / scaler.scale
-    lr = learning_rate(config, state.current_step, state.config.train.steps)
+    lr = learning_rate(config, state.current_step, train.steps)
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     spike = not overflowed and state.spikes.is_spike(loss, norm)
-    result = StepResult(loss, norm, lr, scaler.scale, skipped=overflowed or spike, spike=spike)
+    terms = dict(zip(train.loss_weights, further, strict=True))
+    result = StepResult(loss, norm, lr, scaler.scale, skipped=overflowed or spike, spike=spike, further_losses=terms)
 
     if result.skipped:
         state.skipped_steps += 1
@@ -71,9 +75,9 @@ def local_gradients(state: TrainState, feed: Feed) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def global_loss(state: TrainState, local_loss: torch.Tensor) -> torch.Tensor:
-    """Sum over the world: only last stages have a loss, and the tp ranks of one have the same.
+def global_losses(state: TrainState, local_losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Sums over the world, the loss first: a stage may have some of them, and the tp ranks of one have the same.
 
     So only tp rank 0 counts; the others add zero times theirs, which is heard where it is not finite.
     """
-    return all_reduce_(local_loss * (state.mesh.tp.rank == 0), state.mesh.world)
+    return all_reduce_(torch.stack(tuple(local_losses.values())) * (state.mesh.tp.rank == 0), state.mesh.world)

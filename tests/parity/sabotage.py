@@ -67,7 +67,7 @@ def swapped_microbatch() -> Iterator[None]:
 
     def forward(self: Engine, action: Action) -> None:
         batch = self._flight.batch
-        if self._is_last(action.chunk):
+        if action.position == self._placement.last:
             self._flight.batch = lambda microbatch: batch({0: 1, 1: 0}.get(microbatch, microbatch))
         honest(self, action)
         self._flight.batch = batch
@@ -82,10 +82,10 @@ def stale_activation() -> Iterator[None]:
     honest, last = Engine._send, {}
 
     def send(self: Engine, action: Action) -> None:
-        key = (action.kind, action.chunk, action.microbatch)
+        key = (action.kind, action.position, action.microbatch)
         if action.kind is Kind.SEND_FORWARD:
             fresh = self._flight.outgoing[key]
-            self._flight.outgoing[key], last[action.chunk] = last.get(action.chunk, fresh), fresh
+            self._flight.outgoing[key], last[action.position] = last.get(action.position, fresh), fresh
         honest(self, action)
 
     with patch.object(Engine, "_send", send):

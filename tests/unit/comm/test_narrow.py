@@ -60,7 +60,7 @@ def _losses(rank: int, case: Case, wire: str) -> list[tuple[float, float]]:
     config = case.config("fp32")
     config = config.model_copy(update={"precision": config.precision.model_copy(update={"gradient_wire": wire})})
     plan = make_plan(config, case.world_size)
-    mesh = build_mesh(plan.grid, rank, plan.chunks, config.model.tied_embeddings, 60.0)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0)
     state = build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
     return [(result.loss, result.gradient_norm) for result in (train_step(state) for _ in range(3))]
 

@@ -19,6 +19,7 @@ from frontier_llm.comm import Axis, build_mesh, connect, dump_flight_record, gro
 from frontier_llm.comm.bench import _ping_pong
 from frontier_llm.comm.group import TorchGroup
 from frontier_llm.errors import BackendError
+from frontier_llm.schedule import round_robin
 from frontier_llm.topology import Grid
 
 RANK, GPU = 5, 3
@@ -73,14 +74,14 @@ def test_no_communicator_is_made_before_it_is_used(asked: SimpleNamespace) -> No
 
 
 def test_a_rank_makes_the_groups_that_it_is_in_and_no_other(asked: SimpleNamespace) -> None:
-    mesh = build_mesh(Grid(2, 4, 2), RANK, chunks=2, tied_embeddings=True, timeouts_s={"dp": 7.0})
+    mesh = build_mesh(Grid(2, 4, 2), RANK, round_robin(4, 2), tied_embeddings=True, timeouts_s={"dp": 7.0})
     made = {tuple(call.args[0]): call.kwargs for call in asked.new_group.call_args_list}
     assert all(RANK in ranks and options["use_local_synchronization"] for ranks, options in made.items())
     assert set(made) == {mesh.tp.ranks, mesh.pp.ranks, mesh.dp.ranks, mesh.world.ranks, (RANK,)}  # it holds no end of the tied embedding
     assert made[mesh.dp.ranks]["timeout"].total_seconds() == 7.0 and made[mesh.tp.ranks]["timeout"].total_seconds() == 600.0
     assert asked.new_group.call_count == 5 + len(mesh.channels) and len(mesh.channels) == 4
     assert all(isinstance(axis.group, TorchGroup) for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.world, *mesh.channels.values()))
-    assert asked.open_channels.call_args.args[1] == torch.device("cuda")
+    assert asked.open_channels.call_args.args[2] == torch.device("cuda")
 
 
 def test_mpi_makes_its_groups_by_all_ranks_at_once(asked: SimpleNamespace) -> None:

@@ -29,8 +29,8 @@ from frontier_llm.comm import (
     start_reduce_scatter,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.groups import WRAP_CHANNELS
 from frontier_llm.errors import BackendError, RankFailure
+from frontier_llm.schedule import round_robin
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankError, RankPool
 
@@ -191,9 +191,9 @@ def test_groups_that_overlap_do_not_mix(ranks: RankPool) -> None:
 
 def _check_messages(rank: int, size: int) -> None:
     """Many messages around the ring, received late; sizes that wrap the arena; two channels at once."""
-    mesh = build_mesh(Grid(1, size, 1), rank, chunks=2, timeout_s=30.0, transport="shm")
+    mesh = build_mesh(Grid(1, size, 1), rank, placement=round_robin(size, 2), timeout_s=30.0, transport="shm")
     after, before = (rank + 1) % size, (rank - 1) % size
-    forward, wrap = mesh.channels["forward"], mesh.channels[WRAP_CHANNELS[0]]
+    forward, wrap = mesh.channels["forward"], mesh.channels["forward-wrap"]
     assert forward.group is not None and wrap.group is not None
     shapes = [(1,), (40_000, 3), (7,), (2048, 512), (0,)] * 6
     for _ in range(2):

@@ -87,7 +87,7 @@ def test_in_flight_is_what_the_action_list_holds(schedule: str, chunks: int, pp:
     last_use = Kind.BACKWARD_WEIGHT if schedule == "zb-h1" else Kind.BACKWARD
     for stage in range(pp):
         held = peak = 0
-        for action in played.compute_actions(stage):
+        for action in played.compute[stage]:
             held += (action.kind is Kind.FORWARD) - (action.kind is last_use)
             peak = max(peak, held)
         expected = float(in_flight(w, stage))

@@ -41,7 +41,7 @@ def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, 
     from frontier_llm.train.step import train_step
 
     plan = make_plan(config, world)
-    mesh = build_mesh(plan.grid, rank, plan.chunks, config.model.tied_embeddings)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings)
     state = build_state(config, plan, mesh, torch.device("cpu"), RandomSource(config, plan.microbatches))
     mesh.ledger.reset()
     train_step(state)
@@ -72,7 +72,7 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
         expected = step_traffic(config, plan, pp_rank)
         assert moved == dict(expected.bytes)
         assert calls == dict(expected.calls)
-        held = [plan.stage_of(pp_rank, chunk) for chunk in range(plan.chunks)]
+        held = plan.stages_of(pp_rank)
         assert parameters == sum(rank_parameters(config.model, stage, plan.grid.tp) for stage in held)
         padded = sum(numel for numel, _ in buckets(config.model, plan, pp_rank, config.comm.bucket_elements))
         assert gradients == 4 * padded

@@ -58,14 +58,14 @@ def test_legal_layouts_have_plans(tp: int, pp: int, dp: int, chunks: int, order:
     assert (plan.grid.tp, plan.grid.pp, plan.grid.dp, plan.grid.order) == (tp, pp, dp, order)
     assert plan.microbatches * micro_batch * dp == 16
     assert plan.sequence_parallel == (tp > 1)
-    held = sorted(layer for stage in range(pp) for chunk in range(chunks) for layer in plan.stage_of(stage, chunk).layers)
+    held = sorted(layer for stage in range(pp) for held in plan.stages_of(stage) for layer in held.layers)
     assert held == list(range(8))
 
 
 def test_virtual_stages_alternate_between_ranks() -> None:
     plan = make_plan(config(pipeline=2, chunks=2, schedule="interleaved"), 2)
-    assert [list(plan.stage_of(*place).layers) for place in ((0, 0), (1, 0), (0, 1), (1, 1))] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert plan.stage_of(0, 0).embedding and plan.stage_of(1, 1).head
+    assert [[list(held.layers) for held in plan.stages_of(rank)] for rank in range(2)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert plan.stages_of(0)[0].embedding and plan.stages_of(1)[1].head
 
 
 def test_description_names_what_matters() -> None:

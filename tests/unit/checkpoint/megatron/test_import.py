@@ -28,7 +28,7 @@ def logits(source: object, rank: int = 0, tensor: int = 1, pipeline: int = 1) ->
     """(S, B, V) on the last stage, None on others."""
     world = tensor * pipeline
     plan = inference_plan(source.model, tensor, pipeline, world)  # type: ignore[attr-defined]
-    mesh = serial_mesh() if world == 1 else build_mesh(plan.grid, rank, 1, False)
+    mesh = serial_mesh() if world == 1 else build_mesh(plan.grid, rank, plan.placement, False)
     model = build_inference_model(source, plan, mesh, torch.device("cpu"), "fp32", OpsConfig())  # type: ignore[arg-type]
     with torch.inference_mode():
         x_SBH = model.hidden(TOKENS_SB)

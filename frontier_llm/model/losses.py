@@ -1,0 +1,55 @@
+"""Further losses beside the one over the next tokens: a function, registered under a name, weighted in the run file.
+
+    def small_activations(x_SBH, batch, tp):
+        return x_SBH.float().square().mean(-1).sum() / batch.global_targets
+    losses.register("small-activations", losses.LossTerm(small_activations))     # train.loss_weights: {small-activations: 0.01}
+
+The step logs each term without its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from frontier_llm.comm import Axis, all_reduce_
+from frontier_llm.errors import ConfigError, suggest
+from frontier_llm.model.batch import Microbatch
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A function of what a virtual stage's blocks return, (S or s, B, H) before the final norm, the microbatch, and the tp axis.
+
+    It returns a scalar: this microbatch's share of the step's term, so that shares only have to be summed over microbatches, replicas and
+    stages. With sequence parallelism it is given this rank's s positions and returns their share (partial over tp: the stage sums the
+    values); without, all S positions, and every tp rank returns the same.
+    """
+
+    function: Callable[[Tensor, Microbatch, Axis], Tensor]
+    every_stage: bool = False  # of the pipeline; False: the last one, behind the model's last block
+
+    def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:
+        """The term's share of one stage and microbatch, the same on all tp ranks; each rank's gradient is that of its own positions."""
+        share = self.function(x, batch, tp)
+        if not sequence_parallel:
+            return share
+        return share + (all_reduce_(share.detach().clone(), tp) - share.detach())
+
+
+_TERMS: dict[str, LossTerm] = {}
+
+
+def register(name: str, term: LossTerm) -> None:
+    """Make `train.loss_weights: {name: …}` mean this term."""
+    _TERMS[name] = term
+
+
+def select(names: Iterable[str]) -> dict[str, LossTerm]:
+    """The registered terms of these names. Raises ConfigError with the nearest name."""
+    for name in names:
+        if name not in _TERMS:
+            raise ConfigError(f"{name!r} is not a loss that was registered", suggest(name, _TERMS), "train.loss_weights")
+    return {name: _TERMS[name] for name in names}

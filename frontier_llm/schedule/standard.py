@@ -1,0 +1,103 @@
+"""The schedules of the package: GPipe, 1F1B, interleaved 1F1B and ZB-H1, each an order of compute and what it keeps.
+
+Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021), interleaved 1F1B (Narayanan et al., SC21,
+section 2.2), ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from frontier_llm.schedule.actions import Action, Kind, Placement
+from frontier_llm.schedule.registry import Number, ScheduleRule, register
+
+Order = list[Action]
+MOST_CHUNKS = 1024
+
+
+def _gpipe(placement: Placement, microbatches: int, rank: int) -> Order:
+    """All forwards, then all backwards."""
+    return [*_all(Kind.FORWARD, microbatches, rank), *_all(Kind.BACKWARD, microbatches, rank)]
+
+
+def _one_f_one_b(placement: Placement, microbatches: int, rank: int) -> Order:
+    """As many forwards as there are stages behind, then forward and backward in turn."""
+    forwards, backwards = _all(Kind.FORWARD, microbatches, rank), _all(Kind.BACKWARD, microbatches, rank)
+    return _alternate(forwards, backwards, warmup=placement.ranks - 1 - rank)
+
+
+def _interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
+    """Microbatches pass through a rank's chunks in rounds of pp, with twice the warm-up distance between neighbours.
+
+    An incomplete last round is played as a full one whose missing microbatches are skipped: what is left of a legal order
+    is legal, so no count of microbatches can deadlock. (Rounds shortened to the remainder do, for remainders below pp.)
+    """
+    stages, held = placement.ranks, placement.positions_of(rank)
+    if len(held) == 1:
+        return _one_f_one_b(placement, microbatches, rank)
+    rounds = range(0, -(-microbatches // stages) * stages, stages)
+
+    def passes(kind: Kind, through: Sequence[int]) -> Order:
+        return [Action(kind, first + place, position) for first in rounds for position in through for place in range(stages)]
+
+    forwards, backwards = passes(Kind.FORWARD, held), passes(Kind.BACKWARD, held[::-1])
+    order = _alternate(forwards, backwards, warmup=2 * (stages - 1 - rank) + (len(held) - 1) * stages)
+    return [action for action in order if action.microbatch < microbatches]
+
+
+def _zero_bubble_h1(placement: Placement, microbatches: int, rank: int) -> Order:
+    """1F1B with backward split: W of a microbatch follows `rank` inputs' gradients late and fills the drain's bubbles.
+
+    The delay equals the forwards that a later stage has fewer in flight, so every stage holds what 1F1B holds on its first stage.
+    """
+    forwards, inputs = _all(Kind.FORWARD, microbatches, rank), _all(Kind.BACKWARD_INPUT, microbatches, rank)
+    weights = _all(Kind.BACKWARD_WEIGHT, microbatches, rank)
+    order: Order = []
+    for action in _alternate(forwards, inputs, warmup=placement.ranks - 1 - rank):
+        order.append(action)
+        late = action.microbatch - rank
+        if action.kind is Kind.BACKWARD_INPUT and late >= 0:
+            order.append(weights[late])
+    return order + weights[max(0, microbatches - rank) :]
+
+
+def _all(kind: Kind, microbatches: int, position: int) -> Order:
+    return [Action(kind, microbatch, position) for microbatch in range(microbatches)]
+
+
+def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    steady = len(forwards) - warmup
+    pairs = chain.from_iterable(zip(forwards[warmup:], backwards[:steady], strict=True))
+    return [*forwards[:warmup], *pairs, *backwards[steady:]]
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def _peak_one_f_one_b(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    return np.minimum(microbatches, stages - stage)
+
+
+def _peak_interleaved(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    """Megatron's warm-up and the forward that follows it; with an incomplete last round at most that."""
+    rounds = np.minimum(microbatches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1)
+    return np.where(np.asarray(chunks) > 1, rounds, _peak_one_f_one_b(stages, microbatches, chunks, stage))
+
+
+def _peak_zero_bubble(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    return np.minimum(microbatches, stages)
+
+
+def _waiting_zero_bubble(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    return np.minimum(microbatches, stages) - np.minimum(microbatches, stages - stage)
+
+
+register("gpipe", ScheduleRule(_gpipe, peak_in_flight=lambda stages, microbatches, chunks, stage: microbatches))
+register("1f1b", ScheduleRule(_one_f_one_b, peak_in_flight=_peak_one_f_one_b))
+register("interleaved", ScheduleRule(_interleaved, chunks=range(1, MOST_CHUNKS + 1), peak_in_flight=_peak_interleaved))
+register("zb-h1", ScheduleRule(_zero_bubble_h1, splits_backward=True, peak_in_flight=_peak_zero_bubble, peak_waiting=_waiting_zero_bubble))
