@@ -40,7 +40,8 @@ def train_step(state: TrainState) -> StepResult:
     state.sync.finish()
 
     # the only time in a step that the host waits for the device
-    loss, scaled_norm = torch.stack((global_loss(state, local_loss), optimizer.gradient_norm())).tolist()
+    squared_norm = all_reduce_(optimizer.squared_norm_share(), state.mesh.world)
+    loss, scaled_norm = torch.stack((global_loss(state, local_loss), squared_norm.sqrt())).tolist()
     norm = scaled_norm / scaler.scale
     lr = learning_rate(config, state.current_step, state.config.train.steps)
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
