@@ -24,11 +24,12 @@ from statistics import median
 import torch
 
 from frontier_llm.blueprint import Kind, Parameter
+from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import serial_mesh, single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
-from frontier_llm.optim import AdamW, build_buckets
+from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.tensor_parallel import ShardedParameter
 from frontier_llm.topology import shard
 from frontier_llm.units import GIB
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, AdamW]:
+def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, Zero]:
     rows = int(gib * GIB / 12 / 4096 / 8)
 
     class Matrices(torch.nn.Module):
@@ -52,14 +53,14 @@ def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, AdamW]:
                 spec = shard(Parameter(f"weight{index}", (rows, 4096), Kind.MATRIX, init_std=0.02))
                 setattr(self, f"w{index}", ShardedParameter.create(torch.empty(spec.shape, device="meta"), spec))
 
-    buckets = build_buckets([Matrices()], single("dp"), 1, torch.device("cpu"), 40_000_000)
+    buckets = build_buckets([Matrices()], ADAMW, single("dp"), 1, torch.device("cpu"), 40_000_000)
     for bucket in buckets:
         bucket.weights.normal_()
     mesh = serial_mesh()
-    optimizer = AdamW(buckets, OptimizerConfig(), mesh, select_ops(OpsConfig(), "cpu", torch.float32))
+    optimizer = Zero(buckets, OptimizerConfig(), select_ops(OpsConfig(), "cpu", torch.float32))
     for state in optimizer.states:
-        state.exp_avg.normal_()
-        state.exp_avg_sq.normal_()
+        state["exp_avg"].normal_()
+        state["exp_avg_sq"].normal_()
     model = ModelConfig(layers=1, hidden=64, heads=1, ffn_hidden=64, vocab_size=128, sequence_length=8)
     config = RunConfig(model=model, batch=BatchConfig(global_batch=1))
     return CheckpointManager(directory, mesh, optimizer, config=config, keep=2), optimizer

@@ -1,6 +1,6 @@
 """Native ZeRO, DeepSpeed and FSDP side by side: the same run on the same ranks, step by step in turn, one thread per rank.
 
-    python scripts/bench_engines.py [RUN] [key=value …] [--engines native,zero-1,zero-2,zero-3,fsdp] [--rounds 6] [--json FILE]
+    python scripts/bench_engines.py [RUN] [key=value …] [--engines native,zero-1,fsdp] [--rounds 6] [--json FILE]
 
 Each engine has rank processes of its own, which wait while the others step; so all meet the same machine, and each one's memory can
 be told. Reported: median step time, tokens per second of the job, and of the largest rank the memory above that of a process that
@@ -38,8 +38,6 @@ ENGINES = {
     "native": ["optimizer.engine=native", "parallel.zero=1"],
     "native, no ZeRO": ["optimizer.engine=native", "parallel.zero=0"],
     "zero-1": ["optimizer.engine=deepspeed", "parallel.zero=1"],
-    "zero-2": ["optimizer.engine=deepspeed", "parallel.zero=2"],
-    "zero-3": ["optimizer.engine=deepspeed", "parallel.zero=3"],
     "fsdp": ["parallel.data_mode=fsdp"],
 }
 
@@ -127,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", default="bench")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--engines", default="native,zero-1,zero-2,zero-3,fsdp")
+    parser.add_argument("--engines", default="native,zero-1,fsdp")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -16,7 +16,7 @@ from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
-from frontier_llm.optim import AdamW
+from frontier_llm.optim import Zero
 from frontier_llm.topology import make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.step import train_step
@@ -34,7 +34,7 @@ def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
 
 
 def own_gradients(state: TrainState) -> torch.Tensor:
-    assert isinstance(state.optimizer, AdamW)
+    assert isinstance(state.optimizer, Zero)
     return torch.cat([bucket.own(bucket.gradients) for bucket in state.optimizer.buckets]).double()
 
 
@@ -43,9 +43,9 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
     connect(rank, arguments.ranks, "127.0.0.1", port, "gloo", 120.0)
     states = {name: build(arguments, rank, wire) for name, wire in RUNS.items()}
     nudged = states["nudged"].optimizer
-    assert isinstance(nudged, AdamW)
+    assert isinstance(nudged, Zero)
     for kept in nudged.states:
-        kept.master *= 1 + 2.0**-24 * torch.empty_like(kept.master).uniform_(-2, 2, generator=torch.Generator().manual_seed(rank))
+        kept["master"] *= 1 + 2.0**-24 * torch.empty_like(kept["master"]).uniform_(-2, 2, generator=torch.Generator().manual_seed(rank))
     losses: dict[str, list[float]] = {name: [] for name in states}
     gradients: dict[str, torch.Tensor] = {}
     for step in range(arguments.steps):

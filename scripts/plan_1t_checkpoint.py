@@ -22,15 +22,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint.load import plan
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, Progress, parse, shard_name
+from frontier_llm.checkpoint.manifest import Progress, SavedPiece, parse, shard_name
 from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
-from frontier_llm.checkpoint.shard import header
-from frontier_llm.comm import Axis, Ledger, serial_mesh
+from frontier_llm.checkpoint.shard import shard_layout
+from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import CommConfig, OpsConfig, OptimizerConfig, load_model
 from frontier_llm.model import Stage, build_stages
 from frontier_llm.ops import select_ops
-from frontier_llm.optim import KINDS, AdamW, build_buckets
+from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
 
@@ -55,12 +56,12 @@ class Layout:
         (stage,) = build_stages(self.model, [self.specs[pp_rank]], context, torch.device("meta"))
         return stage
 
-    def optimizer(self, rank: int) -> AdamW:
+    def optimizer(self, rank: int) -> Zero:
         """The rank's, without memory."""
         place = self.grid.coordinates(rank)
         stage = self._build_stage(place["pp"], place["tp"])
-        buckets = build_buckets([stage], self._axis("dp", rank), 1, torch.device("meta"), CommConfig().bucket_elements)
-        return AdamW(buckets, OptimizerConfig(), serial_mesh(), OPS)
+        buckets = build_buckets([stage], ADAMW, self._axis("dp", rank), 1, torch.device("meta"), CommConfig().bucket_elements)
+        return Zero(buckets, OptimizerConfig(), OPS)
 
 
 def peak_mib() -> float:
@@ -76,29 +77,36 @@ def main() -> None:
     layout = Layout(args.model, args.tp, args.pp, args.dp)
     idle_mib = peak_mib()
 
-    gathered, headers, plan_s = [], [], 0.0
+    gathered, sizes, plan_s = [], [], 0.0
     for rank in range(layout.grid.world_size):
         optimizer = layout.optimizer(rank)
         started = time.process_time()
         pieces = [part for part in optimizer.state() if part.saved]
         described = [describe_piece(piece) for piece in pieces]
-        head = header([(piece.name, piece.rectangle.offset, piece.rectangle.shape) for piece in pieces], "F32", 1, shard_name(rank))
+        own = [SavedPiece(piece.name, piece.rectangle.offset, piece.rectangle.shape, tuple(piece.tensors)) for piece in pieces]
+        image = shard_layout(own, "F32", 1, shard_name(rank))
         plan_s = max(plan_s, time.process_time() - started)
         gathered.append(json.dumps({"rows": described, "bytes": 0}))  # as it comes over the wire
-        headers.append((len(head), sum(piece.rectangle.numel for piece in pieces)))
+        sizes.append((image.total_bytes, sum(piece.rectangle.numel for piece in pieces)))
     built_mib = peak_mib()
 
     started = time.process_time()
     tensors, rows = index_pieces([json.loads(text)["rows"] for text in gathered])
     collect_s = time.process_time() - started
     started = time.process_time()
-    parts = [
-        {"file": shard_name(rank), "bytes": head + numel * len(KINDS) * ITEM_BYTES["F32"], "sha256": f"{rank:064x}"}
-        for rank, (head, numel) in enumerate(headers)
-    ]
+    parts = [{"file": shard_name(rank), "bytes": size, "sha256": f"{rank:064x}"} for rank, (size, _) in enumerate(sizes)]
     progress = Progress(step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
     manifest = build_manifest(
-        progress, incarnation=1, layout={}, config={}, environment={}, dtype="F32", tensors=tensors, rows=rows, parts=parts
+        progress,
+        incarnation=1,
+        layout={},
+        config={},
+        environment={},
+        dtype="F32",
+        optimizer="adamw",
+        tensors=tensors,
+        rows=rows,
+        parts=parts,
     )
     content = manifest.to_bytes()
     manifest_s = time.process_time() - started
@@ -116,7 +124,7 @@ def main() -> None:
         loads[name] = {"s": round(time.process_time() - started, 3), "files": len(transfers), "rectangles": len(needed)}
     result = {
         "ranks": layout.grid.world_size,
-        "parameters": sum(numel for _, numel in headers),
+        "parameters": sum(numel for _, numel in sizes),
         "checkpoint_tib": round(sum(part["bytes"] for part in parts) / 2**40, 2),
         "rectangles": sum(map(len, rows)),
         "manifest_mib": round(len(content) / 2**20, 2),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from frontier_llm.blueprint.parameters import Parameter
+from frontier_llm.errors import ConfigError, suggest
 
 MASTER = "master"  # the wide copy of the weights, which every optimizer keeps first
 
@@ -17,3 +18,28 @@ class OptimizerRule:
     name: str  # optimizer.name in a run file
     states: Callable[[Parameter], tuple[str, ...]]  # beside the master copy, in the order in which a shard file holds them
     whole: Callable[[Parameter], bool] = lambda parameter: False  # its update needs the whole tensor: ZeRO must not cut it
+
+    def kinds(self, parameter: Parameter) -> tuple[str, ...]:
+        """Everything that is kept of a parameter: the master copy and the states."""
+        return (MASTER, *self.states(parameter))
+
+    def bytes_per_element(self, parameter: Parameter, item_bytes: int = 4) -> int:
+        """Of an element of this parameter, the master copy included; `item_bytes` is 8 under fp64."""
+        return len(self.kinds(parameter)) * item_bytes
+
+
+ADAMW = OptimizerRule("adamw", lambda parameter: ("exp_avg", "exp_avg_sq"))
+
+_RULES = {ADAMW.name: ADAMW}
+
+
+def declare(rule: OptimizerRule) -> None:
+    """Make `optimizer.name: <rule.name>` valid. The names of optimizers that are there already cannot be taken."""
+    assert _RULES.setdefault(rule.name, rule) is rule, f"there is an optimizer {rule.name!r} already"
+
+
+def optimizer_rule(name: str) -> OptimizerRule:
+    """The rule of an `optimizer.name`. Raises ConfigError with the nearest names."""
+    if name not in _RULES:
+        raise ConfigError(f"{name!r} is no optimizer", suggest(name, _RULES), "optimizer.name")
+    return _RULES[name]

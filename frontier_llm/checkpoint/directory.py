@@ -14,9 +14,9 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.checkpoint.manifest import MAX_MANIFEST_BYTES, DamagedCheckpoint, Manifest, digest_line, parse
-from frontier_llm.checkpoint.shard import write_all
 from frontier_llm.errors import CheckpointError
 from frontier_llm.failpoints import hit
+from frontier_llm.files import replace_durably, sync_directory, write_durably
 
 MANIFEST, MANIFEST_DIGEST, LATEST = "manifest.json", "manifest.sha256", "LATEST"
 _COMPLETE = re.compile(r"step_([0-9]{8,12})")
@@ -93,25 +93,6 @@ def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
     _deleted(doomed)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and new names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Create a new file and flush it to the device."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        write_all(descriptor, memoryview(content), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def temporary(directory: Path, step: int, incarnation: int) -> Path:
     """Where a save writes until it is complete."""
     return directory / f"{step_name(step)}.tmp.{incarnation}"
@@ -150,11 +131,7 @@ def commit(directory: Path, manifest: Manifest) -> Path:
 def point_latest(directory: Path, name: str, incarnation: int) -> None:
     """LATEST holds the newest checkpoint's name; moved by rename."""
     building = directory / f"{LATEST}.tmp.{incarnation}"
-    building.unlink(missing_ok=True)
-    write_durably(building, f"{name}\n".encode())
-    hit("checkpoint.latest_written")
-    building.rename(directory / LATEST)
-    sync_directory(directory)
+    replace_durably(directory / LATEST, building, f"{name}\n".encode(), lambda: hit("checkpoint.latest_written"))
     hit("checkpoint.latest_moved")
 
 

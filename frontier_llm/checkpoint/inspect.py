@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,10 @@ import numpy as np
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import shard as shard_file
 from frontier_llm.checkpoint.drift import Change, check_allowed, config_changes, environment_changes, with_defaults
-from frontier_llm.checkpoint.load import DTYPES
-from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint
+from frontier_llm.checkpoint.weights import SavedTensors
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.optim import KINDS
-from frontier_llm.topology import Rectangle
 
 
 def find(path: Path) -> list[Path]:
@@ -98,26 +95,32 @@ class Difference:
 def compare(first: Path, second: Path) -> Difference:
     """Differences between two checkpoints, element by element, independent of the layouts that wrote them. Raises DamagedCheckpoint."""
     (a, _), (b, _) = folder.read_manifest(first), folder.read_manifest(second)
-    shapes_a, shapes_b = ({tensor.name: tensor.shape for tensor in manifest.tensors} for manifest in (a, b))
+    left, right = SavedTensors(first, a), SavedTensors(second, b)
     progress = [
         Change(f"progress.{key}", value, vars(b.progress)[key], False)
         for key, value in vars(a.progress).items()
         if vars(b.progress)[key] != value
     ]
-    common = [name for name in shapes_a if name in shapes_b]
-    same_shape = [name for name in common if shapes_a[name] == shapes_b[name]]
+    # of each tensor, what must be alike before its elements can be
+    forms = [{name: (tensor.shape, saved.manifest.kinds_of(tensor)) for name, tensor in saved.tensors.items()} for saved in (left, right)]
+    common = [name for name in forms[0] if name in forms[1]]
     return Difference(
         changes=[*progress, *config_changes(a.config, b.config), *environment_changes(a.environment, b.environment)],
-        only_first=[name for name in shapes_a if name not in shapes_b],
-        only_second=[name for name in shapes_b if name not in shapes_a],
-        reshaped=[f"{name} {shapes_a[name]} → {shapes_b[name]}" for name in common if shapes_a[name] != shapes_b[name]],
-        tensors=list(_compare_tensors(Tensors(first, a), Tensors(second, b), same_shape)),
+        only_first=[name for name in forms[0] if name not in forms[1]],
+        only_second=[name for name in forms[1] if name not in forms[0]],
+        reshaped=[
+            f"{name} {before} → {after}"
+            for name in common
+            for before, after in zip(forms[0][name], forms[1][name], strict=True)
+            if before != after
+        ],
+        tensors=list(_compare_tensors(left, right, [name for name in common if forms[0][name] == forms[1][name]])),
     )
 
 
-def _compare_tensors(a: Tensors, b: Tensors, names: list[str]) -> Iterator[TensorDifference]:
+def _compare_tensors(a: SavedTensors, b: SavedTensors, names: list[str]) -> Iterator[TensorDifference]:
     for name in names:
-        for kind in KINDS:
+        for kind in a.manifest.kinds_of(a.tensors[name]):
             left, right = a.read(name, kind), b.read(name, kind)
             differing = left.size
             if left.dtype == right.dtype:  # bits, not values: NaN equals NaN and 0.0 is not -0.0
@@ -127,31 +130,6 @@ def _compare_tensors(a: Tensors, b: Tensors, names: list[str]) -> Iterator[Tenso
                 with np.errstate(invalid="ignore"):
                     largest = float(np.nanmax(np.abs(left - right))) if np.isfinite(left - right).any() else float("nan")
                 yield TensorDifference(name, kind, differing, left.size, largest)
-
-
-class Tensors:
-    """Whole tensors of a checkpoint, put together from its rectangles."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path, self._manifest, self._dtype = path, manifest, DTYPES[manifest.dtype]
-        self._places: dict[tuple[str, str], list[tuple[Path, int, Rectangle]]] = defaultdict(list)
-        for entry in manifest.shards:
-            file = path / entry.file
-            for place in shard_file.entries(entry, manifest.dtype, len(shard_file.header_of(manifest, entry, file))):
-                tensor, offset, shape = entry.pieces[place.piece]
-                self._places[manifest.tensors[tensor].name, place.kind].append((file, place.start, Rectangle(offset, shape)))
-        self._sizes = {path / entry.file: entry.bytes for entry in manifest.shards}
-
-    def read(self, name: str, kind: str) -> np.ndarray:
-        """One global tensor; raises DamagedCheckpoint for files that are missing or short."""
-        shape = next(tensor.shape for tensor in self._manifest.tensors if tensor.name == name)
-        whole, result = Rectangle((0,) * len(shape), shape), np.zeros(shape, self._dtype)
-        for file, start, rectangle in self._places[name, kind]:
-            buffer = bytearray(rectangle.numel * self._dtype.itemsize)
-            with shard_file.opened(file, self._sizes[file]) as descriptor:
-                shard_file.read_exactly(descriptor, file, start, memoryview(buffer))
-            result[rectangle.within(whole)] = np.frombuffer(buffer, self._dtype).reshape(rectangle.shape)
-        return result
 
 
 def summary(path: Path) -> dict[str, Any]:

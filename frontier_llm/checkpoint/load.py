@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from frontier_llm.blueprint.optimizers import MASTER
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest
-from frontier_llm.checkpoint.shard import Entry, check_header, entries, header_of, opened, read_exactly, verify
+from frontier_llm.checkpoint.shard import Entry, layout_of, opened, read_exactly, verify
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.failpoints import hit
-from frontier_llm.optim import KINDS, Optimizer, StateRectangle
+from frontier_llm.optim import Optimizer, StateRectangle
 from frontier_llm.topology import Rectangle, rectangles_of_run, spans
 
 # Two needed ranges closer than this are read as one. A random 4 KiB-64 KiB read costs about as much as 64 KiB in sequence on the
@@ -81,16 +82,26 @@ def verifier(shard: int, shards: int, world_size: int) -> int:
 class Targets:
     """Where loaded values go: this rank's optimizer state, through host memory when it lies on a GPU."""
 
-    def __init__(self, needed: Sequence[StateRectangle]) -> None:
+    def __init__(self, needed: Sequence[StateRectangle], masters_only: bool) -> None:
+        """With `masters_only` the other states are to start anew, from zero."""
         self._needed = needed
-        self._host = {id(part): {kind: self._host_tensor(part.tensors[kind]) for kind in KINDS} for part in needed}
+        self._host = {
+            id(part): {kind: self._host_tensor(values) for kind, values in part.tensors.items() if kind == MASTER or not masters_only}
+            for part in needed
+        }
 
     @staticmethod
     def _host_tensor(state: Tensor) -> Tensor:
         return state if state.device.type == "cpu" else torch.empty(state.shape, dtype=state.dtype)
 
+    def takes(self, transfer: Transfer, kind: str) -> bool:
+        """The values of this kind are wanted."""
+        return kind in self._host[id(transfer.needed)]
+
     def scatter(self, transfer: Transfer, kind: str, first: int, values: np.ndarray) -> None:
         """Copy what `transfer` wants of elements [first, first + len(values)) of its saved rectangle."""
+        if not self.takes(transfer, kind):
+            return
         target = self._host[id(transfer.needed)][kind].numpy()
         position = 0
         for local in rectangles_of_run(transfer.saved.shape, first, first + len(values)):
@@ -104,20 +115,28 @@ class Targets:
     def finish(self) -> None:
         """Move what was gathered on the host to the device."""
         for part in self._needed:
-            for kind, host in self._host[id(part)].items():
-                if host is not part.tensors[kind]:
-                    part.tensors[kind].copy_(host)
+            for kind, values in part.tensors.items():
+                host = self._host[id(part)].get(kind)
+                if host is None:
+                    values.zero_()
+                elif host is not values:
+                    values.copy_(host)
 
 
 def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int, world_size: int) -> list[Problem]:
     """Fill this rank's optimizer state from the files; returns what is damaged (the state is then not to be used).
 
-    Raises CheckpointError when the checkpoint does not fit the model.
+    Of a checkpoint of another optimizer only the masters are taken. Raises CheckpointError when the checkpoint does not fit the model.
     """
     problems: list[Problem] = []
     hit("checkpoint.loading")
     needed = optimizer.state()
-    transfers, targets = plan(manifest, needed), Targets(needed)
+    same_optimizer = manifest.optimizer == optimizer.rule.name
+    transfers, targets = plan(manifest, needed), Targets(needed, masters_only=not same_optimizer)
+    kinds = {tensor.name: manifest.kinds_of(tensor) for tensor in manifest.tensors}
+    if same_optimizer and (other := [part.name for part in needed if kinds[part.name] != tuple(part.tensors)]):
+        what = f"{manifest.optimizer} keeps other states of {other[0]} than {', '.join(kinds[other[0]])}"
+        raise CheckpointError(what, "take the version of the optimizer that wrote it", str(path))
     for number in range(len(manifest.shards)):
         wanted = transfers.get(number, {})
         try:
@@ -146,13 +165,12 @@ def _read_whole(path: Path, manifest: Manifest, number: int, wanted: dict[int, l
 def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
     shard, dtype, item = manifest.shards[number], DTYPES[manifest.dtype], ITEM_BYTES[manifest.dtype]
     file = path / shard.file
-    expected = header_of(manifest, shard, file)
+    layout = layout_of(manifest, shard, file)
     buffer = memoryview(bytearray(BLOCK_BYTES))
-    with opened(file, shard.bytes) as descriptor:
-        check_header(descriptor, file, expected)
-        for entry in entries(shard, manifest.dtype, len(expected)):
+    with opened(file, shard.bytes, layout.head) as descriptor:
+        for entry in layout.entries:
             for transfer in wanted.get(entry.piece, ()):
-                for first, stop in _spans(transfer, item):
+                for first, stop in _spans(transfer, item) if targets.takes(transfer, entry.kind) else ():
                     block = buffer[: (stop - first) * item]
                     read_exactly(descriptor, file, entry.start + first * item, block)
                     targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))

@@ -13,13 +13,12 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.checkpoint.directory import write_durably
 from frontier_llm.errors import CheckpointError
+from frontier_llm.files import replace_durably, write_durably
 
 HEARTBEAT_S = 5.0
 # A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
@@ -43,6 +42,10 @@ class Holder:
     restart: int  # how often that job was requeued
     since: str
     released: bool = False
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(asdict(self)) + "\n").encode()
 
     def describe(self) -> str:
         """'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
@@ -88,7 +91,7 @@ class RunLock:
     def _acquire(self) -> int:
         building = self._folder / f"new.{self._holder.host}.{self._holder.pid}"
         building.unlink(missing_ok=True)
-        write_durably(building, (json.dumps(asdict(self._holder)) + "\n").encode())
+        write_durably(building, self._holder.to_bytes())
         try:
             while True:
                 newest = self._newest()
@@ -156,10 +159,7 @@ class RunLock:
         if not path.exists() or self._path(self.incarnation + 1).exists():
             return
         building = self._folder / f"release.{self.incarnation}"
-        building.unlink(missing_ok=True)
-        content: Mapping[str, object] = {**asdict(self._holder), "released": True}
-        write_durably(building, (json.dumps(content) + "\n").encode())
-        building.rename(path)
+        replace_durably(path, building, replace(self._holder, released=True).to_bytes())
 
 
 def _is_incarnation(name: str) -> bool:

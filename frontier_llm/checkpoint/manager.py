@@ -238,8 +238,14 @@ class CheckpointManager:
             raise (DamagedCheckpoint if damaged else CheckpointError)(problems)
         self._optimizer.weights_from_masters()
         hit("checkpoint.loaded")
-        self._optimizer.updates = manifest.progress.optimizer_updates
-        return manifest.progress
+        progress = manifest.progress
+        if manifest.optimizer != self._optimizer.rule.name:
+            log.info(
+                f"only the weights are taken from {path.name}: {self._optimizer.rule.name} has no use for what {manifest.optimizer} keeps"
+            )
+            progress = progress.model_copy(update={"optimizer_updates": 0})
+        self._optimizer.updates = progress.optimizer_updates
+        return progress
 
     def _shared_manifest(self, path: Path) -> Manifest:
         """Rank 0 reads and checks it; the others get its bytes, so that thousands of ranks do not open one file."""

@@ -11,26 +11,28 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from frontier_llm.blueprint.optimizers import ADAMW, MASTER
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.optim import KINDS
 
 FORMAT: Final = "frontier_llm checkpoint"
-VERSION: Final = 2  # 1 had one sha256 over a whole shard file; it is still read
+VERSION: Final = 3  # 2 named no optimizer: it was AdamW; 1 had one sha256 over a whole shard file; both are still read
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8}
 MAX_MANIFEST_BYTES = 1 << 28  # 256 MiB; the 1T model on 3072 ranks needs a few
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 20, 1 << 30
 _MAX_DIMS = 8
+_BEFORE_3 = (MASTER, "exp_avg", "exp_avg_sq")  # of every checkpoint that names no optimizer
 _SHARD_NAME = re.compile(r"shard_\d{5,9}\.safetensors")
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Size = Annotated[int, Field(gt=0, le=2**53)]
 Dims = Annotated[tuple[Size, ...], Field(max_length=_MAX_DIMS)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+StateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]  # a state's name, or "master"
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -63,27 +65,32 @@ class TensorEntry(_Record):
 
     name: Annotated[str, Field(min_length=1, max_length=512)]
     shape: Dims
+    kinds: tuple[StateName, ...] = ()  # what is kept of it; () = all of the manifest's
 
 
 class Shard(_Record):
-    """A file, and the rectangles in it: (index into `tensors`, offset, shape), each once per kind, in file order."""
+    """A file, and the rectangles in it: (index into `tensors`, offset, shape), each once for each kind of its tensor, in file order."""
 
     file: str
     bytes: Size
     sha256: Digest  # of the file's blocks (see `digest`); in version 1 of the file
     pieces: Annotated[tuple[tuple[Count, tuple[Count, ...], Dims], ...], Field(min_length=1)]
 
-    @property
-    def numel(self) -> int:
-        """Elements of one kind."""
-        return sum(prod(shape) for _, _, shape in self.pieces)
+
+class SavedPiece(NamedTuple):
+    """A rectangle of a global tensor, and what a file holds of it."""
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
 
 
 class Manifest(_Record):
     """A whole checkpoint."""
 
     format: Literal["frontier_llm checkpoint"]
-    version: Literal[1, 2]
+    version: Literal[1, 2, 3]
     block_bytes: Count = 0  # of the shards' digests (see `digest`); 0 in version 1
     incarnation: Count  # which start of the run wrote it
     progress: Progress
@@ -92,7 +99,8 @@ class Manifest(_Record):
     config_sha256: Digest
     environment: dict[str, str]
     dtype: DtypeName
-    kinds: tuple[str, ...]
+    optimizer: str = ADAMW.name  # whose states they are
+    kinds: Annotated[tuple[StateName, ...], Field(min_length=1)]  # the masters and every state that some tensor has
     tensors: tuple[TensorEntry, ...]
     shards: tuple[Shard, ...]
 
@@ -100,6 +108,15 @@ class Manifest(_Record):
     def total_bytes(self) -> int:
         """Of all shards."""
         return sum(shard.bytes for shard in self.shards)
+
+    def kinds_of(self, tensor: TensorEntry) -> tuple[str, ...]:
+        """What is kept of a tensor."""
+        return tensor.kinds or self.kinds
+
+    def pieces_of(self, shard: Shard) -> list[SavedPiece]:
+        """The pieces of a file, in their order."""
+        rows = [(self.tensors[tensor], offset, shape) for tensor, offset, shape in shard.pieces]
+        return [SavedPiece(tensor.name, offset, shape, self.kinds_of(tensor)) for tensor, offset, shape in rows]
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -152,11 +169,22 @@ def _name_problems(manifest: Manifest) -> list[str]:
     usable = manifest.block_bytes % MIN_BLOCK_BYTES == 0 and manifest.block_bytes <= MAX_BLOCK_BYTES
     if has_blocks == (manifest.version == 1) or not usable:
         problems.append(f"block_bytes is {manifest.block_bytes} in version {manifest.version}")
-    if manifest.kinds != KINDS:
-        problems.append(f"kinds are {manifest.kinds}, not {KINDS}")
+    problems += _kind_problems(manifest)
     if config_digest(manifest.config) != manifest.config_sha256:
         problems.append("config_sha256 is not the digest of config")
     return problems + _duplicates(files) + _duplicates([tensor.name for tensor in manifest.tensors])
+
+
+def _kind_problems(manifest: Manifest) -> list[str]:
+    listed = {"the manifest": manifest.kinds, **{tensor.name: tensor.kinds for tensor in manifest.tensors if tensor.kinds}}
+    problems = [
+        f"kinds of {owner} are {kinds}"
+        for owner, kinds in listed.items()
+        if kinds[0] != MASTER or len(set(kinds)) < len(kinds) or not set(kinds) <= set(manifest.kinds)
+    ]
+    if manifest.version < 3 and (manifest.optimizer != ADAMW.name or set(listed.values()) != {_BEFORE_3}):
+        problems.append(f"kinds are {manifest.kinds} of {manifest.optimizer}, which version {manifest.version} did not know")
+    return problems
 
 
 def _piece_problems(manifest: Manifest) -> list[str]:
@@ -171,7 +199,7 @@ def _piece_problems(manifest: Manifest) -> list[str]:
             if not fits:
                 return [f"{shard.file} has a piece {offset} + {shape} outside of {manifest.tensors[tensor].name} {whole}"]
             covered[tensor] += prod(shape)
-        if shard.bytes <= shard.numel * len(KINDS) * ITEM_BYTES[manifest.dtype]:
+        if shard.bytes <= sum(prod(piece.shape) * len(piece.kinds) for piece in manifest.pieces_of(shard)) * ITEM_BYTES[manifest.dtype]:
             return [f"{shard.file} is too small, {shard.bytes} bytes, for its pieces"]
     return [
         f"{tensor.name} has {prod(tensor.shape)} elements, its pieces {count}"

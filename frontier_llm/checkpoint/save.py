@@ -20,7 +20,8 @@ from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Mesh, all_gather_json, maximum
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
-from frontier_llm.optim import KINDS, Optimizer, StateRectangle
+from frontier_llm.files import sync_directory
+from frontier_llm.optim import Optimizer, StateRectangle
 from frontier_llm.units import format_bytes
 
 STAGES = ("write", "commit", "audit", "prune")
@@ -75,10 +76,10 @@ class Writer:
         self.lock, self.incarnation = lock, incarnation
         self.keep, self.keep_every = keep, keep_every
         self.snapshot = Snapshot(optimizer, mesh.world.rank)
-        self._config, self._environment = dict(config), dict(environment)
-        rows = [describe_piece(piece) for piece in self.snapshot.pieces]
+        self._config, self._environment, self._optimizer = dict(config), dict(environment), optimizer.rule.name
+        rows = [describe_piece(part) for part in self.snapshot.saved]
         self._layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.sharded)}
-        gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.data_bytes}, mesh.world, self.device)
+        gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.layout(step=0).data_bytes}, mesh.world, self.device)
         self.total_bytes = sum(part["bytes"] for part in gathered)
         if mesh.world.rank == 0:
             self._tensors, self._rows = index_pieces([part["rows"] for part in gathered])
@@ -92,7 +93,7 @@ class Writer:
             if building.exists():
                 shutil.rmtree(building)
             building.mkdir()
-            folder.sync_directory(self.directory)
+            sync_directory(self.directory)
         except OSError as error:
             raise save_failed(error, self.directory, self.total_bytes) from error
         free = os.statvfs(self.directory)
@@ -108,10 +109,10 @@ class Writer:
 
     def write_shard(self, step: int) -> dict[str, Any] | None:
         """This rank's file; None when it has nothing that counts."""
-        if not self.snapshot.pieces:
+        if not self.snapshot.saved:
             return None
         building = folder.temporary(self.directory, step, self.incarnation)
-        head, data = self.snapshot.header(step), self.snapshot.data()
+        head, data = self.snapshot.layout(step).head, self.snapshot.data()
         try:
             digest = shard.write(building / self.snapshot.file, head, data)
         except OSError as error:
@@ -128,6 +129,7 @@ class Writer:
             config=self._config,
             environment=self._environment,
             dtype=self.snapshot.dtype,
+            optimizer=self._optimizer,
             tensors=self._tensors,
             rows=self._rows,
             parts=parts,
@@ -233,9 +235,9 @@ class Save:
         raise (Superseded if superseded else CheckpointError)(problems)
 
 
-def describe_piece(piece: StateRectangle) -> list[Any]:
+def describe_piece(part: StateRectangle) -> list[Any]:
     """A piece as JSON."""
-    return [piece.name, piece.global_shape, piece.rectangle.offset, piece.rectangle.shape]
+    return [part.name, part.global_shape, list(part.tensors), part.rectangle.offset, part.rectangle.shape]
 
 
 def index_pieces(ranks: Sequence[Sequence[Sequence[Any]]]) -> tuple[tuple[TensorEntry, ...], list[list[tuple]]]:
@@ -245,10 +247,10 @@ def index_pieces(ranks: Sequence[Sequence[Sequence[Any]]]) -> tuple[tuple[Tensor
     rows: list[list[tuple]] = []
     for described in ranks:
         mine = []
-        for name, global_shape, offset, shape in described:
+        for name, global_shape, kinds, offset, shape in described:
             if name not in numbers:
                 numbers[name] = len(tensors)
-                tensors.append(TensorEntry(name=name, shape=tuple(global_shape)))
+                tensors.append(TensorEntry(name=name, shape=tuple(global_shape), kinds=tuple(kinds)))
             mine.append((numbers[name], tuple(offset), tuple(shape)))
         rows.append(mine)
     return tuple(tensors), rows
@@ -262,12 +264,13 @@ def build_manifest(
     config: Mapping[str, Any],
     environment: Mapping[str, str],
     dtype: DtypeName,
-    tensors: tuple[TensorEntry, ...],
+    optimizer: str,
+    tensors: Sequence[TensorEntry],
     rows: Sequence[Sequence[tuple]],
     parts: Sequence[dict[str, Any] | None],
 ) -> Manifest:
     """The manifest of a save whose ranks wrote `parts`."""
-    shards = tuple(Shard(**part, pieces=tuple(pieces)) for part, pieces in zip(parts, rows, strict=True) if part is not None)
+    kinds = tuple(dict.fromkeys(kind for tensor in tensors for kind in tensor.kinds))
     return Manifest(
         format=FORMAT,
         version=VERSION,
@@ -279,9 +282,10 @@ def build_manifest(
         config_sha256=config_digest(config),
         environment=dict(environment),
         dtype=dtype,
-        kinds=KINDS,
-        tensors=tensors,
-        shards=shards,
+        optimizer=optimizer,
+        kinds=kinds,
+        tensors=tuple(tensor.model_copy(update={"kinds": ()}) if tensor.kinds == kinds else tensor for tensor in tensors),
+        shards=tuple(Shard(**part, pieces=tuple(pieces)) for part, pieces in zip(parts, rows, strict=True) if part is not None),
     )
 
 

@@ -7,9 +7,8 @@ makes a step-0 checkpoint, tensor by tensor, from which training starts on any l
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -18,26 +17,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from frontier_llm.blueprint.optimizers import MASTER, optimizer_rule
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.digest import BLOCK_BYTES, RunningDigest
 from frontier_llm.checkpoint.load import DTYPES
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, TensorEntry, shard_name
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Manifest, Progress, SavedPiece, TensorEntry, shard_name
 from frontier_llm.checkpoint.save import build_manifest
-from frontier_llm.checkpoint.shard import check_header, entries, header, header_of, opened, verify, write_all
+from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.optim import KINDS, initial_loss_scale
+from frontier_llm.files import created, write_all
+from frontier_llm.optim import initial_loss_scale
 from frontier_llm.packing import packed
 from frontier_llm.topology import Rectangle
 
 
-class _Saved(NamedTuple):
+class _Place(NamedTuple):
     """A rectangle in a file."""
 
     rectangle: Rectangle
     file: str
     start: int  # byte of its first element
+
+
+class SavedTensors:
+    """The tensors of a complete checkpoint, put together from the rectangles that some layout wrote; files are mapped, not read whole."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """`path` is a step's folder. Raises DamagedCheckpoint for a missing or truncated shard, naming it."""
+        self.path, self.manifest = path, manifest
+        self.tensors = {tensor.name: tensor for tensor in manifest.tensors}
+        self._dtype = DTYPES[manifest.dtype]
+        self._places: dict[tuple[str, str], list[_Place]] = defaultdict(list)
+        for shard in manifest.shards:
+            layout, pieces = layout_of(manifest, shard, path / shard.file), manifest.pieces_of(shard)
+            with opened(path / shard.file, shard.bytes, layout.head):
+                for entry in layout.entries:
+                    piece = pieces[entry.piece]
+                    place = _Place(Rectangle(piece.offset, piece.shape), shard.file, entry.start)
+                    self._places[piece.name, entry.kind].append(place)
+
+    def read(self, name: str, kind: str, wanted: Rectangle | None = None) -> np.ndarray:
+        """A rectangle of one tensor, by default all of it; fp32 (fp64 of an fp64 run). Raises CheckpointError when parts are nowhere."""
+        shape = self.tensors[name].shape
+        wanted = wanted or Rectangle((0,) * len(shape), shape)
+        result = np.empty(wanted.shape, self._dtype)
+        missing = wanted.numel
+        for place in self._places[name, kind]:
+            common = place.rectangle.intersect(wanted)
+            if common is not None:
+                held = np.memmap(self.path / place.file, self._dtype, "r", place.start, place.rectangle.shape)
+                result[common.within(wanted)] = held[common.within(place.rectangle)]
+                missing -= common.numel
+        if missing:
+            raise CheckpointError(f"{missing} elements of {name} are in no shard", where=str(self.path), fix="take another checkpoint")
+        return result
 
 
 class CheckpointWeights:
@@ -51,21 +87,9 @@ class CheckpointWeights:
         self.path = Path(path)
         self.manifest = folder.read_manifest(self.path)[0]
         self.config = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
-        self._dtype = DTYPES[self.manifest.dtype]
-        self._shapes = {tensor.name: tensor.shape for tensor in self.manifest.tensors}
-        self._saved: dict[str, list[_Saved]] = defaultdict(list)
-        for shard in self.manifest.shards:
-            file = self.path / shard.file
-            expected = header_of(self.manifest, shard, file)
-            if verified:
-                verify(file, self.manifest, shard)
-            with opened(file, shard.bytes) as descriptor:
-                check_header(descriptor, file, expected)
-            for entry in entries(shard, self.manifest.dtype, len(expected)):
-                if entry.kind == "master":
-                    tensor, offset, shape = shard.pieces[entry.piece]
-                    name = self.manifest.tensors[tensor].name
-                    self._saved[name].append(_Saved(Rectangle(offset, shape), shard.file, entry.start))
+        for shard in self.manifest.shards if verified else ():
+            verify(self.path / shard.file, self.manifest, shard)
+        self._saved = SavedTensors(self.path, self.manifest)
 
     @property
     def model(self) -> ModelConfig:
@@ -74,25 +98,13 @@ class CheckpointWeights:
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See WeightSource; fp32 (fp64 for an fp64 run)."""
-        if name not in self._shapes:
+        if name not in self._saved.tensors:
             raise CheckpointError(f"holds no tensor {name}", where=str(self.path), fix="it belongs to a model of another shape")
-        wanted = Rectangle(tuple(offset), tuple(shape))
-        result = np.empty(wanted.shape, self._dtype)
-        missing = wanted.numel
-        for saved in self._saved[name]:
-            common = saved.rectangle.intersect(wanted)
-            if common is None:
-                continue
-            held = np.memmap(self.path / saved.file, self._dtype, "r", saved.start, saved.rectangle.shape)
-            result[common.within(wanted)] = held[common.within(saved.rectangle)]
-            missing -= common.numel
-        if missing:
-            raise CheckpointError(f"{missing} elements of {name} are in no shard", where=str(self.path), fix="take another checkpoint")
-        return torch.from_numpy(result)
+        return torch.from_numpy(self._saved.read(name, MASTER, Rectangle(tuple(offset), tuple(shape))))
 
 
-def write_checkpoint(source: WeightSource, shapes: Sequence[tuple[str, tuple[int, ...]]], config: RunConfig, shard_bytes: int) -> Path:
-    """Write `config.train.run_dir`/checkpoints/step_00000000 from a source; `shapes` are the model's parameters by name.
+def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) -> Path:
+    """Write `config.train.run_dir`/checkpoints/step_00000000 from a source.
 
     One tensor at a time is in memory. Raises CheckpointError when the run has a checkpoint already.
     """
@@ -106,14 +118,19 @@ def write_checkpoint(source: WeightSource, shapes: Sequence[tuple[str, tuple[int
     if building.exists():
         folder.delete_tree(building)
     building.mkdir(parents=True)
-    tensors = tuple(TensorEntry(name=name, shape=shape) for name, shape in shapes)
+    rule = optimizer_rule(config.optimizer.name)
+    everything = [SavedPiece(p.name, (0,) * len(p.shape), p.shape, rule.kinds(p)) for p in model_parameters(config.model).values()]
+    index = {piece.name: number for number, piece in enumerate(everything)}
+
+    def state_bytes(piece: SavedPiece) -> int:
+        return prod(piece.shape) * len(piece.kinds) * ITEM_BYTES[dtype]
+
     rows, parts = [], []
-    state_bytes = [prod(shape) * ITEM_BYTES[dtype] * len(KINDS) for _, shape in shapes]
-    for number, indices in enumerate(packed(range(len(shapes)), state_bytes.__getitem__, shard_bytes)):
-        file = shard_name(number)
-        digest, size = _write_shard(building / file, source, [shapes[index] for index in indices], dtype)
-        rows.append([(index, (0,) * len(shapes[index][1]), shapes[index][1]) for index in indices])
-        parts.append({"file": file, "bytes": size, "sha256": digest})
+    for number, pieces in enumerate(packed(everything, state_bytes, shard_bytes)):
+        layout = shard_layout(pieces, dtype, 0, shard_name(number))
+        digest = _write_shard(building / shard_name(number), source, pieces, layout, dtype)
+        rows.append([(index[piece.name], piece.offset, piece.shape) for piece in pieces])
+        parts.append({"file": shard_name(number), "bytes": layout.total_bytes, "sha256": digest})
     scale = initial_loss_scale(config)
     progress = Progress(step=0, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=scale, scaler_clean_steps=0, skipped_steps=0)
     manifest = build_manifest(
@@ -123,7 +140,8 @@ def write_checkpoint(source: WeightSource, shapes: Sequence[tuple[str, tuple[int
         config=config.model_dump(mode="json"),
         environment={},
         dtype=dtype,
-        tensors=tensors,
+        optimizer=rule.name,
+        tensors=[TensorEntry(name=piece.name, shape=piece.shape, kinds=piece.kinds) for piece in everything],
         rows=rows,
         parts=parts,
     )
@@ -160,29 +178,23 @@ def _resolved(model: ModelConfig) -> dict[str, object]:
     return content
 
 
-def _write_shard(path: Path, source: WeightSource, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: DtypeName) -> tuple[str, int]:
-    """(digest, bytes) of a shard whose moments are zero."""
-    head = header([(name, (0,) * len(shape), shape) for name, shape in tensors], dtype, 0, path.name)
-    digest, size = RunningDigest(head), len(head)
-    zeros = memoryview(bytes(BLOCK_BYTES))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-    def put(data: memoryview) -> None:
-        nonlocal size
-        digest.update(data)
-        write_all(descriptor, data, size)
-        size += len(data)
-
-    try:
-        write_all(descriptor, memoryview(head), 0)
-        for name, shape in tensors:
-            values = source.rectangle(name, (0,) * len(shape), shape).to(torch.float64 if dtype == "F64" else torch.float32)
-            put(values.reshape(-1).view(torch.uint8).numpy().data)
-        left = sum(prod(shape) for _, shape in tensors) * ITEM_BYTES[dtype] * (len(KINDS) - 1)
-        while left:
-            put(zeros[: min(left, BLOCK_BYTES)])
-            left -= min(left, BLOCK_BYTES)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return digest.hexdigest(), size
+def _write_shard(path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: DtypeName) -> str:
+    """The digest of a shard with masters from the source, and states that are zero."""
+    digest, zeros = RunningDigest(layout.head), memoryview(bytes(BLOCK_BYTES))
+    with created(path) as descriptor:
+        write_all(descriptor, memoryview(layout.head), 0)
+        for entry in layout.entries:
+            blocks: Iterable[memoryview]
+            if entry.kind == MASTER:
+                piece = pieces[entry.piece]
+                values = source.rectangle(piece.name, piece.offset, piece.shape).to(torch.float64 if dtype == "F64" else torch.float32)
+                blocks = [values.reshape(-1).view(torch.uint8).numpy().data]
+            else:
+                size = entry.numel * ITEM_BYTES[dtype]
+                blocks = (zeros[: size - done] for done in range(0, size, BLOCK_BYTES))
+            position = entry.start
+            for block in blocks:
+                digest.update(block)
+                write_all(descriptor, block, position)
+                position += len(block)
+    return digest.hexdigest()

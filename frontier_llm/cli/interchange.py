@@ -84,7 +84,6 @@ def _import(
     """Without a run, print the model section that it needs; else check that run, weights and tokenizer fit, and write the checkpoint."""
     from frontier_llm.checkpoint.weights import compare_models, write_checkpoint
     from frontier_llm.config import dump, load_run
-    from frontier_llm.costs.parameters import parameter_shapes
     from frontier_llm.data.tokenizer import load_tokenizer
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
 
@@ -100,7 +99,7 @@ def _import(
         raise CheckpointError(problems)
     if config.data.tokenizer is not None:
         check_vocabulary(load_tokenizer(config.data.tokenizer), config.model)
-    print(write_checkpoint(source, list(parameter_shapes(config.model).items()), config, int(args.shard_gib * GIB)))
+    print(write_checkpoint(source, config, int(args.shard_gib * GIB)))
     return 0
 
 

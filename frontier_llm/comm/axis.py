@@ -41,6 +41,11 @@ class Mesh:
     channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per direction (see comm.p2p)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
 
+    def axis(self, name: str) -> Axis:
+        """The axis of that name."""
+        axis: Axis = getattr(self, name)
+        return axis
+
 
 def serial_mesh() -> Mesh:
     """The mesh of a single process: every axis has size 1 and nothing is initialised."""

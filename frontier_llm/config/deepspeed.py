@@ -14,7 +14,7 @@ INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"  # built against 
 
 # DeepSpeed features that another part of this program does, or that change what is trained
 _ELSEWHERE = {
-    "optimizer": "optimizer.* (AdamW, by this program's own kernel)",
+    "optimizer": "optimizer.* (by this program's own kernels)",
     "scheduler": "optimizer.schedule",
     "bfloat16": "precision.dtype",
     "amp": "precision.dtype",
@@ -40,7 +40,7 @@ _ELSEWHERE = {
     "zero_optimization.zenflow": "nothing: asynchronous updates give other losses",
     "zero_optimization.elastic_checkpoint": "train.save_interval",
     "zero_optimization.round_robin_gradients": "nothing: with it DeepSpeed says wrongly where a parameter's state lies, which checkpoints must know",
-    "zero_optimization.mics_shard_size": "nothing: weights are split over all of dp",
+    "zero_optimization.mics_shard_size": "nothing: the optimizer state is split over all of dp",
 }
 
 
@@ -82,7 +82,6 @@ def _without_auto(given: dict[str, Any]) -> dict[str, Any]:
 
 def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
     """DeepSpeed's key → (value, the run file's key)."""
-    at_stage_1 = {"zero_optimization.overlap_comm": (False, "parallel.zero=1: gradients are handed over once, after the last backward")}
     return {
         "train_batch_size": (config.batch.global_batch, "batch.global_batch"),
         "train_micro_batch_size_per_gpu": (config.batch.micro_batch, "batch.micro_batch"),
@@ -91,7 +90,7 @@ def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
         "gradient_clipping": (config.optimizer.clip_norm, "optimizer.clip_norm"),
         "bf16.enabled": (config.precision.dtype == "bf16", "precision.dtype"),
         "fp16.enabled": (False, "precision.dtype"),
-        **(at_stage_1 if config.parallel.zero == 1 else {}),
+        "zero_optimization.overlap_comm": (False, "parallel.zero=1: gradients are handed over once, after the last backward"),
     }
 
 

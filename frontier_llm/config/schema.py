@@ -110,7 +110,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
-    zero: Literal[0, 1, 2, 3] = 1  # split over dp: 1 = optimizer state, 2 = and gradients, 3 = and weights (2 and 3: engine deepspeed)
+    zero: Literal[0, 1, 2, 3] = 1  # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
     stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
 
 
@@ -122,9 +122,10 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
+    """The optimizer and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    engine: Literal["native", "deepspeed"] = "native"  # sums gradients and updates weights; deepspeed: ZeRO 1; 2 and 3 without pipeline
+    name: str = "adamw"  # checked by the optimizers' own registry (blueprint.optimizers)
+    engine: Literal["native", "deepspeed"] = "native"  # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4
     min_lr: NonNegativeFloat = 3e-5

@@ -1,28 +1,33 @@
-"""Flat buckets, gradient synchronisation, ZeRO-1 AdamW, loss scale and learning rate."""
+"""Flat buckets, gradient synchronisation, ZeRO-1, the optimizers' formulas, loss scale and learning rate."""
 
-from frontier_llm.optim.adamw import AdamW, BucketState
+from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import Bucket, OwnedRange, build_buckets
-from frontier_llm.optim.engines import EngineInputs, build_update, gradient_destination
+from frontier_llm.optim.engines import build_update, gradient_destination
+from frontier_llm.optim.inputs import EngineInputs
 from frontier_llm.optim.loss_scale import LossScaler, initial_loss_scale
 from frontier_llm.optim.lr_schedule import learning_rate
-from frontier_llm.optim.state import KINDS, GradientSums, Optimizer, StateRectangle
+from frontier_llm.optim.registry import Slice, SliceUpdate, register
+from frontier_llm.optim.state import GradientSums, Optimizer, StateRectangle
 from frontier_llm.optim.sync import GradientSync
+from frontier_llm.optim.zero import Zero
 
 __all__ = [
-    "KINDS",
     "AdamW",
     "Bucket",
-    "BucketState",
     "EngineInputs",
     "GradientSums",
     "GradientSync",
     "LossScaler",
     "Optimizer",
     "OwnedRange",
+    "Slice",
+    "SliceUpdate",
     "StateRectangle",
+    "Zero",
     "build_buckets",
     "build_update",
     "gradient_destination",
     "initial_loss_scale",
     "learning_rate",
+    "register",
 ]

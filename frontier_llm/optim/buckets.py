@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from frontier_llm.blueprint.optimizers import OptimizerRule
 from frontier_llm.comm import DONE, Axis, Pending, single, start_all_gather_into
 from frontier_llm.ops import statistics_dtype
 from frontier_llm.packing import packed
@@ -34,16 +36,18 @@ class OwnedRange:
     position: int  # of `start` in the slice
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Bucket:
-    """Parameters that decay alike, are summed alike and travel together."""
+    """Parameters that decay alike, are summed alike, are updated alike and travel together."""
 
     parameters: list[ShardedParameter]
     offsets: list[int]  # of each parameter in the bucket
     flat_weights: Tensor  # [numel], working precision; complete when nothing is `arriving`
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
     decay: bool
-    extra_sum: str | None  # "tp" or "tied": summed over that axis before dp
+    partial_axes: tuple[str, ...]  # summed over these before dp
+    kinds: tuple[str, ...]  # what the optimizer keeps of them: the master copy and its states
+    whole: bool  # each of them lies within one owner's slice
     dp: Axis
     owner: Axis  # dp with ZeRO-1; otherwise a single rank, which owns everything
     first_use: int = 0  # position of its earliest parameter in the order of the forward pass
@@ -100,38 +104,52 @@ class _Parameters(dict[str, nn.Parameter | None]):
         return parameter
 
 
-def _sort_key(parameter: ShardedParameter) -> tuple[bool, str]:
-    return parameter.spec.decay, _extra_sum(parameter.spec) or ""
-
-
-def _extra_sum(spec: ShardSpec) -> str | None:
-    return next(iter(spec.partial_axes), None)
-
-
-def _pack(parameters: Sequence[ShardedParameter], limit: int) -> Iterator[list[ShardedParameter]]:
-    """Consecutive parameters of one kind, at most `limit` elements together (a larger one stands alone)."""
-    for _, kind in groupby(sorted(parameters, key=_sort_key), key=_sort_key):
-        yield from packed(kind, Tensor.numel, limit)
-
-
-def build_buckets(stages: Sequence[nn.Module], dp: Axis, zero: int, device: torch.device, bucket_numel: int) -> list[Bucket]:
+def build_buckets(
+    stages: Sequence[nn.Module], rule: OptimizerRule, dp: Axis, zero: int, device: torch.device, bucket_numel: int
+) -> list[Bucket]:
     """Allocate the flat buffers and put every parameter of the (meta) stages into them.
 
     Afterwards each parameter is a view of its bucket's weights and its main_grad a view of the gradients. Weights are
-    uninitialised, gradients zero.
+    uninitialised, gradients zero. Parameters that `rule` wants whole lie in buckets of their own, each within one owner's slice.
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]
     position = {parameter: index for index, parameter in enumerate(declared)}
+    last_first = declared[::-1]
     placed: dict[nn.Parameter, ShardedParameter] = {}
     bucket_of: dict[nn.Parameter, Bucket] = {}
     buckets = []
-    for group in _pack(declared[::-1], bucket_numel):
-        bucket = _allocate(group, dp, zero, device)
-        bucket.first_use = min(position[parameter] for parameter in group)
-        placed.update(zip(group, bucket.parameters, strict=True))
-        bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
-        buckets.append(bucket)
+
+    def alike(parameter: ShardedParameter) -> tuple[Any, ...]:
+        spec = parameter.spec
+        return spec.decay, spec.partial_axes, rule.whole(spec.parameter), rule.kinds(spec.parameter)
+
+    owner = dp if zero else single(dp.name, dp.ranks[dp.rank], dp.ledger)
+    for (decay, partial_axes, whole, kinds), equals in groupby(sorted(last_first, key=alike), key=alike):
+        members = list(equals)
+        # whole parameters need room for one in each owner's slice, or most of a bucket would be padding
+        limit = max(bucket_numel, owner.size * max(map(Tensor.numel, members))) if whole else bucket_numel
+        for group in packed(members, Tensor.numel, limit):
+            offsets, size = (_apart if whole else _in_a_row)(group, owner.size, dp.size)
+            weights = torch.zeros(size, dtype=group[0].dtype, device=device)
+            gradients = torch.zeros(size, dtype=statistics_dtype(weights.dtype), device=device)
+            real = [_view(*pair, weights, gradients) for pair in zip(group, offsets, strict=True)]
+            bucket = Bucket(
+                parameters=real,
+                offsets=offsets,
+                flat_weights=weights,
+                gradients=gradients,
+                decay=decay,
+                partial_axes=partial_axes,
+                kinds=kinds,
+                whole=whole,
+                dp=dp,
+                owner=owner,
+                first_use=min(position[parameter] for parameter in group),
+            )
+            placed.update(zip(group, real, strict=True))
+            bucket_of.update(dict.fromkeys(real, bucket))
+            buckets.append(bucket)
     for module in _distinct_modules(stages):
         own = {name: None if parameter is None else placed[parameter] for name, parameter in module._parameters.items()}
         module._parameters = _Parameters(own, bucket_of)
@@ -142,21 +160,35 @@ def _distinct_modules(stages: Iterable[nn.Module]) -> Iterator[nn.Module]:
     yield from dict.fromkeys(module for stage in stages for module in stage.modules())
 
 
-def _allocate(parameters: list[ShardedParameter], dp: Axis, zero: int, device: torch.device) -> Bucket:
-    sizes = [-(-parameter.numel() // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT for parameter in parameters]
-    offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-    chunk = BUCKET_ALIGNMENT * dp.size
-    numel = -(-sum(sizes) // chunk) * chunk
-    dtype = parameters[0].dtype
-    weights = torch.zeros(numel, dtype=dtype, device=device)
-    gradients = torch.zeros(numel, dtype=statistics_dtype(dtype), device=device)
-    real = []
-    for declared, offset in zip(parameters, offsets, strict=True):
-        view = slice(offset, offset + declared.numel())
-        shape = declared.spec.shape
-        parameter = ShardedParameter.create(weights[view].view(shape), declared.spec, declared.layer_accumulates)
-        parameter.main_grad = gradients[view].view(shape)
-        real.append(parameter)
-    spec = parameters[0].spec
-    owner = dp if zero else single(dp.name, dp.ranks[dp.rank], dp.ledger)
-    return Bucket(real, offsets, weights, gradients, spec.decay, _extra_sum(spec), dp, owner)
+def _aligned(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _room(parameter: Tensor) -> int:
+    return _aligned(parameter.numel(), BUCKET_ALIGNMENT)
+
+
+def _in_a_row(parameters: list[ShardedParameter], owners: int, parts: int) -> tuple[list[int], int]:
+    """(offset of each parameter, the bucket's length) without gaps; owners' slices begin anywhere."""
+    ends = list(accumulate(map(_room, parameters)))
+    return [0, *ends[:-1]], _aligned(ends[-1], BUCKET_ALIGNMENT * parts)
+
+
+def _apart(parameters: list[ShardedParameter], owners: int, parts: int) -> tuple[list[int], int]:
+    """The same with no parameter in two owners' slices: the largest first, each to the owner who has least; sorts `parameters` by offset."""
+    filled, place = [0] * owners, dict[ShardedParameter, tuple[int, int]]()
+    for parameter in sorted(parameters, key=_room, reverse=True):
+        owner = filled.index(min(filled))
+        place[parameter] = owner, filled[owner]
+        filled[owner] += _room(parameter)
+    size = _aligned(max(filled), BUCKET_ALIGNMENT * (parts // owners))
+    parameters.sort(key=place.__getitem__)
+    return [owner * size + start for owner, start in map(place.__getitem__, parameters)], owners * size
+
+
+def _view(declared: ShardedParameter, offset: int, weights: Tensor, gradients: Tensor) -> ShardedParameter:
+    """A declared parameter at its place in the flat buffers."""
+    place, shape = slice(offset, offset + declared.numel()), declared.spec.shape
+    parameter = ShardedParameter.create(weights[place].view(shape), declared.spec, declared.layer_accumulates)
+    parameter.main_grad = gradients[place].view(shape)
+    return parameter

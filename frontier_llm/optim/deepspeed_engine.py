@@ -5,47 +5,53 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from frontier_llm.blueprint.optimizers import OptimizerRule
 from frontier_llm.cluster.rank_env import adopt, environ
 from frontier_llm.comm import Axis, process_group
-from frontier_llm.config import OptimizerConfig
 from frontier_llm.config.deepspeed import INSTALL, deepspeed_settings
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import AdamWUpdate, Ops
-from frontier_llm.optim.engines import EngineInputs
+from frontier_llm.optim.inputs import EngineInputs
+from frontier_llm.optim.registry import Slice, SliceUpdate, slice_update
 from frontier_llm.tensor_parallel import ShardedParameter
 
 
-class FusedAdamW(torch.optim.Optimizer):
-    """What DeepSpeed calls with its flat fp32 partitions: our kernel. Its groups' values are set before every update."""
+class PartitionOptimizer(torch.optim.Optimizer):
+    """What DeepSpeed calls with its flat fp32 partitions: our formula. Its groups' values are set before every update."""
 
-    def __init__(self, parameters: Sequence[ShardedParameter], config: OptimizerConfig, ops: Ops) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], rule: OptimizerRule, formula: SliceUpdate) -> None:
+        """DeepSpeed makes one partition of each group: of parameters that decay alike and keep the same states."""
+
+        def alike(parameter: ShardedParameter) -> tuple[bool, tuple[str, ...]]:
+            return not parameter.spec.decay, rule.states(parameter.spec.parameter)
+
         groups = [
-            {"params": [p for p in parameters if p.spec.decay is decay], "weight_decay": config.weight_decay * decay}
-            for decay in (True, False)
+            {"params": list(group), "decay": not plain, "states": states}
+            for (plain, states), group in groupby(sorted(parameters, key=alike), key=alike)
         ]
-        super().__init__([group for group in groups if group["params"]], {"lr": config.lr, "step": 0, "grad_scale": 1.0})
-        self._config, self._ops = config, ops
+        super().__init__(groups, {"lr": 0.0, "step": 0, "grad_scale": 1.0})
+        self._formula = formula
 
-    def allocate(self, partitions: Sequence[torch.Tensor]) -> None:
-        """Moments for the partitions that DeepSpeed has put in place of the parameters."""
-        for flat in partitions:
-            self.state[flat] = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+    def allocate(self) -> None:
+        """States for the partitions that DeepSpeed has put in place of the parameters."""
+        for group in self.param_groups:
+            for flat in group["params"]:
+                self.state[flat] = {name: torch.zeros_like(flat) for name in group["states"]}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of all groups that have gradients. DeepSpeed's rehearsal at start-up, step 0, changes nothing."""
-        betas, eps = self._config.betas, self._config.eps
         for group in self.param_groups:
-            update = AdamWUpdate(group["lr"], *betas, eps, group["weight_decay"], group["step"], group["grad_scale"])
             for flat in group["params"]:
-                if flat.grad is not None and update.step > 0:
-                    self._ops.adamw_(flat, flat.grad, self.state[flat]["exp_avg"], self.state[flat]["exp_avg_sq"], flat, update)
+                if flat.grad is not None and group["step"] > 0:
+                    part = Slice(flat, flat.grad, self.state[flat], flat, group["decay"])
+                    self._formula.update(part, group["lr"], group["step"], group["grad_scale"])
 
 
 class _Groups:
@@ -106,8 +112,8 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
             return ZERO_OPTIMIZATION
 
     config = inputs.config
-    for parameter in parameters:  # how DeepSpeed knows what to count once in the gradient norm
-        parameter.model_parallel = parameter.spec.splits_over("tp")  # type: ignore[attr-defined]
+    for parameter in parameters:  # how DeepSpeed knows what to count once in the gradient norm: what is "model parallel", unless replicated
+        parameter.model_parallel = True  # type: ignore[attr-defined]
         parameter.ds_pipe_replicated = not parameter.spec.counted  # type: ignore[attr-defined]
     mpu = _Groups(inputs)
     settings = {
@@ -117,6 +123,6 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
         "data_types": {"grad_accum_dtype": "fp32"},
     }
     deepspeed.init_distributed()
-    optimizer = FusedAdamW(parameters, config.optimizer, inputs.ops)
+    optimizer = PartitionOptimizer(parameters, inputs.rule, slice_update(config.optimizer, inputs.ops))
     place = SimpleNamespace(device_rank=inputs.device.index or 0)  # else it takes LOCAL_RANK, also where one device is visible
     return Engine(args=place, model=model, optimizer=optimizer, mpu=mpu, config=settings, config_class=DeepSpeedConfig(settings, mpu))

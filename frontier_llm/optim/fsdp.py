@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from frontier_llm.blueprint.optimizers import MASTER
 from frontier_llm.comm import Axis, all_reduce_, process_group
-from frontier_llm.config import OptimizerConfig
 from frontier_llm.model import Stage, initial_rows
-from frontier_llm.ops import AdamWUpdate, Ops, statistics_dtype, working_dtype
-from frontier_llm.optim.engines import EngineInputs
+from frontier_llm.ops import statistics_dtype, working_dtype
+from frontier_llm.optim.inputs import EngineInputs
+from frontier_llm.optim.registry import Slice, slice_update
 from frontier_llm.optim.state import StateRectangle
 from frontier_llm.topology import Rectangle, ShardSpec
 
@@ -33,8 +34,7 @@ class _Shard:
     spec: ShardSpec  # of the tensor-parallel part that is cut over dp
     rectangle: Rectangle
     parameter: Any  # nn.Parameter over a DTensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    states: dict[str, Tensor]
 
     @property
     def master(self) -> Tensor:
@@ -45,21 +45,24 @@ class _Shard:
         return self.parameter.grad.to_local()
 
 
-class ShardedAdamW:
-    """AdamW on the shards, and the sums that `fully_shard` does not do."""
+class FullySharded:
+    """GradientSums and Optimizer: updates the shards, and does the sums that `fully_shard` does not do."""
 
     def __init__(self, inputs: EngineInputs) -> None:
         """Shard the stage, which is on the meta device, and give it its initial weights. Collective over dp."""
         (self._stage,) = inputs.stages  # there is no pipeline
         config, mesh, device = inputs.config, inputs.mesh, inputs.device
-        self.updates, self.device, self.sharded = 0, device, mesh.dp.size > 1
-        self._config, self._mesh, self._ops = config.optimizer, mesh, inputs.ops
+        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.dp.size > 1
+        self._formula, self._mesh, self._ops = slice_update(config.optimizer, inputs.ops), mesh, inputs.ops
         working, seed = working_dtype(config.precision.dtype), config.train.seed
         specs = _widen(self._stage)
         _fully_shard(self._stage, mesh.dp, working, device, config.train.timeout_s)
         self._stage.to_empty(device=device)
-        parameters = zip(self._stage.parameters(), specs, strict=True)
-        self._shards = [_initial_shard(parameter, spec, mesh.dp, working, seed) for parameter, spec in parameters]
+        self._shards = []
+        for parameter, spec in zip(self._stage.parameters(), specs, strict=True):
+            rectangle, local = _initial_rectangle(parameter, spec, mesh.dp, working, seed)
+            states = {name: torch.zeros_like(local) for name in self.rule.states(spec.parameter)}
+            self._shards.append(_Shard(spec, rectangle, parameter, states))
 
     # --- GradientSums ---
 
@@ -69,29 +72,29 @@ class ShardedAdamW:
             shard.parameter.grad = None
 
     def finish(self) -> None:
-        """See GradientSums. Over dp they are summed already; norms and biases under sequence parallelism still miss tp."""
-        partial = [shard.gradient for shard in self._shards if "tp" in shard.spec.partial_axes]
-        if partial:
-            flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.tp)
+        """See GradientSums. Over dp they are summed already; what is partial over other axes (sequence parallelism) still misses those."""
+        for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.partial_axes):
+            partial = [shard.gradient for shard in self._shards if name in shard.spec.partial_axes]
+            flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.axis(name))
             for gradient, total in zip(partial, flat.split([gradient.numel() for gradient in partial]), strict=True):
                 gradient.copy_(total.view_as(gradient))
 
     # --- Optimizer ---
 
-    def gradient_norm(self) -> Tensor:
-        """See Optimizer. Replicas are multiplied by zero: they add nothing but are heard where they are not finite."""
+    def squared_norm_share(self) -> Tensor:
+        """See Optimizer. Copies are multiplied by zero: they add nothing but are heard where they are not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for shard in self._shards:
-            if shard.rectangle.numel:
-                total += self._ops.sum_of_squares(shard.gradient.view(-1)) * int(shard.spec.counted)
-        return all_reduce_(total, self._mesh.world).sqrt()
+        for shard in self._held():
+            total += self._ops.sum_of_squares(shard.gradient.view(-1)) * int(shard.spec.counted)
+        return total
 
-    def step(self, lr: float, grad_scale: float) -> None:
+    def step(self, lr: float, grad_scale: float | Tensor) -> None:
         """See Optimizer."""
         self.updates += 1
-        for shard in self._shards:
-            if shard.rectangle.numel:
-                _update(shard, self._config, self._ops, lr, self.updates, grad_scale)
+        for shard in self._held():
+            master, states = shard.master.view(-1), {name: state.view(-1) for name, state in shard.states.items()}
+            part = Slice(master, shard.gradient.view(-1), states, master, shard.spec.decay)
+            self._formula.update(part, lr, self.updates, grad_scale)
 
     def settle(self) -> None:
         """See Optimizer: nothing is under way between steps."""
@@ -99,14 +102,8 @@ class ShardedAdamW:
     def state(self) -> list[StateRectangle]:
         """See Optimizer."""
         return [
-            StateRectangle(
-                shard.spec,
-                shard.rectangle,
-                shard.spec.counted,
-                {"master": shard.master, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq},
-            )
-            for shard in self._shards
-            if shard.rectangle.numel
+            StateRectangle(shard.spec, shard.rectangle, shard.spec.counted, {MASTER: shard.master, **shard.states})
+            for shard in self._held()
         ]
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
@@ -118,6 +115,10 @@ class ShardedAdamW:
         for module in self._stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _held(self) -> list[_Shard]:
+        """Those of which this rank has any elements: a dim that dp does not divide leaves some ranks without."""
+        return [shard for shard in self._shards if shard.rectangle.numel]
 
 
 def _widen(stage: Stage) -> list[ShardSpec]:
@@ -146,8 +147,8 @@ def _fully_shard(stage: Stage, dp: Axis, working: torch.dtype, device: torch.dev
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _initial_shard(parameter: Any, spec: ShardSpec, dp: Axis, working: torch.dtype, seed: int) -> _Shard:
-    """Initial weights rounded to the working precision, as every engine starts from them."""
+def _initial_rectangle(parameter: Any, spec: ShardSpec, dp: Axis, working: torch.dtype, seed: int) -> tuple[Rectangle, Tensor]:
+    """(this rank's rectangle of the global tensor, its master): initial weights rounded to the working precision, as every engine's."""
     dim, local = _cut_dim(spec.shape, dp.size), parameter.detach().to_local()
     first = min(-(-spec.shape[dim] // dp.size) * dp.rank, spec.shape[dim])  # torch.chunk's cut
     offset = tuple(start + (first if index == dim else 0) for index, start in enumerate(spec.offset))
@@ -156,10 +157,4 @@ def _initial_shard(parameter: Any, spec: ShardSpec, dp: Axis, working: torch.dty
         rounded = torch.empty(local.shape, dtype=working, device=local.device)
         initial_rows(replace(spec, offset=offset, shape=rectangle.shape), seed, rounded)
         local.copy_(rounded)
-    return _Shard(spec, rectangle, parameter, torch.zeros_like(local), torch.zeros_like(local))
-
-
-def _update(shard: _Shard, config: OptimizerConfig, ops: Ops, lr: float, step: int, grad_scale: float) -> None:
-    master = shard.master.view(-1)
-    update = AdamWUpdate(lr, *config.betas, config.eps, config.weight_decay if shard.spec.decay else 0.0, step, grad_scale)
-    ops.adamw_(master, shard.gradient.view(-1), shard.exp_avg.view(-1), shard.exp_avg_sq.view(-1), master, update)
+    return rectangle, local

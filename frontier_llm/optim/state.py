@@ -1,8 +1,8 @@
 """The narrow face of every optimizer: what the training step, the checkpoints and the comparison of replicas need of it, and no more.
 
 An optimizer's state is a list of rectangles of named global tensors, as views that may be read and filled. So a checkpoint
-depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the two Adam moments are state:
-the working weights are cast(master) on every rank, so storing them would add a fifth to a quarter to the bytes and nothing else.
+depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the states of the optimizer's rule
+are kept: the working weights are cast(master) on every rank, so storing them would add a fifth to a quarter to the bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from frontier_llm.blueprint.optimizers import OptimizerRule
 from frontier_llm.topology import Rectangle, ShardSpec, rectangles_of_run
-
-KINDS = ("master", "exp_avg", "exp_avg_sq")  # in the order in which a shard file holds them
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class GradientSums(Protocol):
 class Optimizer(Protocol):
     """One rank's part of the update, whatever engine does it."""
 
+    rule: OptimizerRule  # what it keeps of each parameter
     updates: int  # steps that were not skipped: what Adam's bias correction counts; set on resume
 
     @property
@@ -72,11 +72,14 @@ class Optimizer(Protocol):
     def device(self) -> torch.device:
         """Where collectives about the state take place."""
 
-    def gradient_norm(self) -> Tensor:
-        """L2 norm of the whole model's gradient, still multiplied by the loss scale; 0-dim fp64, the same on every rank. Collective."""
+    def squared_norm_share(self) -> Tensor:
+        """This rank's summand of the squared L2 norm of the whole model's gradient, times the loss scale squared; 0-dim fp64.
 
-    def step(self, lr: float, grad_scale: float) -> None:
-        """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor)."""
+        Not finite on some rank where the gradient is not.
+        """
+
+    def step(self, lr: float, grad_scale: float | Tensor) -> None:
+        """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor); it may lie on the device."""
 
     def settle(self) -> None:
         """Wait for weights that are still being gathered: before a rank looks at them without their module, and before it leaves."""

@@ -23,7 +23,7 @@ from frontier_llm.tensor_parallel import ShardedParameter
 
 
 class GradientSync:
-    """Sums each bucket over tp (sequence-parallel norms), over the tied stages (embedding), and over dp.
+    """Sums each bucket over the axes on which it is partial (tp: sequence-parallel norms; tied: the embedding), and over dp.
 
     A bucket that needs only the dp sum starts it when its last contribution of the step has arrived: a parameter gets
     `uses` contributions per microbatch, so the count is known and no schedule needs special treatment.
@@ -57,23 +57,24 @@ class GradientSync:
         """One contribution has been added to parameter.main_grad."""
         bucket = self._bucket_of[parameter]
         self._missing[bucket] -= 1
-        if self._missing[bucket] == 0 and self._overlap and bucket.extra_sum is None:
+        if self._missing[bucket] == 0 and self._overlap and not bucket.partial_axes:
             self._pending.append(self._start_sum(bucket))
 
     def finish(self) -> None:
         """Start what could not overlap and wait for all; then each bucket's own slice holds the step's full gradient."""
         incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
-        late = [bucket for bucket in self._buckets if bucket.extra_sum is not None or not self._overlap]
-        sums = [start_all_reduce_(bucket.gradients, self._extra_axis(bucket)) for bucket in late if bucket.extra_sum]
-        for pending in sums:
-            pending.wait()
+        late = [bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap]
+        for depth in range(max((len(bucket.partial_axes) for bucket in late), default=0)):
+            partial = [bucket for bucket in late if len(bucket.partial_axes) > depth]
+            for pending in [start_all_reduce_(bucket.gradients, self._axis(bucket.partial_axes[depth])) for bucket in partial]:
+                pending.wait()
         self._pending += [self._start_sum(bucket) for bucket in late]
         for pending in self._pending:
             pending.wait()
 
-    def _extra_axis(self, bucket: Bucket) -> Axis:
-        return self._mesh.tp if bucket.extra_sum == "tp" else self._mesh.tied
+    def _axis(self, name: str) -> Axis:
+        return self._mesh.axis(name)
 
     def _start_sum(self, bucket: Bucket) -> Pending:
         """Over dp: with ZeRO-1 each rank needs only the slice it will update."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frontier_llm import schedule
+from frontier_llm.blueprint.optimizers import optimizer_rule
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
-from frontier_llm.errors import LayoutError, Problem, divisors, nearest
+from frontier_llm.errors import ConfigError, LayoutError, Problem, divisors, nearest
 from frontier_llm.schedule import Placement
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import split_layers
@@ -210,21 +212,23 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
 
     if fsdp and deepspeed:
         refuse("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them")
-    if parallel.zero > 1 and not deepspeed:
-        fix = "set optimizer.engine=deepspeed, or parallel.data_mode=fsdp, or zero=1"
-        refuse("parallel.zero", f"{parallel.zero} is DeepSpeed's", fix)
+    if parallel.zero > 1:
+        fix = "set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1"
+        refuse("parallel.zero", f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp", fix)
     if parallel.zero == 0 and deepspeed:
-        fix = "set parallel.zero=1, 2 or 3, or optimizer.engine=native"
+        fix = "set parallel.zero=1, or optimizer.engine=native"
         refuse("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", fix)
-    if (fsdp or parallel.zero > 1) and parallel.pipeline > 1:
-        what = (
-            f"{parallel.pipeline} stages with {'fsdp' if fsdp else f'zero {parallel.zero}'}: gradients would be reduced, and with fsdp "
-            "and zero 3 weights gathered, once per microbatch, and a pipeline needs many"
-        )
-        refuse("parallel.pipeline", what, "set parallel.pipeline=1, or data_mode=zero with zero=1")
-    if deepspeed and parallel.zero > 1 and parallel.schedule != "1f1b":
-        what = f"{parallel.schedule} with zero {parallel.zero}: DeepSpeed reduces after each backward"
-        refuse("parallel.schedule", what, "use 1f1b")
+    if fsdp and parallel.pipeline > 1:
+        what = f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per microbatch, and a pipeline needs many"
+        refuse("parallel.pipeline", what, "set parallel.pipeline=1, or data_mode=zero")
+    try:
+        rule = optimizer_rule(config.optimizer.name)
+    except ConfigError as error:
+        found.extend(error.problems)
+    else:
+        if not native and any(map(rule.whole, model_parameters(config.model).values())):
+            what = f"{rule.name} updates whole matrices, which {'fsdp' if fsdp else 'DeepSpeed'} cuts"
+            refuse("optimizer.name", what, "use the native engine with data_mode=zero")
     if deepspeed and precision.dtype not in ("fp32", "bf16"):
         fix = "use bf16 or fp32, or optimizer.engine=native"
         refuse("precision.dtype", f"{precision.dtype} with the engine deepspeed is not supported", fix)

@@ -52,14 +52,14 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
     context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
     specs, weights = plan.stages_of(mesh.pp.rank), config.train.loss_weights
     stages = build_stages(config.model, specs, context, device, config.train.recompute, losses.select(weights))
-    update = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
+    sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
 
     sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
     activation = ActivationSpec((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
     def engine(schedule: Schedule) -> Engine:
         overlap = config.comm.overlap_messages
-        return Engine(schedule, update.stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights)
+        return Engine(schedule, stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights)
 
     schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     return TrainState(
@@ -68,8 +68,8 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
         mesh=mesh,
         device=device,
         stages=stages,
-        sync=update.sync,
-        optimizer=update.optimizer,
+        sync=sync,
+        optimizer=optimizer,
         scaler=LossScaler.create(config),
         pipeline=engine(schedule),
         evaluator=engine(forward_only(schedule)),

@@ -42,8 +42,8 @@ def train_step(state: TrainState) -> StepResult:
     state.sync.finish()
 
     # the only time in a step that the host waits for the device
-    losses = global_losses(state, local_losses)
-    loss, *further, scaled_norm = torch.cat((losses, optimizer.gradient_norm()[None])).tolist()
+    squared_norm = all_reduce_(optimizer.squared_norm_share(), state.mesh.world)
+    loss, *further, scaled_norm = torch.cat((global_losses(state, local_losses), squared_norm.sqrt()[None])).tolist()
     norm = scaled_norm / scaler.scale
     lr = learning_rate(config, state.current_step, train.steps)
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))

@@ -38,12 +38,12 @@ def double_counted_norm() -> Iterator[None]:
 
 
 def _without_sum_over(name: str) -> AbstractContextManager[Any]:
-    honest = GradientSync._extra_axis
+    honest = GradientSync._axis
 
-    def extra_axis(self: GradientSync, bucket: Any) -> Axis:
-        return single(name) if bucket.extra_sum == name else honest(self, bucket)
+    def axis(self: GradientSync, asked: str) -> Axis:
+        return single(name) if asked == name else honest(self, asked)
 
-    return patch.object(GradientSync, "_extra_axis", extra_axis)
+    return patch.object(GradientSync, "_axis", axis)
 
 
 @sabotage

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from frontier_llm import log
 from frontier_llm.blueprint import StageSpec, stage_parameters
+from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import ModelConfig, OpsConfig
 from frontier_llm.model import initial_rows
@@ -157,7 +158,7 @@ def play_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
     accumulation = WeightGradients()
     ops = select_ops(OpsConfig(), "cpu", torch.float64)
     layer = kind.make(LayerContext(mesh.tp, sequence_parallel and tp > 1, ops, accumulation, torch.float64))
-    buckets = build_buckets([layer], mesh.dp, 1, torch.device("cpu"), 10**6) if list(layer.parameters()) else []
+    buckets = build_buckets([layer], ADAMW, mesh.dp, 1, torch.device("cpu"), 10**6) if list(layer.parameters()) else []
     parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
     for parameter in parameters:
         with torch.no_grad():

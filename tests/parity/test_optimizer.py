@@ -34,7 +34,7 @@ def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
 
 def optimizer_elements(rank: int, case: Case) -> tuple[int, int]:
     state = build(rank, case)
-    return sum(s.master.numel() for s in state.optimizer.states), sum(b.weights.numel() for b in state.optimizer.buckets)
+    return sum(s["master"].numel() for s in state.optimizer.states), sum(b.weights.numel() for b in state.optimizer.buckets)
 
 
 def test_zero_keeps_one_share_of_the_optimizer_state(ranks: RankPool) -> None:
@@ -56,7 +56,7 @@ class Poisoned(NamedTuple):
 
 def _bits(state: TrainState) -> list[torch.Tensor]:
     weights = [bucket.weights for bucket in state.optimizer.buckets]
-    moments = [tensor for s in state.optimizer.states for tensor in (s.master, s.exp_avg, s.exp_avg_sq)]
+    moments = [tensor for s in state.optimizer.states for tensor in s.values()]
     return [tensor.clone() for tensor in weights + moments]
 
 

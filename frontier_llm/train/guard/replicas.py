@@ -10,7 +10,6 @@ A tensor's checksum is the sum of its bits read as integers: any single flipped 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,6 @@ from frontier_llm.comm import Axis, Mesh, all_gather, all_gather_json, maximum
 from frontier_llm.errors import Problem
 from frontier_llm.failure import Suspect
 from frontier_llm.optim import Optimizer
-from frontier_llm.topology import ShardSpec
 from frontier_llm.train.guard.suspects import WrongResults
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,46 +43,33 @@ class Drift:
         return Problem(self.tensor, one if len(self.ranks) == 1 else f"{self.axis} ranks {list(self.ranks)} differ")
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """One thing that every rank of an axis holds."""
-
-    name: str
-    values: Tensor
-
-
 class ReplicaCheck:
-    """Compares all copies; collective over dp, tp and tied."""
+    """Compares all copies; collective over dp and every axis that holds copies."""
 
     def __init__(self, optimizer: Optimizer, mesh: Mesh) -> None:
-        def over_dp(spec: ShardSpec) -> bool:
-            return True
-
-        def over_tp(spec: ShardSpec) -> bool:
-            return not spec.splits_over("tp")
-
-        def tied(spec: ShardSpec) -> bool:
-            return "tied" in spec.partial_axes
-
-        whole_state = [] if optimizer.sharded else list(_state(optimizer, over_dp))
-        self._copies: list[tuple[Axis, list[_Copy]]] = [
-            (mesh.dp, [*_weights(optimizer, over_dp), *whole_state]),
-            (mesh.tp, [*_weights(optimizer, over_tp), *_state(optimizer, over_tp)]),
-            (mesh.tied, list(_weights(optimizer, tied))),
-        ]
+        weights = [(f"weights of {spec.name}", spec, values) for spec, values in optimizer.weights()]
+        # the same parameters lie in the same places on all ranks of a stage, without ZeRO on all replicas too: so the rectangles correspond
+        state = [(f"{kind} of {part.name}", part.spec, values) for part in optimizer.state() for kind, values in part.tensors.items()]
+        names = sorted({axis for _, spec, _ in (*weights, *state) for axis in spec.coordinates if axis != mesh.dp.name})
+        over_dp = weights if optimizer.sharded else weights + state
+        self._copies: list[tuple[Axis, list[tuple[str, Tensor]]]] = [(mesh.dp, [(name, values) for name, _, values in over_dp])]
+        for axis in names:
+            held = weights if axis == mesh.tied.name else weights + state  # tied: ranks of two stages, whose rectangles differ
+            copies = [(name, values) for name, spec, values in held if axis in spec.coordinates and not spec.splits_over(axis)]
+            self._copies.append((mesh.axis(axis), copies))
         self._optimizer, self._device = optimizer, optimizer.device
 
     def drifts(self) -> list[Drift]:
         """Each tensor whose copies differ, as this rank's groups see it."""
-        found = []
+        drifts = []
         self._optimizer.settle()
         for axis, copies in self._copies:
             if axis.size > 1 and copies:
-                mine = torch.stack([checksum(copy.values) for copy in copies])
+                mine = torch.stack([checksum(values) for _, values in copies])
                 table = all_gather(mine, axis).view(axis.size, -1).cpu()
                 for column in (table != table[0]).any(0).nonzero().flatten().tolist():
-                    found.append(Drift(copies[column].name, axis.name, _odd(table[:, column].tolist(), axis)))
-        return found
+                    drifts.append(Drift(copies[column][0], axis.name, _odd(table[:, column].tolist(), axis)))
+        return drifts
 
     def check(self, step: int, world: Axis) -> None:
         """Raises ReplicaDrift on every rank when copies differ anywhere. Collective over the world."""
@@ -109,17 +94,6 @@ def checksum(values: Tensor) -> Tensor:
     words = flat.numel() // per_word * per_word if flat.storage_offset() % per_word == 0 else 0
     rest = flat[words:].view(narrow).sum(dtype=torch.int64)
     return rest + flat[:words].view(torch.int64).sum() if words else rest
-
-
-def _weights(optimizer: Optimizer, replicated: Callable[[ShardSpec], bool]) -> Iterator[_Copy]:
-    yield from (_Copy(f"weights of {spec.name}", values) for spec, values in optimizer.weights() if replicated(spec))
-
-
-def _state(optimizer: Optimizer, replicated: Callable[[ShardSpec], bool]) -> Iterator[_Copy]:
-    """The same parameters lie in the same places on every tp rank, and without ZeRO on every dp rank: so the rectangles correspond."""
-    for part in optimizer.state():
-        if replicated(part.spec):
-            yield from (_Copy(f"{kind} of {part.name}", values) for kind, values in part.tensors.items())
 
 
 def _odd(sums: list[int], axis: Axis) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
-from frontier_llm.optim import KINDS, AdamW
+from frontier_llm.optim import Zero
 from tests.unit.checkpoint.simulated import TINY, Layout, buckets_of
 
 CONFIG = RunConfig(model=TINY, batch=BatchConfig(global_batch=8))
@@ -37,16 +37,15 @@ class Run:
     def __init__(self, directory: Path, dtype: str = "bf16", **options: object) -> None:
         mesh = serial_mesh()
         self.buckets = buckets_of(TINY, Layout(dtype=dtype), 0)
-        self.optimizer = AdamW(self.buckets, OptimizerConfig(), mesh, select_ops(OpsConfig(), "cpu", torch.float32))
+        self.optimizer = Zero(self.buckets, OptimizerConfig(), select_ops(OpsConfig(), "cpu", torch.float32))
         settings = {"config": CONFIG, "keep": 2, **options}
         self.manager = CheckpointManager(directory / "checkpoints", mesh, self.optimizer, **settings)
 
     def fill(self, step: int) -> None:
         for number, state in enumerate(self.optimizer.states):
-            for kind_number, kind in enumerate(KINDS):
-                tensor = getattr(state, kind)
+            for kind_number, tensor in enumerate(state.values()):
                 tensor.copy_(torch.arange(tensor.numel()) * 0.25 + step * 1000 + number * 10 + kind_number)
-            self.buckets[number].own(self.buckets[number].weights).copy_(state.master)
+            self.buckets[number].own(self.buckets[number].weights).copy_(state["master"])
         self.optimizer.updates = step
 
     def save(self, *steps: int) -> None:
@@ -62,11 +61,10 @@ class Run:
             inside = torch.zeros(bucket.weights.numel(), dtype=torch.bool)
             for run in bucket.owned_ranges():
                 inside[run.position : run.position + run.stop - run.start] = True
-            for kind_number, kind in enumerate(KINDS):
-                tensor = getattr(state, kind)
+            for kind_number, (kind, tensor) in enumerate(state.items()):
                 expected = torch.arange(tensor.numel()) * 0.25 + step * 1000 + number * 10 + kind_number
                 assert torch.equal(tensor[inside], expected[inside].to(tensor.dtype)), kind
-            assert torch.equal(bucket.weights[inside], state.master[inside].to(bucket.weights.dtype))
+            assert torch.equal(bucket.weights[inside], state["master"][inside].to(bucket.weights.dtype))
 
 
 def in_child(work: Callable[[], None], failpoint: str = "") -> int:

@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.manifest import Manifest, Progress
 from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
 from frontier_llm.checkpoint.snapshot import Snapshot
-from frontier_llm.comm import Axis, Ledger, serial_mesh
+from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import ModelConfig, OpsConfig, OptimizerConfig, load_model
 from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops, working_dtype
-from frontier_llm.optim import KINDS, AdamW, BucketState, build_buckets
+from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
@@ -61,7 +62,7 @@ def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu
     pp_rank = grid.coordinates(rank)["pp"]
     mine = [specs[chunk * layout.pp + pp_rank] for chunk in range(layout.chunks)]
     stages = build_stages(model, mine, context, torch.device("cpu" if device == "cpu" else device))
-    return build_buckets(stages, axis(grid, "dp", rank), layout.zero, torch.device(device), layout.bucket_numel)
+    return build_buckets(stages, ADAMW, axis(grid, "dp", rank), layout.zero, torch.device(device), layout.bucket_numel)
 
 
 def value(kind: str, name: str, index: np.ndarray) -> np.ndarray:
@@ -82,15 +83,12 @@ def expected_state(kind: str, bucket: Bucket) -> np.ndarray:
     return state
 
 
-def optimizer_of(buckets: list[Bucket], filled: bool) -> AdamW:
-    optimizer = AdamW(buckets, OptimizerConfig(), serial_mesh(), select_ops(OpsConfig(), "cpu", torch.float32))
-    states = []
+def optimizer_of(buckets: list[Bucket], filled: bool) -> Zero:
+    optimizer = Zero(buckets, OptimizerConfig(), select_ops(OpsConfig(), "cpu", torch.float32))
+    optimizer.states = []
     for bucket in buckets:
-        arrays = [expected_state(kind, bucket) for kind in KINDS]
-        if not filled:
-            arrays = [np.zeros_like(array) for array in arrays]
-        states.append(BucketState(*map(torch.from_numpy, arrays)))
-    optimizer.states = states
+        arrays = {kind: expected_state(kind, bucket) for kind in bucket.kinds}
+        optimizer.states.append({kind: torch.from_numpy(array if filled else np.zeros_like(array)) for kind, array in arrays.items()})
     return optimizer
 
 
@@ -104,10 +102,10 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         optimizer = optimizer_of(buckets_of(model, layout, rank), filled=True)
         snapshot = Snapshot(optimizer, rank)
         snapshot.take()
-        head, data = snapshot.header(step), snapshot.data()
+        head, data = snapshot.layout(step).head, snapshot.data()
         digest = shard.write(building / snapshot.file, head, data)
         parts.append({"file": snapshot.file, "bytes": len(head) + len(data), "sha256": digest})
-        described.append([describe_piece(piece) for piece in snapshot.pieces])
+        described.append([describe_piece(part) for part in snapshot.saved])
         dtype = snapshot.dtype
     tensors, rows = index_pieces(described)
     degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
@@ -118,6 +116,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         config=config or {},
         environment={},
         dtype=dtype,
+        optimizer="adamw",
         tensors=tensors,
         rows=rows,
         parts=parts,
@@ -134,8 +133,8 @@ def check_loads(model: ModelConfig, layout: Layout, path: Path) -> None:
         optimizer = optimizer_of(buckets, filled=False)
         assert load.read_shards(path, manifest, optimizer, rank, layout.grid.world_size) == []
         for bucket, state in zip(buckets, optimizer.states, strict=True):
-            for kind in KINDS:
-                np.testing.assert_array_equal(getattr(state, kind).numpy(), expected_state(kind, bucket))
+            for kind, tensor in state.items():
+                np.testing.assert_array_equal(tensor.numpy(), expected_state(kind, bucket))
 
 
 TINY = load_model("llama-tiny")

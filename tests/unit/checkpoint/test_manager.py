@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from frontier_llm import failpoints
+from frontier_llm.blueprint import Kind, Parameter
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.cli.main import main
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError
+from frontier_llm.topology import shard
 from tests.unit.checkpoint.serial import CONFIG, Run, in_child
 from tests.unit.checkpoint.test_damage import flip
 
@@ -179,7 +181,7 @@ def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)
     path = run.manager.directory / "step_00000002"
-    run.buckets[0].parameters[0].spec = type(run.buckets[0].parameters[0].spec)("other.weight", (3,), (0,), (3,), None)
+    run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), Kind.VECTOR))
     with pytest.raises(CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"):
         run.manager.load(path)
 

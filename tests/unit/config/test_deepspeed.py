@@ -19,7 +19,7 @@ def settings(tmp_path: Path, content: Any) -> dict[str, Any]:
     config = RunConfig(
         model=load_model("llama-tiny"),
         batch=BatchConfig(global_batch=8, micro_batch=2),
-        parallel=ParallelConfig(zero=2),
+        parallel=ParallelConfig(zero=1),
         optimizer=OptimizerConfig(engine="deepspeed", deepspeed_config=str(path)),
     )
     return deepspeed_settings(config, microbatches=2)
@@ -27,7 +27,7 @@ def settings(tmp_path: Path, content: Any) -> dict[str, Any]:
 
 def test_what_the_run_file_decides_is_filled_in_and_the_rest_is_passed_on(tmp_path: Path) -> None:
     given = {
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": "auto"},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000, "allgather_bucket_size": "auto"},
         "train_batch_size": "auto",
         "steps_per_print": 7,
         "optimizer": "auto",
@@ -37,7 +37,7 @@ def test_what_the_run_file_decides_is_filled_in_and_the_rest_is_passed_on(tmp_pa
         "flops_profiler": {"enabled": False},
     }
     assert settings(tmp_path, given) == {
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000, "overlap_comm": False},
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -57,7 +57,7 @@ def test_every_contradiction_is_named_with_the_run_files_key(tmp_path: Path) -> 
         "optimizer": {"type": "Adam"},
         "bf16": {"enabled": False},
         "zero_optimization": {
-            "stage": 1,
+            "stage": 2,
             "zenflow": {},
             "round_robin_gradients": True,
             "offload_optimizer": {"device": "nvme", "nvme_path": "/x"},

@@ -47,7 +47,7 @@ def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, 
     train_step(state)
     parameters = sum(parameter.numel() for bucket in state.optimizer.buckets for parameter in bucket.parameters)
     gradients = sum(bucket.gradients.nbytes for bucket in state.optimizer.buckets)
-    optimizer = sum(moment.nbytes for one in state.optimizer.states for moment in (one.exp_avg, one.exp_avg_sq))
+    optimizer = sum(moment.nbytes for one in state.optimizer.states for moment in (one["exp_avg"], one["exp_avg_sq"]))
     place = plan.grid.coordinates(rank)
     return dict(mesh.ledger.bytes), dict(mesh.ledger.calls), parameters, gradients, optimizer, place["pp"]
 

@@ -166,7 +166,7 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
 
     export_huggingface(Counted(), tmp_path / "out", torch.float32)
     run = RunConfig(model=model, batch=BatchConfig(global_batch=1), train=TrainConfig(run_dir=str(tmp_path / "run")))
-    write_checkpoint(Counted(), shapes, run, 1 << 30)
+    write_checkpoint(Counted(), run, 1 << 30)
     assert len(alive) == 2 * len(shapes)
     assert most <= 2  # the one being written, and the next as it is made
 

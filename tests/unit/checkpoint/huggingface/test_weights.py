@@ -115,8 +115,7 @@ def test_an_imported_model_is_trained_on_any_layout(ranks: RankPool, variant: st
     saved(variant, tmp_path / "hf")
     source = HuggingFaceModel(tmp_path / "hf", vocab_multiple=16)
     config = run_config(source.model, tmp_path / "run", layout)
-    shapes = [(rule.ours, rule.shape) for rule in source.rules.values()]
-    path = write_checkpoint(source, shapes, config, shard_bytes=100_000)
+    path = write_checkpoint(source, config, shard_bytes=100_000)
     assert len(list(path.glob("shard_*.safetensors"))) > 2
     for rectangles in ranks.run(torch.Size(layout).numel(), global_weights, config):
         assert rectangles
@@ -127,8 +126,7 @@ def test_an_imported_model_is_trained_on_any_layout(ranks: RankPool, variant: st
 def test_import_export_gives_the_same_bytes(tmp_path: Path) -> None:
     saved("neox", tmp_path / "hf")
     source = HuggingFaceModel(tmp_path / "hf")
-    shapes = [(rule.ours, rule.shape) for rule in source.rules.values()]
-    path = write_checkpoint(source, shapes, run_config(source.model, tmp_path / "run"), 1 << 30)
+    path = write_checkpoint(source, run_config(source.model, tmp_path / "run"), 1 << 30)
     export_huggingface(CheckpointWeights(path, verified=True), tmp_path / "back", torch.float32)
     theirs, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert sorted(back) == sorted(theirs)
@@ -140,10 +138,9 @@ def test_a_run_that_has_begun_is_not_overwritten(tmp_path: Path) -> None:
     saved("llama-gqa", tmp_path / "hf")
     source = HuggingFaceModel(tmp_path / "hf")
     config = run_config(source.model, tmp_path / "run")
-    shapes = [(rule.ours, rule.shape) for rule in source.rules.values()]
-    write_checkpoint(source, shapes, config, 1 << 30)
+    write_checkpoint(source, config, 1 << 30)
     with pytest.raises(CheckpointError, match="step_00000000 already"):
-        write_checkpoint(source, shapes, config, 1 << 30)
+        write_checkpoint(source, config, 1 << 30)
 
 
 LLAMA_3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_sequence_length": 8}
@@ -165,8 +162,7 @@ def test_every_field_in_which_a_run_differs_is_named() -> None:
 def test_damage_is_named(tmp_path: Path) -> None:
     saved("llama-gqa", tmp_path / "hf")
     source = HuggingFaceModel(tmp_path / "hf")
-    shapes = [(rule.ours, rule.shape) for rule in source.rules.values()]
-    path = write_checkpoint(source, shapes, run_config(source.model, tmp_path / "run"), 100_000)
+    path = write_checkpoint(source, run_config(source.model, tmp_path / "run"), 100_000)
     shard = sorted(path.glob("shard_*"))[1]
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import OpsConfig, OptimizerConfig
 from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops
-from frontier_llm.optim import AdamW, build_buckets
+from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
 from frontier_llm.train.guard.replicas import ReplicaCheck, ReplicaDrift, checksum
@@ -40,8 +41,8 @@ def drift(rank: int, grid: Grid, zero: int, where: str) -> tuple[list[str], str]
     ops = select_ops(OpsConfig(), "cpu", torch.bfloat16)
     context = LayerContext(mesh.tp, False, ops, WeightGradients(), torch.bfloat16)
     stages = build_stages(TINY, split_layers(TINY, 1), context, torch.device("cpu"))
-    buckets = build_buckets(stages, mesh.dp, zero, torch.device("cpu"), 10_000_000)
-    optimizer = AdamW(buckets, OptimizerConfig(), mesh, ops)
+    buckets = build_buckets(stages, ADAMW, mesh.dp, zero, torch.device("cpu"), 10_000_000)
+    optimizer = Zero(buckets, OptimizerConfig(), ops)
     check = ReplicaCheck(optimizer, mesh)
     check.check(1, mesh.world)
     if rank == 1:
@@ -51,7 +52,7 @@ def drift(rank: int, grid: Grid, zero: int, where: str) -> tuple[list[str], str]
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
             if parameter.spec.name == "layers.2.mlp_norm.weight"
         )
-        values = parameter.data if where == "weights" else getattr(optimizer.states[number], where)[offset:]
+        values = parameter.data if where == "weights" else optimizer.states[number][where][offset:]
         values.view(torch.int16 if where == "weights" else torch.int32)[3] ^= 1
     try:
         check.check(2, mesh.world)

@@ -1,0 +1,44 @@
+"""What every engine starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from frontier_llm.blueprint.optimizers import OptimizerRule, optimizer_rule
+from frontier_llm.comm import Mesh
+from frontier_llm.config import RunConfig
+from frontier_llm.model import Stage, initialize
+from frontier_llm.ops import Ops
+from frontier_llm.optim.buckets import Bucket
+from frontier_llm.tensor_parallel import ShardedParameter, WeightGradients
+from frontier_llm.topology import ParallelPlan
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """Stages on the meta device, and where and how they will live."""
+
+    config: RunConfig
+    plan: ParallelPlan
+    mesh: Mesh
+    device: torch.device
+    ops: Ops
+    gradients: WeightGradients
+    stages: Sequence[Stage]
+
+    @property
+    def rule(self) -> OptimizerRule:
+        """What the run's optimizer keeps."""
+        return optimizer_rule(self.config.optimizer.name)
+
+    def fill(self, buckets: Sequence[Bucket]) -> list[ShardedParameter]:
+        """Initial weights into the buckets, and autograd's gradients on their way there; returns the parameters."""
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        initialize(parameters, self.config.train.seed)
+        for parameter in parameters:
+            if not parameter.layer_accumulates:
+                self.gradients.collect_from_autograd(parameter, self.ops.accumulate_)
+        return parameters

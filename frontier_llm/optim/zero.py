@@ -1,0 +1,132 @@
+"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) in three phases: own slice of the gradient, update it, gather weights.
+
+Buckets are updated in the order in which the next forward needs them, and each gather starts as soon as its update is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint.optimizers import MASTER, optimizer_rule
+from frontier_llm.config import OptimizerConfig
+from frontier_llm.ops import Ops
+from frontier_llm.optim.buckets import Bucket
+from frontier_llm.optim.registry import Slice, slice_update
+from frontier_llm.optim.state import StateRectangle, state_of_run
+from frontier_llm.topology import ShardSpec
+
+
+class Zero:
+    """Keeps, updates and shows the slices that this rank owns. With fp32 or fp64 weights the master copy *is* the slice of the weights."""
+
+    def __init__(self, buckets: Sequence[Bucket], config: OptimizerConfig, ops: Ops, overlap_gather: bool = False) -> None:
+        """Masters are copied from the weights: build after the weights have been initialised.
+
+        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets).
+        """
+        self.buckets, self.rule, self.updates = buckets, optimizer_rule(config.name), 0
+        self._formula, self._ops, self._overlap_gather = slice_update(config, ops), ops, overlap_gather
+        self.states = [_new_state(bucket) for bucket in buckets]
+        self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
+
+    def squared_norm_share(self) -> Tensor:
+        """See Optimizer. Each element counts once: dp slices partition a bucket, and of copies only one counts.
+
+        The others are multiplied by zero, so that a copy adds nothing but is heard where it is not finite.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for bucket, spans in zip(self.buckets, self._norm_spans, strict=True):
+            share, _ = bucket.norm_share(bucket.gradients)
+            for start, stop, counted in spans:
+                total += self._ops.sum_of_squares(share[start:stop]) * counted
+        return total
+
+    def step(self, lr: float, grad_scale: float | Tensor) -> None:
+        """See Optimizer."""
+        self.updates += 1
+        for bucket, state in sorted(zip(self.buckets, self.states, strict=True), key=lambda pair: pair[0].first_use):
+            for part in _slices(bucket, state):
+                self._formula.update(part, lr, self.updates, grad_scale)
+            bucket.spread()
+        if not self._overlap_gather:
+            self.settle()
+
+    def settle(self) -> None:
+        """See Optimizer."""
+        for bucket in self.buckets:
+            bucket.settle()
+
+    @property
+    def sharded(self) -> bool:
+        """See Optimizer."""
+        return self.buckets[0].owner.size > 1
+
+    @property
+    def device(self) -> torch.device:
+        """See Optimizer."""
+        return self.buckets[0].gradients.device
+
+    def state(self) -> list[StateRectangle]:
+        """See Optimizer. Saved is one of dp equal parts, with ZeRO or without, so that all ranks share the work."""
+        return [part for bucket, state in zip(self.buckets, self.states, strict=True) for part in _rectangles(bucket, state)]
+
+    def weights(self) -> list[tuple[ShardSpec, Tensor]]:
+        """See Optimizer."""
+        return [(parameter.spec, parameter.data) for bucket in self.buckets for parameter in bucket.parameters]
+
+    def weights_from_masters(self) -> None:
+        """See Optimizer."""
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            own = bucket.own(bucket.weights)
+            if own.data_ptr() != state[MASTER].data_ptr():
+                own.copy_(state[MASTER])
+            bucket.spread()
+        self.settle()
+
+
+def _new_state(bucket: Bucket) -> dict[str, Tensor]:
+    """By kind, this rank's slice of a bucket."""
+    own = bucket.own(bucket.weights)
+    master = own if own.dtype == bucket.gradients.dtype else own.to(bucket.gradients.dtype)
+    return {kind: master if kind == MASTER else torch.zeros_like(master) for kind in bucket.kinds}
+
+
+def _slices(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[Slice]:
+    """What one update covers: the rank's slice of the bucket, or each of the whole parameters in it."""
+    tensors = {**state, "gradient": bucket.own(bucket.gradients), "weights": bucket.own(bucket.weights)}
+    if bucket.whole:
+        parts = [
+            {name: flat[run.position : run.position + run.spec.numel].view(run.spec.shape) for name, flat in tensors.items()}
+            for run in bucket.owned_ranges()
+        ]
+    else:
+        parts = [tensors]
+    for part in parts:
+        states = {kind: part[kind] for kind in bucket.kinds if kind != MASTER}
+        yield Slice(part[MASTER], part["gradient"], states, part["weights"], bucket.decay)
+
+
+def _rectangles(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:
+    """Of dp equal parts of the bucket those that this rank's state covers: its own with ZeRO, else all, of which it saves its own."""
+    size, held = bucket.flat_weights.numel() // bucket.dp.size, state[MASTER].numel()
+    begin = bucket.owner.rank * held  # of the state, in the bucket
+    for part in range(begin // size, (begin + held) // size):
+        for run in bucket.ranges(part * size, (part + 1) * size):
+            first = part * size + run.position - begin
+            flat = {kind: values[first : first + run.stop - run.start] for kind, values in state.items()}
+            yield from state_of_run(run.spec, run.start, run.stop, run.spec.counted and part == bucket.dp.rank, flat)
+
+
+def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:
+    """Merged (start, stop, counted) runs of this rank's norm share; counted is 1 or, for copies that another rank counts, 0."""
+    share, offset = bucket.norm_share(bucket.gradients)
+    spans: list[tuple[int, int, int]] = []
+    for piece in bucket.ranges(offset, offset + share.numel()):
+        start, stop, counted = piece.position, piece.position + piece.stop - piece.start, int(piece.spec.counted)
+        if spans and spans[-1][1:] == (start, counted):
+            start = spans.pop()[0]
+        spans.append((start, stop, counted))
+    return spans
