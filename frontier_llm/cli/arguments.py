@@ -1,11 +1,16 @@
-"""What the commands' parsers share: one name, one metavar and one sentence for what several commands take; errors with a way out."""
+"""How a command is declared: its arguments and what it does; what several commands take, and errors with a way out.
+
+argparse stays: typer or click would wrap the errors, help and `key=value` words below in as much code of their own, and start slower.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from frontier_llm.errors import FrontierError, closest
@@ -76,53 +81,99 @@ def as_typed(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def examples(*lines: str) -> str:
-    """An epilog of commands that can be typed as they stand."""
-    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+Option = Callable[[argparse._ActionsContainer], object]  # adds itself to a parser
 
 
-def add_action(actions: argparse._SubParsersAction, name: str, line: str) -> argparse.ArgumentParser:
-    """A command's action; its one line of help, as a sentence, is also its description."""
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
-    return parser
+def option(*names: str, **settings: Any) -> Option:
+    """An option or a positional argument; the words are those of argparse's `add_argument`."""
+    return lambda parser: parser.add_argument(*names, **settings)
 
 
-def add_run(parser: argparse.ArgumentParser, about: str = "", default: str | None = None) -> None:
+def one_of(*options: Option) -> Option:
+    """Options of which exactly one must be given."""
+
+    def add(parser: argparse._ActionsContainer) -> None:
+        group = parser.add_mutually_exclusive_group(required=True)
+        for each in options:
+            each(group)
+
+    return add
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, or one action of it: its arguments and what it does; or the actions that it has instead.
+
+    `line` is its line in the list of actions and, as a sentence, its description where `about` has none. Examples can be typed as they stand.
+    """
+
+    work: Callable[[argparse.Namespace], int] | None = None
+    options: Sequence[Option] = ()
+    line: str = ""
+    about: str = ""
+    examples: Sequence[str] = ()
+    actions: Mapping[str, Command] = field(default_factory=dict)
+    metavar: str = "ACTION"
+
+    def add_to(self, subparsers: argparse._SubParsersAction, name: str) -> None:
+        """Register under this name."""
+        about = self.about or f"{self.line[0].upper()}{self.line[1:]}."
+        epilog = "\n  ".join(["examples:", *self.examples]) if self.examples else None
+        parser = subparsers.add_parser(name, help=self.line, description=about, epilog=epilog)
+        for each in self.options:
+            each(parser)
+        if self.actions:
+            inner = parser.add_subparsers(dest="action", required=True, metavar=self.metavar)
+            for action, command in self.actions.items():
+                command.add_to(inner, action)
+        else:
+            parser.set_defaults(work=self.work)
+
+
+def command(*options: Option, line: str = "", about: str = "", examples: Sequence[str] = ()) -> Callable[[Callable[..., int]], Command]:
+    """The decorated function is what a command does; see `Command`. It takes the parsed words and gives the exit code."""
+    return lambda work: Command(work, options, line, about, examples)
+
+
+def run_options(about: str = "", default: str | None = None) -> tuple[Option, Option]:
     """RUN [key=value …]."""
     text = "run file, or the name of one in configs/runs" + (f"; {about}" if about else "")
-    if default is None:
-        parser.add_argument("run", metavar="RUN", help=text)
-    else:
-        parser.add_argument("run", metavar="RUN", nargs="?", default=default, help=f"{text} (default: {default})")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to it, e.g. train.steps=100 parallel.tensor=2")
+    optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
+    return (
+        option("run", metavar="RUN", help=text + (f" (default: {default})" if default else ""), **optional),
+        option("overrides", metavar="key=value", nargs="*", help="changes to it, e.g. train.steps=100 parallel.tensor=2"),
+    )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """--json: the same flag and the same promise everywhere."""
-    parser.add_argument("--json", action="store_true", help="machine-readable result on stdout")
-
-
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Whom Slurm charges and where it queues."""
-    parser.add_argument("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)")
-    parser.add_argument("--partition", metavar="NAME", help="default: the site's")
-
-
-def add_resume(parser: argparse.ArgumentParser) -> None:
-    """How to go on from a checkpoint that is damaged, or was made with other settings."""
-    parser.add_argument("--strict", action="store_true", help="stop when the newest checkpoint is damaged (default: use the one before it)")
-    parser.add_argument(
+# the same flag and the same promise everywhere
+JSON = option("--json", action="store_true", help="machine-readable result on stdout")
+# whom Slurm charges and where it queues
+JOB = (
+    option("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)"),
+    option("--partition", metavar="NAME", help="default: the site's"),
+)
+# how to go on from a checkpoint that is damaged, or was made with other settings
+RESUME = (
+    option("--strict", action="store_true", help="stop when the newest checkpoint is damaged (default: use the one before it)"),
+    option(
         "--allow-change",
         action="append",
         default=[],
         metavar="KEY",
         help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; repeatable",
-    )
+    ),
+)
 
 
-def resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
-    """The words that give `add_resume`'s arguments again."""
-    return (*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key)))
+def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> None:
+    """A command's result: with --json its content, else its text."""
+    print(json.dumps(content, indent=1) if args.json else text())
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def dataset_prefix(text: str) -> str:
@@ -133,31 +184,31 @@ def dataset_prefix(text: str) -> str:
     return path
 
 
+def _number(text: str, pattern: str, what: str) -> re.Match[str]:
+    """The text as the pattern splits it. Raises ArgumentTypeError that says `what` it should be, also for 0 where the pattern has a group."""
+    match = re.fullmatch(pattern, text.strip().lower())
+    if match is None or (match.re.groups and not float(match[1])):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return match
+
+
 def positive(text: str) -> int:
     """A whole number above 0."""
-    if not re.fullmatch(r"0*[1-9]\d{0,17}", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+    return int(_number(text, r"(\d{1,18})", "a whole number above 0")[1])
 
 
 def natural(text: str) -> int:
     """A whole number, 0 included."""
-    if not re.fullmatch(r"\d{1,18}", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
-    return int(text)
+    return int(_number(text, r"\d{1,18}", "a whole number, 0 or more")[0])
 
 
 def size_of(text: str) -> int:
     """'64KiB' -> 65536."""
-    match = re.fullmatch(r"(\d+)\s*([kmg]ib)?", text.strip().lower())
-    if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1KiB, 64MiB or 4GiB")
+    match = _number(text, r"(\d+)\s*([kmg]ib)?", "a size such as 1KiB, 64MiB or 4GiB")
     return int(match[1]) * _BYTES[match[2] or ""]
 
 
 def count_of(text: str) -> float:
     """'300B' -> 3e11, '1.5T' -> 1.5e12, '2e9' -> 2e9."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", text.strip().lower().replace("_", ""))
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count such as 300B, 1.5T or 3e11")
+    match = _number(text.replace("_", ""), r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", "a count such as 300B, 1.5T or 3e11")
     return float(match[1]) * _COUNTS[match[2]]

@@ -3,53 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import add_run, positive
+from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show
+from frontier_llm.units import format_seconds
+
+if TYPE_CHECKING:
+    from frontier_llm.cluster.launchers import RankEnv
+    from frontier_llm.config import RunConfig
+    from frontier_llm.measure.step import StepBench
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the bench."""
-    add_run(parser)
-    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="measured steps, after two of warm-up (default: 5)")
-
-
-def run(args: argparse.Namespace) -> int:
+@command(
+    JSON,
+    *run_options(),
+    option("--steps", type=positive, default=5, metavar="N", help="measured steps, after two of warm-up (default: 5)"),
+    line="the training step against this device's own matrix-product rate",
+    about="Measure the training step against this device's own matrix-product rate.",
+)
+def step(args: argparse.Namespace) -> int:
     """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
-    from frontier_llm.cli.checks import check
-    from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
-    from frontier_llm.cluster.rank_env import discover
-    from frontier_llm.config import load_run
+    from frontier_llm.cli.local_ranks import measure_on_ranks
 
-    config = load_run(args.run, args.overrides)
-    place = discover()
-    if place is None:
-        world_size = local_world_size(config)
-        check(config, world_size, saves=False)
-        if world_size > 1:
-            flags = ["--steps", str(args.steps), *(["--json"] if args.json else [])]
-            return start_local_ranks(config, world_size, ["bench", "step", args.run, *args.overrides, *flags])
-    from frontier_llm.train.bench import bench_step
-    from frontier_llm.train.join import joined_state
+    def measure(config: RunConfig, place: RankEnv | None) -> None:
+        from frontier_llm.measure.step import bench_step
+        from frontier_llm.train.join import joined_state
 
-    with joined_state(config, place) as state:
-        result = bench_step(state, args.steps)
-        if state.mesh.world.rank == 0:
-            _print(result.as_json(), args.json)
-    return 0
+        with joined_state(config, place) as state:
+            result = bench_step(state, args.steps)
+            if state.mesh.world.rank == 0:
+                show(args, vars(result), lambda: "\n".join(_lines(result)))
+
+    return measure_on_ranks(args, measure)
 
 
-def _print(result: dict, as_json: bool) -> None:
-    from frontier_llm.units import format_seconds
-
-    if as_json:
-        print(json.dumps(result, indent=1))
-        return
-    print(f"{result['tokens_per_s']:,.0f} tokens/s   {format_seconds(result['step_time_s'])} per step")
-    share = f"{result['fraction_of_gemm']:.2f} of the {result['gemm_tflops']:.3f} TFLOP/s that its matrix products reach alone"
-    print(f"{result['model_tflops']:.3f} model TFLOP/s per device: {share}")
-    for name, seconds in result["phases_s"].items():
-        print(f"  {name:<16} {format_seconds(seconds):>9}  {seconds / result['step_time_s']:6.1%}")
-    print(f"  {'product':<16} {'M':>6} {'N':>6} {'K':>6}   TFLOP/s (forward and both gradients)")
-    for gemm in result["gemms"]:
-        print(f"  {gemm['name']:<16} {gemm['M']:>6} {gemm['N']:>6} {gemm['K']:>6}   {gemm['tflops']:.3f}")
+def _lines(result: StepBench) -> Iterator[str]:
+    yield f"{result.tokens_per_s:,.0f} tokens/s   {format_seconds(result.step_time_s)} per step"
+    share = f"{result.fraction_of_gemm:.2f} of the {result.gemm_tflops:.3f} TFLOP/s that its matrix products reach alone"
+    yield f"{result.model_tflops:.3f} model TFLOP/s per device: {share}"
+    for name, seconds in result.phases_s.items():
+        yield f"  {name:<16} {format_seconds(seconds):>9}  {seconds / result.step_time_s:6.1%}"
+    yield f"  {'product':<16} {'M':>6} {'N':>6} {'K':>6}   TFLOP/s (forward and both gradients)"
+    for gemm in result.gemms:
+        yield f"  {gemm['name']:<16} {gemm['M']:>6} {gemm['N']:>6} {gemm['K']:>6}   {gemm['tflops']:.3f}"

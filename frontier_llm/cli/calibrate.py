@@ -6,33 +6,24 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import add_run, examples, positive
+from frontier_llm.cli.arguments import command, option, positive, run_options
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "calibrate",
-        help="measure this machine and write its machine file",
-        description="Time a model's own products, attention, copies and collectives here, and write the machine file that plan reads.",
-        epilog=examples(
-            "frontier-llm calibrate quickstart --ranks 2 --output mine.yaml", "frontier-llm plan llama-15m --machine mine.yaml"
-        ),
-    )
-    add_run(parser, "its model, precision and ops are timed", default="bench")
-    parser.add_argument(
-        "--ranks", type=positive, default=2, metavar="N", help="ranks that measure at once: as many as will train (default: 2)"
-    )
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timings per sample; the median counts (default: 5)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="machine file to write (default: %(default)s)"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+@command(
+    *run_options("its model, precision and ops are timed", default="bench"),
+    option("--ranks", type=positive, default=2, metavar="N", help="ranks that measure at once: as many as will train (default: 2)"),
+    option("--repeats", type=positive, default=5, metavar="N", help="timings per sample; the median counts (default: 5)"),
+    option("--output", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="machine file to write (default: %(default)s)"),
+    about="Time a model's own products, attention, copies and collectives here, and write the machine file that plan reads.",
+    examples=(
+        "frontier-llm calibrate quickstart --ranks 2 --output mine.yaml",
+        "frontier-llm plan llama-15m --machine mine.yaml",
+    ),
+)
+def calibrate(args: argparse.Namespace) -> int:
     """Join a launcher's ranks or start local ones; rank 0 writes the file."""
     from frontier_llm.cli.local_ranks import start_local_ranks
     from frontier_llm.cluster.rank_env import discover
@@ -50,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
     if place is None and ranks > 1:
-        words = ["calibrate", args.run, *args.overrides, "--output", str(args.output), "--repeats", str(args.repeats)]
-        return start_local_ranks(config, ranks, words)
+        return start_local_ranks(config, ranks, args.typed)
     _measure(config, place, args)
     return 0
 
@@ -59,21 +49,15 @@ def run(args: argparse.Namespace) -> int:
 def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     import datetime
 
-    import yaml
-
-    from frontier_llm.machine import load_machine
-    from frontier_llm.planner.calibration_output import machine_content, report
-    from frontier_llm.train.calibrate import measure
+    from frontier_llm.measure.machine_file import machine_content, report, write_machine
+    from frontier_llm.measure.samples import measure
     from frontier_llm.train.join import joined
 
     with joined(config, place) as (_, mesh, device):
         samples = measure(config, mesh, device, memory_bytes(device.type, mesh.world.size), args.repeats)
         if mesh.world.rank == 0:
             when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
-            content = machine_content(samples, config, when)
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(yaml.safe_dump(content, sort_keys=False, width=200), encoding="utf-8")
-            load_machine(str(args.output))
+            write_machine(args.output, machine_content(samples, config, when))
             print(report(samples, config))
             print(f"wrote {args.output}; use it with `frontier-llm plan MODEL --machine {args.output} --nodes 1`")
 

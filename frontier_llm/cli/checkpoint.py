@@ -6,55 +6,24 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from frontier_llm.cli import interchange
-from frontier_llm.cli.arguments import add_action, add_json, examples
+from frontier_llm.cli.arguments import JSON, Command, aligned, command, option
 from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import FrontierError
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register the command and its actions."""
-    parser = subparsers.add_parser(
-        "checkpoint",
-        help="list, verify, compare, import and export checkpoints",
-        description="Look into the checkpoints of a run, and exchange models with Hugging Face. No ranks, no GPUs.",
-        epilog=examples(
-            "frontier-llm checkpoint list runs/quickstart",
-            "frontier-llm checkpoint verify runs/quickstart",
-            "frontier-llm checkpoint export-hf runs/quickstart exported/",
-        ),
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    of_run = "run directory, checkpoints folder or one checkpoint"
-    _add(actions, "list", "show the complete checkpoints of a run", _list, "path", of_run)
-    _add(actions, "verify", "read every byte and compare it with its digest", _verify, "path", of_run)
-    diff = _add(actions, "diff", "compare two checkpoints, whatever layouts wrote them", _diff, "first", "a step_… folder")
-    diff.add_argument("second", type=Path, metavar="PATH", help="another one")
-    interchange.add_commands(actions)
-
-
-def _add(
-    actions: argparse._SubParsersAction, name: str, line: str, work: Callable[[argparse.Namespace], int], argument: str, what: str
-) -> argparse.ArgumentParser:
-    parser = add_action(actions, name, line)
-    parser.add_argument(argument, type=Path, metavar="PATH", help=what)
-    add_json(parser)
-    parser.set_defaults(work=work)
-    return parser
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action."""
-    return int(args.work(args))
-
-
+@command(
+    option("path", type=Path, metavar="PATH", help="run directory, checkpoints folder or one checkpoint"),
+    JSON,
+    line="show the complete checkpoints of a run",
+)
 def _list(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import find, summary
 
@@ -69,7 +38,7 @@ def _list(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=1))
         return int(damaged)
     header = ("checkpoint", "model", "tokens", "size", "shards", "written as", "age", "")
-    _print_table([header, *(_list_row(row) for row in rows)])
+    print(aligned([header, *(_list_row(row) for row in rows)]))
     for row in rows:
         if "damaged" in row:
             print(f"\n{row['damaged']}", file=sys.stderr)
@@ -84,13 +53,11 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (name, row["model"], format_count(row["tokens"]), format_bytes(row["bytes"]), str(row["shards"]), row["layout"], age, pointer)
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
+@command(
+    option("path", type=Path, metavar="PATH", help="run directory, checkpoints folder or one checkpoint"),
+    JSON,
+    line="read every byte and compare it with its digest",
+)
 def _verify(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import find, verify
 
@@ -110,6 +77,12 @@ def _verify(args: argparse.Namespace) -> int:
     return int(any(results.values()))
 
 
+@command(
+    option("first", type=Path, metavar="PATH", help="a step_… folder"),
+    JSON,
+    option("second", type=Path, metavar="PATH", help="another one"),
+    line="compare two checkpoints, whatever layouts wrote them",
+)
 def _diff(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import compare
 
@@ -126,7 +99,7 @@ def _diff(args: argparse.Namespace) -> int:
     _section("reshaped", result.reshaped)
     if tensors:
         print("tensors")
-        _print_table([("  name", "kind", "elements that differ", "by at most"), *((f"  {name}", *rest) for name, *rest in tensors)])
+        print(aligned([("  name", "kind", "elements that differ", "by at most"), *((f"  {name}", *rest) for name, *rest in tensors)]))
     print("weights and optimizer state are bit-equal" if result.same_state else "weights or optimizer state differ")
     return int(not result.same_state)
 
@@ -135,3 +108,21 @@ def _section(title: str, lines: Iterable[str]) -> None:
     text = "\n".join(f"  {shorten(line, 160, placeholder=' …')}" for line in lines)
     if text:
         print(f"{title}\n{text}")
+
+
+checkpoint = Command(
+    about="Look into the checkpoints of a run, and exchange models with Hugging Face. No ranks, no GPUs.",
+    examples=(
+        "frontier-llm checkpoint list runs/quickstart",
+        "frontier-llm checkpoint verify runs/quickstart",
+        "frontier-llm checkpoint export-hf runs/quickstart exported/",
+    ),
+    actions={
+        "list": _list,
+        "verify": _verify,
+        "diff": _diff,
+        "import-hf": interchange.import_hf,
+        "import-megatron": interchange.import_megatron,
+        "export-hf": interchange.export_hf,
+    },
+)

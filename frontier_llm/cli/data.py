@@ -4,88 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cli.arguments import add_action, add_json, add_run, dataset_prefix, examples, natural, positive
+from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
+
+INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
+TEXT_OPTIONS = (
+    option("--text-key", default="text", metavar="NAME", help="JSON field or parquet column (default: text)"),
+    option("--documents", choices=("file", "line"), default="file", help="a document is a whole text file, or each line (default: file)"),
+    option("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping"),
+)
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the `data` command and its subcommands to an argparse subparsers object."""
-    data = subparsers.add_parser(
-        "data",
-        help="train tokenizers, tokenize text, inspect datasets",
-        description="From text, or tokens in another format, to the .bin/.idx datasets that train reads (Megatron's format).",
-        epilog=examples(
-            "frontier-llm data tokenizer books/ --output books.model --vocab-size 16000",
-            "frontier-llm data tokenize books/ --tokenizer books.model --output data/books",
-            "frontier-llm data inspect data/books",
-        ),
-    )
-    commands = data.add_subparsers(dest="data_command", required=True, metavar="ACTION")
-
-    tokenizer = add_action(commands, "tokenizer", "train a tokenizer on text files")
-    _inputs(tokenizer)
-    tokenizer.add_argument("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)")
-    tokenizer.add_argument("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)")
-    tokenizer.add_argument("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)")
-    _text_options(tokenizer)
-
-    tokenize = add_action(commands, "tokenize", "make PREFIX.bin/.idx from text; run it again to resume")
-    _inputs(tokenize)
-    tokenize.add_argument("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
-    tokenize.add_argument("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`")
-    tokenize.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
-    tokenize.add_argument("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)")
-    add_json(tokenize)
-    _text_options(tokenize)
-
-    importer = add_action(commands, "import", "make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin")
-    importer.add_argument("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, or directories of .mds/.npy/.bin")
-    importer.add_argument("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
-    importer.add_argument("--tokenizer", required=True, help="the one that made the tokens")
-    importer.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns")
-    importer.add_argument("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)")
-
-    add_run(add_action(commands, "index", "build a run's sample indices ahead of it, without its ranks"))
-
-    inspect = add_action(commands, "inspect", "counts, token histogram and decoded samples of a dataset; checks all of its index")
-    inspect.add_argument("prefix", type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
-    inspect.add_argument("--tokenizer", help="to decode with (default: the one that made the data)")
-    inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)")
-    inspect.add_argument("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)")
-    add_json(inspect)
-
-    stdlib = add_action(commands, "stdlib", "tokenizer and datasets from this Python's own standard library; no download")
-    stdlib.add_argument("directory", metavar="DIR", help="where to write them")
-    stdlib.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="ids (default: 4096)")
-    stdlib.add_argument("--tokenizer", help="use this one, e.g. `bytes`, instead of training one")
-    stdlib.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
-    add_json(stdlib)
-
-
-def _inputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
-
-
-def _text_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text-key", default="text", metavar="NAME", help="JSON field or parquet column (default: text)")
-    parser.add_argument(
-        "--documents", choices=("file", "line"), default="file", help="a document is a whole text file, or each line (default: file)"
-    )
-    parser.add_argument("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run one subcommand; errors are FrontierErrors."""
-    commands = {
-        "tokenizer": _tokenizer, "tokenize": _tokenize, "import": _import, "index": _index, "inspect": _inspect, "stdlib": _stdlib,
-    }  # fmt: skip
-    return commands[args.data_command](args)
-
-
+@command(
+    INPUTS,
+    option("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)"),
+    option("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)"),
+    option("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)"),
+    *TEXT_OPTIONS,
+    line="train a tokenizer on text files",
+)
 def _tokenizer(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
     from frontier_llm.data.training_text import training_text
@@ -104,15 +44,33 @@ def _tokenizer(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    INPUTS,
+    option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
+    option("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`"),
+    option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
+    option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
+    JSON,
+    *TEXT_OPTIONS,
+    line="make PREFIX.bin/.idx from text; run it again to resume",
+)
 def _tokenize(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 
     options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20)
     meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers)
-    print(json.dumps(asdict(meta), indent=1) if args.json else f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
+    show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
 
+@command(
+    option("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, or directories of .mds/.npy/.bin"),
+    option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
+    option("--tokenizer", required=True, help="the one that made the tokens"),
+    option("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns"),
+    option("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)"),
+    line="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin",
+)
 def _import(args: argparse.Namespace) -> int:
     from frontier_llm.data.importing import import_tokens
 
@@ -121,6 +79,10 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    *run_options(),
+    line="build a run's sample indices ahead of it, without its ranks",
+)
 def _index(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems, prepare_indices
@@ -135,19 +97,26 @@ def _index(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    option("prefix", type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
+    option("--tokenizer", help="to decode with (default: the one that made the data)"),
+    option("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)"),
+    option("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)"),
+    JSON,
+    line="counts, token histogram and decoded samples of a dataset; checks all of its index",
+)
 def _inspect(args: argparse.Namespace) -> int:
     from frontier_llm.data.inspect import inspect
 
     report = inspect(args.prefix, args.tokenizer, args.samples, args.top)
     if args.json:
-        json.dump(report, sys.stdout, indent=1)
-        print()
-        return 0
-    _show(report)
+        print(json.dumps(report, indent=1))
+    else:
+        _print_tables(report)
     return 0
 
 
-def _show(report: dict[str, Any]) -> None:
+def _print_tables(report: dict[str, Any]) -> None:
     """Tables for people."""
     from rich.console import Console
     from rich.markup import escape
@@ -176,6 +145,14 @@ def _show(report: dict[str, Any]) -> None:
         console.print(escape(body), highlight=False)
 
 
+@command(
+    option("directory", metavar="DIR", help="where to write them"),
+    option("--vocab-size", type=positive, default=4096, metavar="N", help="ids (default: 4096)"),
+    option("--tokenizer", help="use this one, e.g. `bytes`, instead of training one"),
+    option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
+    JSON,
+    line="tokenizer and datasets from this Python's own standard library; no download",
+)
 def _stdlib(args: argparse.Namespace) -> int:
     from frontier_llm.data.stdlib_corpus import prepare
 
@@ -187,3 +164,21 @@ def _stdlib(args: argparse.Namespace) -> int:
         print(f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text")
     print(f"train with: data.tokenizer={corpus.tokenizer} data.train={corpus.train} data.validation={corpus.validation}")
     return 0
+
+
+data = Command(
+    about="From text, or tokens in another format, to the .bin/.idx datasets that train reads (Megatron's format).",
+    examples=(
+        "frontier-llm data tokenizer books/ --output books.model --vocab-size 16000",
+        "frontier-llm data tokenize books/ --tokenizer books.model --output data/books",
+        "frontier-llm data inspect data/books",
+    ),
+    actions={
+        "tokenizer": _tokenizer,
+        "tokenize": _tokenize,
+        "import": _import,
+        "index": _index,
+        "inspect": _inspect,
+        "stdlib": _stdlib,
+    },
+)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from frontier_llm.cli.arguments import add_json, examples, positive
+from frontier_llm.cli.arguments import JSON, command, option, positive, show
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this node or every node of an allocation",
-        description="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems. "
-        "Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
-        epilog=examples("frontier-llm doctor --site frontier --this-node", "frontier-llm doctor --site lumi --run train_175b --json"),
-    )
-    parser.add_argument("--site", help="name or path of a site file (default: FRONTIER_LLM_SITE, else generic)")
-    parser.add_argument("--run", metavar="RUN", help="run file: its directory is checked, with room for two of its checkpoints")
-    parser.add_argument("--run-dir", default=".", metavar="DIR", help="directory to check when no run is given (default: the current one)")
-    parser.add_argument("--this-node", action="store_true", help="only this node, also inside an allocation")
-    parser.add_argument(
-        "--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"
-    )
-    parser.add_argument("--system-root", default="/", help=argparse.SUPPRESS)
-    add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+@command(
+    option("--site", help="name or path of a site file (default: FRONTIER_LLM_SITE, else generic)"),
+    option("--run", metavar="RUN", help="run file: its directory is checked, with room for two of its checkpoints"),
+    option("--run-dir", default=".", metavar="DIR", help="directory to check when no run is given (default: the current one)"),
+    option("--this-node", action="store_true", help="only this node, also inside an allocation"),
+    option("--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"),
+    option("--system-root", default="/", help=argparse.SUPPRESS),
+    JSON,
+    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems. "
+    "Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
+    examples=(
+        "frontier-llm doctor --site frontier --this-node",
+        "frontier-llm doctor --site lumi --run train_175b --json",
+    ),
+)
+def doctor(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing fatal was found, else 1."""
     from frontier_llm import log
     from frontier_llm.cluster import hostlist
@@ -52,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
     report = examine(
         site, settings_for(site, directory.resolve(), args.system_root), hostlist.expand(nodelist or ""), needed_bytes, args.timeout
     )
-    print(json.dumps(report.as_dict(), indent=1) if args.json else report.render())
+    show(args, report.as_dict(), report.render)
     return 0 if report.healthy else 1

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import dataset_prefix, examples, natural, positive
-from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
+from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, option, positive
+from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
 from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import ConfigError
 
@@ -19,39 +19,33 @@ if TYPE_CHECKING:
     from frontier_llm.inference.heldout import HeldOut
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "evaluate",
-        help="held-out loss and in-context tasks of a checkpoint",
-        description="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. Needs no network: "
-        "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that lm-evaluation-harness uses.",
-        epilog=examples(
-            "frontier-llm evaluate runs/quickstart",
-            "frontier-llm evaluate runs/train_22b --tensor 8 --task piqa=piqa.jsonl",
-        ),
-    )
-    add_model_options(parser, replicas=True)
-    parser.add_argument(
+@command(
+    *MODEL_OPTIONS,
+    option("--data-parallel", type=positive, default=1, metavar="N", help="copies of the model that share the work (default: 1)"),
+    JSON,
+    option(
         "--data", type=dataset_prefix, action="append", metavar="PREFIX", help="a .bin/.idx dataset (default: the run's data.validation)"
-    )
-    parser.add_argument(
-        "--windows", type=natural, default=0, metavar="N", help="context windows per dataset, evenly spaced; 0 = all (default)"
-    )
-    parser.add_argument(
-        "--task", action="append", metavar="NAME=FILE",
+    ),
+    option("--windows", type=natural, default=0, metavar="N", help="context windows per dataset, evenly spaced; 0 = all (default)"),
+    option(
+        "--task",
+        action="append",
+        metavar="NAME=FILE",
         help="arc_easy, arc_challenge, boolq, hellaswag, piqa, winogrande, wsc273, or any name for a file in LLM Foundry's format",
-    )  # fmt: skip
-    parser.add_argument("--shots", type=natural, default=0, metavar="N", help="solved examples before each question (default: 0)")
-    parser.add_argument(
-        "--shots-from", action="append", metavar="NAME=FILE", help="where a task's examples come from (default: its own file)"
-    )
-    parser.add_argument("--limit", type=natural, default=0, metavar="N", help="questions per task; 0 = all (default)")
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences scored at once (default: 8)")
-    parser.add_argument("--output", metavar="FILE", help="also write the JSON there")
-
-
-def run(args: argparse.Namespace) -> int:
+    ),
+    option("--shots", type=natural, default=0, metavar="N", help="solved examples before each question (default: 0)"),
+    option("--shots-from", action="append", metavar="NAME=FILE", help="where a task's examples come from (default: its own file)"),
+    option("--limit", type=natural, default=0, metavar="N", help="questions per task; 0 = all (default)"),
+    option("--batch-size", type=positive, default=8, metavar="N", help="sequences scored at once (default: 8)"),
+    option("--output", metavar="FILE", help="also write the JSON there"),
+    about="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. Needs no network: "
+    "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that lm-evaluation-harness uses.",
+    examples=(
+        "frontier-llm evaluate runs/quickstart",
+        "frontier-llm evaluate runs/train_22b --tensor 8 --task piqa=piqa.jsonl",
+    ),
+)
+def evaluate(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was scored."""
     from frontier_llm.inference.tasks import read_task, requests
 

@@ -9,45 +9,38 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import as_typed, examples, natural, positive
-from frontier_llm.cli.inference_ranks import add_model_options, inference_model, on_ranks, tokenizer_of
+from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
+from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
 from frontier_llm.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     from frontier_llm.inference.sampling import Sampling
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="continue a prompt with a checkpoint",
-        description="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
-        epilog=examples(
-            'frontier-llm generate runs/quickstart --prompt "def main("',
-            "frontier-llm generate runs/train_22b --tensor 8 --prompt-file prompts.txt",
-        ),
-    )
-    add_model_options(parser, replicas=False)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins")
-    parser.add_argument("--prompt-file", metavar="FILE", help="a text file, one prompt per line")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="at most so many per prompt (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)")
-    parser.add_argument("--top-k", type=natural, default=0, metavar="K", help="keep the K most likely tokens; 0 = all (default)")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)")
-    parser.add_argument(
+@command(
+    *MODEL_OPTIONS,
+    JSON,
+    option("--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins"),
+    option("--prompt-file", metavar="FILE", help="a text file, one prompt per line"),
+    option("--max-new-tokens", type=positive, default=128, metavar="N", help="at most so many per prompt (default: 128)"),
+    option("--temperature", type=float, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)"),
+    option("--top-k", type=natural, default=0, metavar="K", help="keep the K most likely tokens; 0 = all (default)"),
+    option("--top-p", type=float, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)"),
+    option(
         "--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest; 0 = all (default)"
-    )
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what was said becomes less likely (default: 1)"
-    )
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the draws (default: 0)")
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times")
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts continued at once (default: 8)")
-    parser.add_argument("--no-cache", action="store_true", help="recompute every position for every token, to check the cache")
-
-
-def run(args: argparse.Namespace) -> int:
+    ),
+    option("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what was said becomes less likely (default: 1)"),
+    option("--seed", type=natural, default=0, metavar="N", help="of the draws (default: 0)"),
+    option("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times"),
+    option("--batch-size", type=positive, default=8, metavar="N", help="prompts continued at once (default: 8)"),
+    option("--no-cache", action="store_true", help="recompute every position for every token, to check the cache"),
+    about="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
+    examples=(
+        'frontier-llm generate runs/quickstart --prompt "def main("',
+        "frontier-llm generate runs/train_22b --tensor 8 --prompt-file prompts.txt",
+    ),
+)
+def generate(args: argparse.Namespace) -> int:
     """Exit code 0 when every prompt has been continued."""
     _sampling(args), _prompts(args)  # refused here, in one process, before ranks start
     return on_ranks(args, _generate)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import add_json, as_typed, positive
+from frontier_llm.cli.arguments import as_typed, option, positive
 
 if TYPE_CHECKING:
     from frontier_llm.data.tokenizer import Tokenizer
@@ -20,21 +20,14 @@ if TYPE_CHECKING:
 _FLAGS = {"parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline", "train.device=": "--device "}
 
 
-def add_model_options(parser: argparse.ArgumentParser, replicas: bool) -> None:
-    """The model, its tokenizer, its precision and its layout."""
-    parser.add_argument("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory")
-    parser.add_argument("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="working precision (default: the run's; fp32 for others)")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda is also ROCm's name in torch (default: auto)"
-    )
-    parser.add_argument("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel degree (default: 1)")
-    parser.add_argument("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (default: 1)")
-    if replicas:
-        parser.add_argument(
-            "--data-parallel", type=positive, default=1, metavar="N", help="copies of the model that share the work (default: 1)"
-        )
-    add_json(parser)
+MODEL_OPTIONS = (
+    option("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory"),
+    option("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)"),
+    option("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="working precision (default: the run's; fp32 for others)"),
+    option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda is also ROCm's name in torch (default: auto)"),
+    option("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel degree (default: 1)"),
+    option("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (default: 1)"),
+)
 
 
 def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
@@ -55,22 +48,7 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
     from frontier_llm.cluster.local import run_local_ranks
 
     with TemporaryDirectory(prefix="frontier-llm-") as logs:
-        return run_local_ranks(world_size, as_arguments(args), environment(), Path(logs))
-
-
-def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command line that gives these arguments again."""
-    words = [args.command, args.model]
-    for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in ("command", "model") or value is None or value is False:
-            continue
-        if value is True:
-            words.append(flag)
-        else:
-            # one word, so that a value may begin with a dash
-            words += [f"{flag}={item}" for item in (value if isinstance(value, list) else [value])]
-    return words
+        return run_local_ranks(world_size, args.typed, environment(), Path(logs))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from frontier_llm.cli.arguments import command, option
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB
 
@@ -19,55 +20,34 @@ _THEN = "`frontier-llm train RUN` then goes on from it on any layout. Without RU
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
-def add_commands(subparsers: argparse._SubParsersAction) -> None:
-    """Register import-hf, import-megatron and export-hf below `checkpoint`; each parser's default `work` runs it."""
-    from_hf = subparsers.add_parser(
-        "import-hf",
-        help="start a run from a Hugging Face model (Llama, Mistral, Qwen 2, GPT-2, GPT-NeoX, MPT)",
-        description=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
-    )
-    from_hf.add_argument("source", metavar="DIR", help="holds config.json and safetensors")
-    _import_options(from_hf)
-    from_hf.set_defaults(work=run_import_hf)
-
-    from_megatron = subparsers.add_parser(
-        "import-megatron",
-        help="start a run from a checkpoint of Megatron-LM or Megatron-DeepSpeed",
-        description="Write step 0 of a run from the weights of a Megatron checkpoint of any tensor- and pipeline-parallel layout, without "
-        f"running anything that its files contain; {_THEN}",
-    )
-    from_megatron.add_argument("source", metavar="DIR", help="with iter_*/mp_rank_*/ or global_step*/layer_*-model_states.pt, or one step")
-    _import_options(from_megatron)
-    from_megatron.set_defaults(work=run_import_megatron)
-
-    exporter = subparsers.add_parser(
-        "export-hf",
-        help="write a checkpoint as a Hugging Face model",
-        description="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, whatever layout wrote it.",
-    )
-    exporter.add_argument("source", metavar="CHECKPOINT", help="a run directory (its newest checkpoint) or one checkpoint's folder")
-    exporter.add_argument("output", metavar="DIR", help="is created")
-    exporter.add_argument("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)")
-    exporter.add_argument("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)")
-    exporter.add_argument("--shard-gib", type=float, default=5.0, metavar="N", help="size of the files (default: 5)")
-    exporter.add_argument("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first")
-    exporter.set_defaults(work=run_export)
+IMPORT_OPTIONS = (
+    option("run", nargs="?", metavar="RUN", help="run file whose model has the same shape, or the name of one in configs/runs"),
+    option("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported"),
+    option("--shard-gib", type=float, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)"),
+)
 
 
-def _import_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", metavar="RUN", help="run file whose model has the same shape, or the name of one in configs/runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported")
-    parser.add_argument("--shard-gib", type=float, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)")
-
-
-def run_import_hf(args: argparse.Namespace) -> int:
+@command(
+    option("source", metavar="DIR", help="holds config.json and safetensors"),
+    *IMPORT_OPTIONS,
+    line="start a run from a Hugging Face model (Llama, Mistral, Qwen 2, GPT-2, GPT-NeoX, MPT)",
+    about=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
+)
+def import_hf(args: argparse.Namespace) -> int:
     """From a Hugging Face directory."""
     from frontier_llm.checkpoint.huggingface import HuggingFaceModel, read_model_config
 
     return _import(args, read_model_config, lambda directory, model: HuggingFaceModel(directory, model.vocab_multiple))
 
 
-def run_import_megatron(args: argparse.Namespace) -> int:
+@command(
+    option("source", metavar="DIR", help="with iter_*/mp_rank_*/ or global_step*/layer_*-model_states.pt, or one step"),
+    *IMPORT_OPTIONS,
+    line="start a run from a checkpoint of Megatron-LM or Megatron-DeepSpeed",
+    about="Write step 0 of a run from the weights of a Megatron checkpoint of any tensor- and pipeline-parallel layout, without "
+    f"running anything that its files contain; {_THEN}",
+)
+def import_megatron(args: argparse.Namespace) -> int:
     """From a Megatron checkpoint; the run's vocabulary says how many of the embedding's rows are no padding."""
     from frontier_llm.checkpoint.megatron import MegatronModel
 
@@ -103,7 +83,17 @@ def _import(
     return 0
 
 
-def run_export(args: argparse.Namespace) -> int:
+@command(
+    option("source", metavar="CHECKPOINT", help="a run directory (its newest checkpoint) or one checkpoint's folder"),
+    option("output", metavar="DIR", help="is created"),
+    option("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)"),
+    option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
+    option("--shard-gib", type=float, default=5.0, metavar="N", help="size of the files (default: 5)"),
+    option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first"),
+    line="write a checkpoint as a Hugging Face model",
+    about="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, whatever layout wrote it.",
+)
+def export_hf(args: argparse.Namespace) -> int:
     """Open, verify, write."""
     from frontier_llm.checkpoint.huggingface import Companions, export_huggingface, tokenizer_files
     from frontier_llm.inference.open import open_model, open_tokenizer

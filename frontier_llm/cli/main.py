@@ -15,22 +15,22 @@ from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
 from frontier_llm.errors import FrontierError, suggest
 
-# name → (module with add_parser and run, one line of help). `--help` must answer in under 0.3 s, so it reads only this table.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("frontier_llm.cli.plan", "choose tensor, pipeline and data parallelism for a model on a machine"),
-    "train": ("frontier_llm.cli.train", "train a run file; joins a launcher's ranks or starts local ones"),
-    "report": ("frontier_llm.cli.report", "write a run directory's report.html"),
-    "doctor": ("frontier_llm.cli.doctor", "check this node or every node of an allocation"),
-    "submit": ("frontier_llm.cli.submit", "queue a run on a Slurm site"),
-    "status": ("frontier_llm.cli.status", "what runs, how far it is, when it ends"),
-    "scaling": ("frontier_llm.cli.scaling", "weak and strong scaling experiments"),
-    "data": ("frontier_llm.cli.data", "train tokenizers, tokenize text, inspect datasets"),
-    "checkpoint": ("frontier_llm.cli.checkpoint", "list, verify, compare, import and export checkpoints"),
-    "evaluate": ("frontier_llm.cli.evaluate", "held-out loss and in-context tasks of a checkpoint"),
-    "generate": ("frontier_llm.cli.generate", "continue a prompt with a checkpoint"),
-    "ops": ("frontier_llm.cli.ops", "which fused op runs with which back-end, and why"),
-    "bench": ("frontier_llm.cli.bench", "measure the training step, the ops or the communication"),
-    "calibrate": ("frontier_llm.cli.calibrate", "measure this machine and write its machine file"),
+# name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads only this table.
+COMMANDS = {
+    "plan": "choose tensor, pipeline and data parallelism for a model on a machine",
+    "train": "train a run file; joins a launcher's ranks or starts local ones",
+    "report": "write a run directory's report.html",
+    "doctor": "check this node or every node of an allocation",
+    "submit": "queue a run on a Slurm site",
+    "status": "what runs, how far it is, when it ends",
+    "scaling": "weak and strong scaling experiments",
+    "data": "train tokenizers, tokenize text, inspect datasets",
+    "checkpoint": "list, verify, compare, import and export checkpoints",
+    "evaluate": "held-out loss and in-context tasks of a checkpoint",
+    "generate": "continue a prompt with a checkpoint",
+    "ops": "which fused op runs with which back-end, and why",
+    "bench": "measure the training step, the ops or the communication",
+    "calibrate": "measure this machine and write its machine file",
 }
 _GROUPS = {
     "plan and train": ("plan", "train", "report"),
@@ -47,7 +47,7 @@ _FIRST = (
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    blocks = ["\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names)]) for title, names in _GROUPS.items()]
+    blocks = ["\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names)]) for title, names in _GROUPS.items()]
     blocks.append("\n".join(["to begin with:", *(f"  {line}" for line in _FIRST)]))
     head = (
         "usage: frontier-llm <command> [options]\n\nPretraining of language models on MI250X supercomputers, laptops, and what is between."
@@ -56,8 +56,21 @@ def _usage() -> str:
     return "\n\n".join([head, *blocks, tail])
 
 
-def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-    """As parse_args, but key=value words may also stand after options, where argparse's own `*` no longer takes them."""
+def parser_of(*names: str) -> Parser:
+    """The parser of the program with these commands only."""
+    parser = Parser(prog="frontier-llm")
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for name in names:
+        getattr(importlib.import_module(f"frontier_llm.cli.{name}"), name).add_to(subparsers, name)
+    return parser
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The words of a command; they themselves are its `typed`, which local ranks are given again.
+
+    key=value words may also stand after options, where argparse's own `*` no longer takes them.
+    """
+    parser = parser_of(arguments[0])
     parsed, rest = parser.parse_known_args(arguments)
     loose = [word for word in rest if "=" in word and not word.startswith("-")]
     if loose and hasattr(parsed, "overrides"):
@@ -65,6 +78,7 @@ def _parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
         rest = [word for word in rest if word not in loose]
     if rest:
         parser.chosen(parsed).refuse(rest, arguments)
+    parsed.typed = arguments
     return parsed
 
 
@@ -82,11 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        module = importlib.import_module(COMMANDS[name][0])
-        parser = Parser(prog="frontier-llm")
-        module.add_parser(parser.add_subparsers(dest="command", required=True))
-        parsed = _parse(parser, arguments)
-        return int(module.run(parsed) or 0)
+        parsed = parse(arguments)
+        return int(parsed.work(parsed))
     except FrontierError as error:
         print(f"frontier-llm {name}: error\n{error}", file=sys.stderr)
         return error.exit_code

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from frontier_llm.cli.arguments import add_json, examples
+from frontier_llm.cli.arguments import JSON, Command, command, option
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "ops",
-        help="which fused op runs with which back-end, and why",
-        description="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made of, and do.",
-        epilog=examples("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a", "frontier-llm ops check gfx90a"),
-    )
-    actions = parser.add_subparsers(dest="ops_command", required=True, metavar="ACTION")
-    line = "op x back-end x architecture: available, or why not"
-    listing = actions.add_parser("list", help=line, description=f"Print {line}.")
-    listing.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16", help="working precision (default: bf16)")
-    add_json(listing)
-    line = "registers, LDS, matrix instructions and occupancy of an architecture's code objects"
-    kernels = actions.add_parser("kernels", help=line, description=f"Print {line}.")
-    kernels.add_argument("architecture", metavar="ARCHITECTURE", help="gfx90a, gfx942, sm_80 or sm_90")
-    kernels.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the kernels' operands (default: bf16)")
-    add_json(kernels)
-    line = "execute the prebuilt code objects on a simulated GPU, against the reference in float64"
-    check = actions.add_parser("check", help=line, description=f"{line[0].upper()}{line[1:]}; exit code 1 when one is wrong. Needs no GPU.")
-    check.add_argument("architecture", metavar="ARCHITECTURE", help="gfx90a")
-    check.add_argument("--all", action="store_true", help="fp16 and fp32 too, not only bf16")
-    add_json(check)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the table, or the rows as JSON."""
-    return {"list": _list, "kernels": _kernels, "check": _check}[args.ops_command](args)
-
-
+@command(
+    option("architecture", metavar="ARCHITECTURE", help="gfx90a, gfx942, sm_80 or sm_90"),
+    option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the kernels' operands (default: bf16)"),
+    JSON,
+    line="registers, LDS, matrix instructions and occupancy of an architecture's code objects",
+    about="Print registers, LDS, matrix instructions and occupancy of an architecture's code objects.",
+)
 def _kernels(args: argparse.Namespace) -> int:
     import json
 
@@ -56,6 +33,13 @@ def _kernels(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    option("architecture", metavar="ARCHITECTURE", help="gfx90a"),
+    option("--all", action="store_true", help="fp16 and fp32 too, not only bf16"),
+    JSON,
+    line="execute the prebuilt code objects on a simulated GPU, against the reference in float64",
+    about="Execute the prebuilt code objects on a simulated GPU, against the reference in float64; exit code 1 when one is wrong. Needs no GPU.",
+)
 def _check(args: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
@@ -85,6 +69,12 @@ def _check(args: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
+@command(
+    option("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16", help="working precision (default: bf16)"),
+    JSON,
+    line="op x back-end x architecture: available, or why not",
+    about="Print op x back-end x architecture: available, or why not.",
+)
 def _list(args: argparse.Namespace) -> int:
     import json
 
@@ -103,3 +93,10 @@ def _list(args: argparse.Namespace) -> int:
     for name, state in architectures.items():
         print(f"    {name:<8} {state}")
     return 0
+
+
+ops = Command(
+    about="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made of, and do.",
+    examples=("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a", "frontier-llm ops check gfx90a"),
+    actions={"list": _list, "kernels": _kernels, "check": _check},
+)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import add_json, count_of, examples, positive
+from frontier_llm.cli.arguments import JSON, command, count_of, option, positive, show
 
 if TYPE_CHECKING:
     from frontier_llm.config import ModelConfig
@@ -17,53 +17,43 @@ if TYPE_CHECKING:
     from frontier_llm.planner.search import Search
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="pick the parallel layout of a model on a machine, and say why",
-        description="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
-        "--validate scores the predictions against published measurements.",
-        epilog=examples(
-            "frontier-llm plan gpt-1t --machine frontier --nodes 384 --explain",
-            "frontier-llm plan llama-2-7b --machine lumi --nodes 4 --emit my.yaml",
-            "frontier-llm plan --validate",
-        ),
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="name in configs/models, or a path")
-    parser.add_argument("--run", metavar="RUN", help="plan this run file's model and global batch instead; --emit then writes on top of it")
-    parser.add_argument("--machine", default="frontier", help="name in configs/machines, or a path (default: %(default)s)")
-    parser.add_argument("--stack", metavar="NAME", help="software stack of the machine file (default: frontier-llm where the file has it)")
-    parser.add_argument("--nodes", type=positive, metavar="N", help="default: the smallest power of two on which the model fits")
-    parser.add_argument("--global-batch", type=positive, metavar="N", help="sequences per step (default: about 16 Mi tokens)")
-    parser.add_argument("--sequence-length", type=positive, metavar="N", help="tokens per sequence (default: the model's)")
-    parser.add_argument(
-        "--fix", action="append", default=[], metavar="KEY=VALUE", help="plan around a choice, e.g. tensor=8; may be repeated"
-    )
-    parser.add_argument(
-        "--what-if", action="append", default=[], metavar="KEY=VALUE", help="compare the choice with one that has this changed"
-    )
-    parser.add_argument("--explain", action="store_true", help="the step and the memory line by line, with the source of each number")
-    parser.add_argument("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node")
-    parser.add_argument("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)")
-    parser.add_argument("--top", type=positive, default=8, metavar="N", help="plans to show (default: %(default)s)")
-    parser.add_argument(
+@command(
+    option("model", nargs="?", metavar="MODEL", help="name in configs/models, or a path"),
+    option("--run", metavar="RUN", help="plan this run file's model and global batch instead; --emit then writes on top of it"),
+    option("--machine", default="frontier", help="name in configs/machines, or a path (default: %(default)s)"),
+    option("--stack", metavar="NAME", help="software stack of the machine file (default: frontier-llm where the file has it)"),
+    option("--nodes", type=positive, metavar="N", help="default: the smallest power of two on which the model fits"),
+    option("--global-batch", type=positive, metavar="N", help="sequences per step (default: about 16 Mi tokens)"),
+    option("--sequence-length", type=positive, metavar="N", help="tokens per sequence (default: the model's)"),
+    option("--fix", action="append", default=[], metavar="KEY=VALUE", help="plan around a choice, e.g. tensor=8; may be repeated"),
+    option("--what-if", action="append", default=[], metavar="KEY=VALUE", help="compare the choice with one that has this changed"),
+    option("--explain", action="store_true", help="the step and the memory line by line, with the source of each number"),
+    option("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node"),
+    option("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)"),
+    option("--top", type=positive, default=8, metavar="N", help="plans to show (default: %(default)s)"),
+    option(
         "--measured",
         nargs="+",
         type=Path,
         metavar="DIR",
         help="only print what the machine file predicts for these runs beside what they took",
-    )
-    add_json(parser)
-    parser.add_argument("--emit", type=Path, metavar="FILE", help="write a run config with this layout")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page")
-    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto")
-    parser.add_argument("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)")
-    parser.add_argument("--leave-models-out", action="store_true", help="with --validate: also cross-validate by leaving out whole models")
-    parser.add_argument("--rows", action="store_true", help="with --validate: print every prediction")
-
-
-def run(args: argparse.Namespace) -> int:
+    ),
+    JSON,
+    option("--emit", type=Path, metavar="FILE", help="write a run config with this layout"),
+    option("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page"),
+    option("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto"),
+    option("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)"),
+    option("--leave-models-out", action="store_true", help="with --validate: also cross-validate by leaving out whole models"),
+    option("--rows", action="store_true", help="with --validate: print every prediction"),
+    about="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
+    "--validate scores the predictions against published measurements.",
+    examples=(
+        "frontier-llm plan gpt-1t --machine frontier --nodes 384 --explain",
+        "frontier-llm plan llama-2-7b --machine lumi --nodes 4 --emit my.yaml",
+        "frontier-llm plan --validate",
+    ),
+)
+def plan(args: argparse.Namespace) -> int:
     """Entry point; raises FrontierError for whatever the user can mend."""
     if args.validate is not None:
         from frontier_llm.planner.validate import validate_command
@@ -149,14 +139,11 @@ def _is_run(name: str) -> bool:
 def _measured(args: argparse.Namespace) -> int:
     """`--measured`: runs that took place, each beside its prediction."""
     from frontier_llm.machine import load_machine, rates
-    from frontier_llm.planner.measured import as_table, read_run
+    from frontier_llm.measure.predicted import as_table, read_run
 
     numbers = rates(load_machine(args.machine), args.stack)
     runs = [read_run(directory, numbers) for directory in args.measured]
-    if args.json:
-        print(json.dumps([{**vars(one), "directory": str(one.directory), "error": one.error} for one in runs], indent=1))
-    else:
-        print(as_table(runs))
+    show(args, [{**vars(run), "directory": str(run.directory), "error": run.error} for run in runs], lambda: as_table(runs))
     return 0
 
 

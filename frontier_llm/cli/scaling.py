@@ -4,69 +4,41 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import add_job, add_json, examples, positive
+from frontier_llm.cli.arguments import JOB, JSON, Command, command, one_of, option, positive
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.sites import Site
     from frontier_llm.config import RunConfig
-    from frontier_llm.scaling.series import Point
+    from frontier_llm.scaling.series import Mode, Point
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "scaling",
-        help="weak and strong scaling experiments",
-        description="Make a series of runs that differ only in nodes, queue it, harvest it into a table and figures.",
-        epilog=examples(
-            "frontier-llm scaling weak --model gpt-175b --nodes 16,32 --site frontier -A ABC1",
-            "frontier-llm scaling strong --model gpt-1t --nodes 64,384 --site lumi --simulate",
-            "frontier-llm scaling report runs/scaling",
+def _series_command(mode: Mode, batch: str, line: str) -> Command:
+    """`scaling weak` and `scaling strong`."""
+    options = (
+        one_of(
+            option("--model", help="one with a shipped training run, e.g. gpt-175b"),
+            option("--run", metavar="RUN", help="run file, or the name of one in configs/runs"),
         ),
+        option("overrides", nargs="*", metavar="key=value", help="changes to every point, e.g. train.steps=50"),
+        option("--nodes", required=True, metavar="N,N,…", help="node counts, e.g. 16,32,64,128"),
+        option("--site", required=True, help="frontier, lumi, generic, local, or the path of a site file"),
+        option(batch, dest="batch", type=positive, metavar="N", help="in sequences (default: ORNL's for that model)"),
+        option("--repeats", type=positive, default=1, metavar="N", help="runs of each point; from 2 on with a confidence interval"),
+        option("--output", metavar="DIR", help="directory of the series (default: runs/scaling)"),
+        *JOB,
+        option("--time", metavar="H:MM:SS", help="walltime of each point (default: its predicted time, within the site's bin)"),
+        option("--simulate", action="store_true", help="run nothing: the planner's throughput, marked as simulated"),
+        option("--dry-run", action="store_true", help="show the points, write and queue nothing"),
+        JSON,
     )
-    inner = parser.add_subparsers(dest="what", required=True, metavar="ACTION")
-    for mode, text in (("weak", "the global batch grows with data parallelism"), ("strong", "the global batch stays")):
-        _add_series(
-            inner.add_parser(mode, help=f"make and queue a {mode} series: {text}", description=f"Make and queue a {mode} series: {text}.")
-        )
-    line = "harvest run directories into a table and figures"
-    report = inner.add_parser(
-        "report", help=line, description=f"{line[0].upper()}{line[1:]}: CSV, JSON, PNG and a self-contained HTML page."
-    )
-    report.add_argument("directory", metavar="DIR", help="holds the points, at any depth")
-    report.add_argument("--output", metavar="DIR", help="where to write (default: the same directory)")
-    add_json(report)
+    return Command(partial(_series, mode), options, line=f"make and queue a {mode} series: {line}")
 
 
-def _add_series(parser: argparse.ArgumentParser) -> None:
-    """Arguments of weak and strong."""
-    weak = parser.prog.endswith("weak")
-    chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--model", help="one with a shipped training run, e.g. gpt-175b")
-    chosen.add_argument("--run", metavar="RUN", help="run file, or the name of one in configs/runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to every point, e.g. train.steps=50")
-    parser.add_argument("--nodes", required=True, metavar="N,N,…", help="node counts, e.g. 16,32,64,128")
-    parser.add_argument("--site", required=True, help="frontier, lumi, generic, local, or the path of a site file")
-    batch = "--batch-per-replica" if weak else "--global-batch"
-    parser.add_argument(batch, dest="batch", type=positive, metavar="N", help="in sequences (default: ORNL's for that model)")
-    parser.add_argument("--repeats", type=positive, default=1, metavar="N", help="runs of each point; from 2 on with a confidence interval")
-    parser.add_argument("--output", metavar="DIR", help="directory of the series (default: runs/scaling)")
-    add_job(parser)
-    parser.add_argument("--time", metavar="H:MM:SS", help="walltime of each point (default: its predicted time, within the site's bin)")
-    parser.add_argument("--simulate", action="store_true", help="run nothing: the planner's throughput, marked as simulated")
-    parser.add_argument("--dry-run", action="store_true", help="show the points, write and queue nothing")
-    add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Exit code 0; a report over failed points is 1."""
-    return _report(args) if args.what == "report" else _series(args)
-
-
-def _series(args: argparse.Namespace) -> int:
+def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
@@ -81,7 +53,7 @@ def _series(args: argparse.Namespace) -> int:
     except ValueError:
         raise ConfigError(f"{args.nodes!r} is not a list of numbers", "write e.g. 16,32,64", "--nodes") from None
     root = Path(args.output or "runs/scaling").resolve()
-    points = make_series(args.what, config, site, nodes, args.batch or default_batch(args.what, config), root, args.repeats)
+    points = make_series(mode, config, site, nodes, args.batch or default_batch(mode, config), root, args.repeats)
     if args.simulate:
         return _simulate(args, points, site, root)
     queued = _submit(args, points, site, config)
@@ -162,6 +134,13 @@ def _simulate(args: argparse.Namespace, points: list[Point], site: Site, root: P
     return 0
 
 
+@command(
+    option("directory", metavar="DIR", help="holds the points, at any depth"),
+    option("--output", metavar="DIR", help="where to write (default: the same directory)"),
+    JSON,
+    line="harvest run directories into a table and figures",
+    about="Harvest run directories into a table and figures: CSV, JSON, PNG and a self-contained HTML page.",
+)
 def _report(args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.scaling.figure import write_report
@@ -172,3 +151,18 @@ def _report(args: argparse.Namespace) -> int:
     print(as_json(rows) if args.json else as_text(rows))
     log.info(f"wrote {', '.join(str(path) for path in paths)}")
     return 0 if all(row.status == "ok" for row in rows) else 1
+
+
+scaling = Command(
+    about="Make a series of runs that differ only in nodes, queue it, harvest it into a table and figures.",
+    examples=(
+        "frontier-llm scaling weak --model gpt-175b --nodes 16,32 --site frontier -A ABC1",
+        "frontier-llm scaling strong --model gpt-1t --nodes 64,384 --site lumi --simulate",
+        "frontier-llm scaling report runs/scaling",
+    ),
+    actions={
+        "weak": _series_command("weak", "--batch-per-replica", "the global batch grows with data parallelism"),
+        "strong": _series_command("strong", "--global-batch", "the global batch stays"),
+        "report": _report,
+    },
+)

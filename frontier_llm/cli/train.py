@@ -5,33 +5,27 @@ from __future__ import annotations
 import argparse
 import signal
 
-from frontier_llm.cli.arguments import add_resume, add_run, examples, resume_flags
+from frontier_llm.cli.arguments import RESUME, command, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
 from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a run file",
-        description="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are started: "
-        "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a checkpoint "
-        "within a step, a file STOP makes one and ends the run; started again without that file, it goes on from the last one.",
-        epilog=examples(
-            "frontier-llm train quickstart train.steps=500",
-            "frontier-llm train train_small parallel.data=1 --check",
-            "srun --ntasks-per-node=8 frontier-llm train train_22b",
-        ),
-    )
-    add_run(parser)
-    parser.add_argument("--no-jit", action="store_true", help="make any attempt to compile while training an error (ops.no_jit)")
-    add_resume(parser)
-    parser.add_argument("--check", action="store_true", help="check the run and its data, print the layout, train nothing")
-
-
-def run(args: argparse.Namespace) -> int:
+@command(
+    *run_options(),
+    option("--no-jit", action="store_true", help="make any attempt to compile while training an error (ops.no_jit)"),
+    *RESUME,
+    option("--check", action="store_true", help="check the run and its data, print the layout, train nothing"),
+    about="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are started: "
+    "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a checkpoint "
+    "within a step, a file STOP makes one and ends the run; started again without that file, it goes on from the last one.",
+    examples=(
+        "frontier-llm train quickstart train.steps=500",
+        "frontier-llm train train_small parallel.data=1 --check",
+        "srun --ntasks-per-node=8 frontier-llm train train_22b",
+    ),
+)
+def train(args: argparse.Namespace) -> int:
     """Exit code 0 when the run reached its last step."""
     from frontier_llm.cluster.signals import held
 
@@ -55,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
     if place is None:
         check_start(config, world_size)
     if place is None and world_size > 1:
-        return start_local_ranks(config, world_size, ["train", args.run, *overrides, *resume_flags(args)])
+        return start_local_ranks(config, world_size, args.typed)
     with SignalWatcher() as signals:
         from frontier_llm.train.loop import Resume, train
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli import main as cli
-from frontier_llm.cli.arguments import Parser, count_of, natural, positive
-from frontier_llm.cli.main import COMMANDS, main
+from frontier_llm.cli.arguments import count_of, natural, positive
+from frontier_llm.cli.main import COMMANDS, main, parser_of
 from frontier_llm.config import available
 
 # commands that a login node answers: they must not wait for torch
@@ -24,11 +24,7 @@ WITHOUT_TORCH = ("plan", "submit", "status", "doctor", "scaling", "data")
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
     """Every command's parser and those of its actions."""
-    root = Parser(prog="frontier-llm")
-    subparsers = root.add_subparsers()
-    for module, _ in COMMANDS.values():
-        importlib.import_module(module).add_parser(subparsers)
-    todo = [root]
+    todo: list[argparse.ArgumentParser] = [parser_of(*COMMANDS)]
     while todo:
         parser = todo.pop()
         yield parser
@@ -92,9 +88,7 @@ def test_examples_are_commands_of_this_program(prog: str) -> None:
     for line in str(PARSERS[prog].epilog).splitlines()[1:]:
         words = shlex.split(line)
         words = words[words.index("frontier-llm") + 1 :]
-        root = Parser(prog="frontier-llm")
-        importlib.import_module(COMMANDS[words[0]][0]).add_parser(root.add_subparsers(dest="command"))
-        assert root.parse_args(words).command == words[0]
+        assert parser_of(words[0]).parse_args(words).command == words[0]
 
 
 def test_the_models_and_runs_of_the_examples_are_shipped() -> None:

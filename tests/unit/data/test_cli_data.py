@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from frontier_llm.cli import data
+from frontier_llm.cli.main import parse
 from frontier_llm.errors import DataError
 
 
 def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    data.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["data", *map(str, words)])
-    return data.run(args)
+    args = parse(["data", *map(str, words)])
+    return int(args.work(args))
 
 
 @pytest.fixture

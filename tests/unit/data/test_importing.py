@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frontier_llm.cli import data as command
+from frontier_llm.cli.main import main
 from frontier_llm.data import importing
 from frontier_llm.data.importing import import_tokens
 from frontier_llm.data.indexed import IndexedDataset
@@ -74,12 +74,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import argparse
-
     np.array([1, EOD], "<u2").tofile(tmp_path / "a.npy")
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
     words = ["data", "import", str(tmp_path / "a.npy"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", "--dtype", "uint16"]
-    args = parser.parse_args(words)
-    assert command.run(args) == 0
+    assert main(words) == 0
     assert "1 documents, 2 tokens" in capsys.readouterr().out

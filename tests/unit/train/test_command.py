@@ -1,6 +1,5 @@
 """`frontier-llm train` as a user meets it: refused before ranks start, resumed on another layout, ended together."""
 
-import argparse
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ import yaml
 
 from frontier_llm.cli import checks, local_ranks
 from frontier_llm.cli import main as command_line
-from frontier_llm.cli import train as train_command
 from frontier_llm.config import load_run
 from frontier_llm.costs.parameters import total_parameters
 from frontier_llm.errors import ConfigError
@@ -45,9 +43,7 @@ def train(run_file: Path, *arguments: str, timeout: float = 120) -> subprocess.C
 
 @pytest.mark.parametrize("words", list(permutations((["a=1", "b=2"], ["--strict"], ["--allow-change", "optimizer.lr"], ["c=3"]))))
 def test_options_may_stand_anywhere_after_the_run(words):
-    parser = argparse.ArgumentParser()
-    train_command.add_parser(parser.add_subparsers())
-    parsed = command_line._parse(parser, ["train", "run.yaml", *chain(*words)])
+    parsed = command_line.parse(["train", "run.yaml", *chain(*words)])
     assert parsed.run == "run.yaml" and sorted(parsed.overrides) == ["a=1", "b=2", "c=3"]
     assert parsed.strict and parsed.allow_change == ["optimizer.lr"]
 

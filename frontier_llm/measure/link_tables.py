@@ -1,15 +1,16 @@
-"""What follows from measurements of `comm.bench`: slow links, contention, and tables for the planner and for comm.algorithms."""
+"""What follows from measurements of `measure.links`: slow links, contention, and tables for the planner and for comm.algorithms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from frontier_llm.comm.algorithms import Rule
-from frontier_llm.comm.bench import Measurement, Pair
 from frontier_llm.machine.affinity import link_gbps
+from frontier_llm.measure.links import Measurement, Pair
 
 PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
 SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named
@@ -85,3 +86,20 @@ def algorithm_rules(measurements: list[Measurement], nodes: dict[str, int], wher
                 rows.append(asdict(Rule(operation, nodes[axis], size, better, "measured", source)))
                 chosen = better
     return sorted(rows, key=lambda row: (row["operation"], row["nodes_from"], row["bytes_from"]))
+
+
+def draw_pairs(path: Path, pairs: list[Pair]) -> None:
+    """A heat map of the bandwidth between all pairs of ranks."""
+    from matplotlib.figure import Figure
+
+    ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
+    rates = {frozenset((pair.a, pair.b)): pair.gbps for pair in pairs}
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow([[rates.get(frozenset((a, b)), float("nan")) for b in ranks] for a in ranks], cmap="viridis", vmin=0)
+    figure.colorbar(image, label="GB/s, one way")
+    axes.set(title="messages between pairs of ranks", xlabel="global rank", ylabel="global rank")
+    labels = [str(rank) for rank in ranks]
+    axes.set_xticks(range(len(ranks)), labels)
+    axes.set_yticks(range(len(ranks)), labels)
+    figure.savefig(path)
