@@ -81,15 +81,20 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _compose(content: dict[str, Any], kind: str, directory: Path | None, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Follow `base:` chains of one mapping, nearest file last."""
+def compose(path: Path, kind: str) -> tuple[dict[str, Any], list[Path]]:
+    """(content of a file on top of its `base:` files' content, these files, nearest first). Raises ConfigError for a circle."""
+    files = [path.resolve()]
+    return _on_its_bases(_expand_model(read_yaml(path), path.parent), kind, path.parent, files), files
+
+
+def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, files: list[Path]) -> dict[str, Any]:
     if "base" not in content:
         return content
     path = find_file(str(content["base"]), kind, directory).resolve()
-    if path in seen:
-        chain = " -> ".join(str(step) for step in (*seen, path))
-        raise ConfigError(f"`base:` goes in a circle: {chain}", fix="remove one of these `base:` lines")
-    below = _compose(_expand_model(read_yaml(path), path.parent), kind, path.parent, (*seen, path))
+    files.append(path)
+    if path in files[:-1]:
+        raise ConfigError(f"`base:` goes in a circle: {' -> '.join(map(str, files))}", fix="remove one of these `base:` lines")
+    below = _on_its_bases(_expand_model(read_yaml(path), path.parent), kind, path.parent, files)
     return merge(below, {key: value for key, value in content.items() if key != "base"})
 
 
@@ -99,7 +104,7 @@ def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, 
     if isinstance(model, str):
         model = {"base": model}
     if isinstance(model, dict) and "base" in model:
-        return {**content, "model": _Whole(_compose(model, "models", directory))}
+        return {**content, "model": _Whole(_on_its_bases(model, "models", directory, []))}
     return content
 
 
@@ -173,22 +178,24 @@ _RULES = {
     "less_than_equal": "must be {le} or less",
     "literal_error": "must be {expected}",
     "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
     "too_short": "must have at least {min_length} entries",
 }
 
 
-def _as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
+def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
+    """An error of pydantic in the words of a run file."""
     # a value that may be one of several types is located with the type's name, which no user has written
-    where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)\[", str(part)))
+    where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
-    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ")).format(**error.get("ctx", {}))
-    near = ""
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
-        near = closest(error["input"], re.findall(r"'([^']*)'", rule))
-    return Problem(where, f"{rule}; got {error['input']!r}", f"did you mean {near!r}?" if near else "")
+    limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
+    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ")).format(**limits)
+    near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
+    value = repr(error["input"])
+    return Problem(where, f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}", f"did you mean {near!r}?" if near else "")
 
 
 def _joined(problems: list[Problem]) -> list[Problem]:
@@ -209,7 +216,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
     try:
         return model_type.model_validate(content)
     except ValidationError as error:
-        problems = _joined([_as_problem(model_type, detail) for detail in error.errors()])
+        problems = _joined([as_problem(model_type, detail) for detail in error.errors()])
         raise ConfigError([Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]) from None
 
 
@@ -219,7 +226,7 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
     """
     path, overrides = find_file(name_or_path, "runs"), list(overrides)
-    content = _compose(_expand_model(read_yaml(path), path.parent), "runs", path.parent, (path.resolve(),))
+    content, _ = compose(path, "runs")
     over = _expand_model(parse_overrides(overrides), None)
     try:
         return build(RunConfig, merge(content, over))
@@ -238,7 +245,7 @@ def _within(key: str, others: Iterable[str]) -> bool:
 def load_model(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """A model file by shipped name or path; `name` defaults to the file's stem."""
     path = find_file(name_or_path, "models")
-    content = _compose(read_yaml(path), "models", path.parent, (path.resolve(),))
+    content, _ = compose(path, "models")
     return build(ModelConfig, merge({"name": path.stem, **content}, overrides or {}), where=str(path))
 
 
