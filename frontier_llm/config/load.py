@@ -23,6 +23,8 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
+MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shipped files stay below 1,000
+
 
 def configs_dir() -> Path:
     """The shipped configs/: beside the package in a checkout, under the prefix when installed from a wheel."""
@@ -50,6 +52,8 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     fix = suggest(name, shipped) + "; or the path of a .yaml file"
     if os.path.isfile(f"{name}.yaml"):
         fix = f"did you mean {name}.yaml?"
+    elif os.path.isfile(name):
+        fix = f"{name} is there, but a {kind[:-1]} file is YAML: let its name end in .yaml"
     elif kind == "runs" and name in available("models"):
         fix = f"{name} is a model: name a run that trains it, or write a run file with `model: {name}`; runs: {', '.join(shipped)}"
     raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=fix)
@@ -58,7 +62,9 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file as a mapping; raises ConfigError with file, line and column when it does not parse."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = _parse(path.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: not UTF-8, or a date that is none
         said = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(f"cannot read: {said}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
@@ -66,6 +72,38 @@ def read_yaml(path: Path) -> dict[str, Any]:
         held = "nothing" if content is None else f"a {type(content).__name__}"
         raise ConfigError(f"holds {held}, not a mapping", where=str(path), fix="write `key: value` lines")
     return content
+
+
+def _parse(text: str) -> Any:
+    """YAML's value. Raises ConfigError for a key written twice and for aliases that unfold to more than MAXIMUM_NODES."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _unfolded(node, {}) > MAXIMUM_NODES:
+            raise ConfigError(f"holds more than {MAXIMUM_NODES} values when its aliases are unfolded", "write fewer values, or no aliases")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
+    """How many values a node stands for, each alias counted as what it names; checks the keys of each mapping once on the way."""
+    if node not in sizes:
+        sizes[node] = MAXIMUM_NODES + 1  # of a node inside itself
+        children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+            first: dict[tuple[str, str], int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                line = key.start_mark.line + 1
+                if (key.tag, key.value) in first:
+                    lines = f"lines {first[key.tag, key.value]} and {line}"
+                    raise ConfigError(f"{key.value!r} is written twice, in {lines}", "remove one of them")
+                first[key.tag, key.value] = line
+        sizes[node] = 1 + sum(_unfolded(child, sizes) for child in children)
+    return sizes[node]
 
 
 class _Whole(dict[str, Any]):
@@ -118,7 +156,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             problems.append(Problem(word, "is not of the form key=value", "write e.g. train.steps=100"))
             continue
         try:
-            value = yaml.safe_load(text)
+            value = _parse(text)
         except yaml.YAMLError:
             value = text
         *parents, leaf = key.split(".")
@@ -192,7 +230,7 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
-    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ")).format(**limits)
+    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ").replace("Input should", "must")).format(**limits)
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
     value = repr(error["input"])
     return Problem(where, f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}", f"did you mean {near!r}?" if near else "")

@@ -109,3 +109,13 @@ def test_bases_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(ConfigError, match="circle"):
         load_machine(str(tmp_path / "a.yaml"))
+
+
+def test_no_rule_is_told_in_pydantics_words(tmp_path: Path) -> None:
+    path = edited(tmp_path, "nics: {value: 4", "nics: {value: .inf")
+    path.write_text(path.read_text().replace('source: "OLCF user guide: hsn0-hsn3"', "source: ab"))
+    with pytest.raises(ConfigError) as caught:
+        load_machine(str(path))
+    message = str(caught.value)
+    assert "must have at least 3 characters; got 'ab'" in message and "must be a finite number" in message
+    assert "should" not in message
