@@ -23,6 +23,8 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
+MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shipped files stay below 1,000
+
 
 def configs_dir() -> Path:
     """The shipped configs/: beside the package in a checkout, under the prefix when installed from a wheel."""
@@ -50,6 +52,8 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     fix = suggest(name, shipped) + "; or the path of a .yaml file"
     if os.path.isfile(f"{name}.yaml"):
         fix = f"did you mean {name}.yaml?"
+    elif os.path.isfile(name):
+        fix = f"{name} is there, but a {kind[:-1]} file is YAML: let its name end in .yaml"
     elif kind == "runs" and name in available("models"):
         fix = f"{name} is a model: name a run that trains it, or write a run file with `model: {name}`; runs: {', '.join(shipped)}"
     raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=fix)
@@ -58,7 +62,9 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file as a mapping; raises ConfigError with file, line and column when it does not parse."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = _parse(path.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: not UTF-8, or a date that is none
         said = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(f"cannot read: {said}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
@@ -66,6 +72,38 @@ def read_yaml(path: Path) -> dict[str, Any]:
         held = "nothing" if content is None else f"a {type(content).__name__}"
         raise ConfigError(f"holds {held}, not a mapping", where=str(path), fix="write `key: value` lines")
     return content
+
+
+def _parse(text: str) -> Any:
+    """YAML's value. Raises ConfigError for a key written twice and for aliases that unfold to more than MAXIMUM_NODES."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _unfolded(node, {}) > MAXIMUM_NODES:
+            raise ConfigError(f"holds more than {MAXIMUM_NODES} values when its aliases are unfolded", "write fewer values, or no aliases")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
+    """How many values a node stands for, each alias counted as what it names; checks the keys of each mapping once on the way."""
+    if node not in sizes:
+        sizes[node] = MAXIMUM_NODES + 1  # of a node inside itself
+        children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+            first: dict[tuple[str, str], int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                line = key.start_mark.line + 1
+                if (key.tag, key.value) in first:
+                    lines = f"lines {first[key.tag, key.value]} and {line}"
+                    raise ConfigError(f"{key.value!r} is written twice, in {lines}", "remove one of them")
+                first[key.tag, key.value] = line
+        sizes[node] = 1 + sum(_unfolded(child, sizes) for child in children)
+    return sizes[node]
 
 
 class _Whole(dict[str, Any]):
@@ -81,15 +119,20 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _compose(content: dict[str, Any], kind: str, directory: Path | None, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Follow `base:` chains of one mapping, nearest file last."""
+def compose(path: Path, kind: str) -> tuple[dict[str, Any], list[Path]]:
+    """(content of a file on top of its `base:` files' content, these files, nearest first). Raises ConfigError for a circle."""
+    files = [path.resolve()]
+    return _on_its_bases(_expand_model(read_yaml(path), path.parent), kind, path.parent, files), files
+
+
+def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, files: list[Path]) -> dict[str, Any]:
     if "base" not in content:
         return content
     path = find_file(str(content["base"]), kind, directory).resolve()
-    if path in seen:
-        chain = " -> ".join(str(step) for step in (*seen, path))
-        raise ConfigError(f"`base:` goes in a circle: {chain}", fix="remove one of these `base:` lines")
-    below = _compose(_expand_model(read_yaml(path), path.parent), kind, path.parent, (*seen, path))
+    files.append(path)
+    if path in files[:-1]:
+        raise ConfigError(f"`base:` goes in a circle: {' -> '.join(map(str, files))}", fix="remove one of these `base:` lines")
+    below = _on_its_bases(_expand_model(read_yaml(path), path.parent), kind, path.parent, files)
     return merge(below, {key: value for key, value in content.items() if key != "base"})
 
 
@@ -99,7 +142,7 @@ def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, 
     if isinstance(model, str):
         model = {"base": model}
     if isinstance(model, dict) and "base" in model:
-        return {**content, "model": _Whole(_compose(model, "models", directory))}
+        return {**content, "model": _Whole(_on_its_bases(model, "models", directory, []))}
     return content
 
 
@@ -113,7 +156,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             problems.append(Problem(word, "is not of the form key=value", "write e.g. train.steps=100"))
             continue
         try:
-            value = yaml.safe_load(text)
+            value = _parse(text)
         except yaml.YAMLError:
             value = text
         *parents, leaf = key.split(".")
@@ -173,22 +216,24 @@ _RULES = {
     "less_than_equal": "must be {le} or less",
     "literal_error": "must be {expected}",
     "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
     "too_short": "must have at least {min_length} entries",
 }
 
 
-def _as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
+def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
+    """An error of pydantic in the words of a run file."""
     # a value that may be one of several types is located with the type's name, which no user has written
-    where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)\[", str(part)))
+    where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
-    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ")).format(**error.get("ctx", {}))
-    near = ""
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
-        near = closest(error["input"], re.findall(r"'([^']*)'", rule))
-    return Problem(where, f"{rule}; got {error['input']!r}", f"did you mean {near!r}?" if near else "")
+    limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
+    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ").replace("Input should", "must")).format(**limits)
+    near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
+    value = repr(error["input"])
+    return Problem(where, f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}", f"did you mean {near!r}?" if near else "")
 
 
 def _joined(problems: list[Problem]) -> list[Problem]:
@@ -209,7 +254,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
     try:
         return model_type.model_validate(content)
     except ValidationError as error:
-        problems = _joined([_as_problem(model_type, detail) for detail in error.errors()])
+        problems = _joined([as_problem(model_type, detail) for detail in error.errors()])
         raise ConfigError([Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]) from None
 
 
@@ -219,7 +264,7 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
     """
     path, overrides = find_file(name_or_path, "runs"), list(overrides)
-    content = _compose(_expand_model(read_yaml(path), path.parent), "runs", path.parent, (path.resolve(),))
+    content, _ = compose(path, "runs")
     over = _expand_model(parse_overrides(overrides), None)
     try:
         return build(RunConfig, merge(content, over))
@@ -238,7 +283,7 @@ def _within(key: str, others: Iterable[str]) -> bool:
 def load_model(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """A model file by shipped name or path; `name` defaults to the file's stem."""
     path = find_file(name_or_path, "models")
-    content = _compose(read_yaml(path), "models", path.parent, (path.resolve(),))
+    content, _ = compose(path, "models")
     return build(ModelConfig, merge({"name": path.stem, **content}, overrides or {}), where=str(path))
 
 

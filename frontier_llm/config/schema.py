@@ -7,14 +7,21 @@ world size: that is `topology.plan`. Nothing here imports anything of the packag
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+
+def _whole(value: Any) -> Any:
+    """1e3 is a whole number, which YAML hands on as text."""
+    return int(float(value)) if isinstance(value, str) and re.fullmatch(r"[1-9]\d*[eE]\+?\d\d?", value) else value
+
 
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
-PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
+PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
+NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,75 +32,66 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 
     Raises DataError when the directory cannot be written or the file does not hold `length` elements of `dtype`.
     """
-    if not path.exists():
-        try:
+    try:
+        while not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _build_or_wait(path, length, dtype, build)
-        except OSError as error:
-            raise DataError(
-                f"cannot write: {error.strerror or error}", where=str(path), fix="set data.cache_dir to a directory you can write"
-            ) from error
+            with _turn(path.with_suffix(".lock"), path) as mine:
+                if mine and not path.exists():
+                    _write(path, length, dtype, build)
+    except OSError as error:
+        fix = "set data.cache_dir to a directory you can write"
+        raise DataError(f"cannot write: {error.strerror or error}", where=str(path), fix=fix) from error
     fix = f"delete {path}; it is made anew"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise DataError(f"is not a .npy array: {error}", where=str(path), fix=fix) from error
     if array.shape != (length,) or array.dtype != np.dtype(dtype):
-        found = f"{array.dtype}{list(array.shape)}"
-        raise DataError(f"expected {np.dtype(dtype)}[{length}], found {found}", where=str(path), fix=fix)
+        what = f"expected {np.dtype(dtype)}[{length}], found {array.dtype}{list(array.shape)}"
+        raise DataError(what, where=str(path), fix=fix)
     return np.asarray(array)
 
 
-def _build_or_wait(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:
-    lock = path.with_suffix(".lock")
-    seen_ns, changed_at = -1, time.monotonic()
-    while not path.exists():
-        if _take(lock):
-            with _heartbeat(lock):
-                if not path.exists():
-                    _write(path, length, dtype, build)
-            return
-        try:
-            now_ns = lock.stat().st_mtime_ns
-        except FileNotFoundError:
-            continue
-        if now_ns != seen_ns:
-            seen_ns, changed_at = now_ns, time.monotonic()
-        elif time.monotonic() - changed_at > STALE_S:  # by this host's own clock: file servers' clocks differ
-            log.warn(f"{lock}: no sign of life for {STALE_S:.0f} s, taking over")
-            lock.unlink(missing_ok=True)
-        time.sleep(POLL_S)
+@contextmanager
+def _turn(lock: Path, result: Path) -> Iterator[bool]:
+    """Hold the lock, touching it every few seconds (compiled code releases the GIL); or wait for its holder, and yield False.
 
-
-def _take(lock: Path) -> bool:
+    Waiting ends with the result, with the lock's removal, or when the lock has not changed for STALE_S: it is then removed.
+    """
     try:
         with lock.open("x", encoding="utf-8") as handle:
             handle.write(f"{socket.gethostname()} {os.getpid()}\n")
     except FileExistsError:
-        return False
-    return True
-
-
-@contextmanager
-def _heartbeat(lock: Path) -> Iterator[None]:
-    """Touch the lock every few seconds while the body runs (compiled code releases the GIL), then remove it."""
+        _wait(lock, result)
+        yield False
+        return
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(HEARTBEAT_S):
-            try:
+            with suppress(FileNotFoundError):
                 os.utime(lock)
-            except FileNotFoundError:
-                return
 
     thread = threading.Thread(target=beat, daemon=True, name="cache-heartbeat")
     thread.start()
     try:
-        yield
+        yield True
     finally:
         done.set()
         thread.join()
         lock.unlink(missing_ok=True)
+
+
+def _wait(lock: Path, result: Path) -> None:
+    seen_ns, changed_at = -1, time.monotonic()
+    with suppress(FileNotFoundError):
+        while not result.exists():
+            if (now_ns := lock.stat().st_mtime_ns) != seen_ns:
+                seen_ns, changed_at = now_ns, time.monotonic()
+            elif time.monotonic() - changed_at > STALE_S:  # by this host's own clock: file servers' clocks differ
+                log.warn(f"{lock}: no sign of life for {STALE_S:.0f} s, taking over")
+                lock.unlink()
+            time.sleep(POLL_S)
 
 
 def _write(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:

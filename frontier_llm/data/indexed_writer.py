@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,7 @@ class IndexedWriter:
             code = DTYPE_CODES[self.dtype.newbyteorder("=")]
             idx.write(HEADER.pack(MAGIC, VERSION, code, self.sequence_count, self.document_count + 1))
             self._lengths.seek(0)
-            while chunk := self._lengths.read(4 * SCAN_CHUNK):
-                idx.write(chunk)
+            shutil.copyfileobj(self._lengths, idx)
             self._lengths.seek(0)
             pointer = 0
             while chunk := self._lengths.read(4 * SCAN_CHUNK):
@@ -87,8 +87,7 @@ class IndexedWriter:
                 idx.write(np.concatenate(([pointer], ends[:-1])).astype("<i8").tobytes())
                 pointer = int(ends[-1])
             self._documents.seek(0)
-            while chunk := self._documents.read(8 * SCAN_CHUNK):
-                idx.write(chunk)
+            shutil.copyfileobj(self._documents, idx)
             idx.flush()
             os.fsync(idx.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never stand beside a new .bin

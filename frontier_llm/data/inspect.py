@@ -33,7 +33,8 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
     shares = counts[counts > 0] / max(dataset.token_count, 1)
     order = np.argsort(-counts, kind="stable")[:top]
     starts = np.array([dataset.document_start(document) for document in range(dataset.document_count + 1)])
-    lengths = np.diff(starts)
+    lengths, count = np.diff(starts), dataset.document_count
+    documents = sorted({number * count // samples for number in range(samples)}) if count else []
     report: dict[str, Any] = {
         "prefix": prefix,
         "dtype": str(dataset.dtype),
@@ -48,7 +49,7 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
         "top_tokens": [
             {"id": int(i), "count": int(counts[i]), "text": codec.decode([int(i)]) if codec else None} for i in order if counts[i]
         ],
-        "samples": [_sample(dataset, document, codec, characters) for document in _spread(dataset.document_count, samples)],
+        "samples": [_sample(dataset, document, codec, characters) for document in documents],
     }
     if meta is not None:
         report |= {"tokenizer": meta.tokenizer, "tokenizer_digest": meta.tokenizer_digest, "vocab_size": meta.vocab_size, "eod": meta.eod}
@@ -80,11 +81,6 @@ def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
         more[: counts.size] += counts
         counts = more
     return counts
-
-
-def _spread(count: int, wanted: int) -> list[int]:
-    """`wanted` documents, evenly spread."""
-    return sorted({number * count // wanted for number in range(wanted)}) if count else []
 
 
 def _sample(dataset: IndexedDataset, document: int, codec: Tokenizer | None, characters: int) -> dict[str, Any]:

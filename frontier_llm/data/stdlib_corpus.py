@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,15 +85,11 @@ def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer
         return load_tokenizer(path)
     log.info(f"training a tokenizer of {vocab_size} pieces on the Python standard library")
     record.unlink(missing_ok=True)
-    model = train_sentencepiece(_spread(train), path, vocab_size, TRAINING_BYTES)
+    # in an order in which any beginning is a fair sample
+    texts = map(_text, sorted(train, key=lambda file: hashlib.sha256(file.name.encode()).digest()))
+    model = train_sentencepiece(texts, path, vocab_size, TRAINING_BYTES)
     record.write_text(digest, encoding="utf-8")
     return model
-
-
-def _spread(files: list[Path]) -> Iterator[str]:
-    """Texts of all files, in an order in which any beginning is a fair sample."""
-    for path in sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
-        yield _text(path)
 
 
 def _text(path: Path) -> str:

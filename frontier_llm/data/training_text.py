@@ -8,7 +8,7 @@ from typing import Literal
 
 from frontier_llm import log
 from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
-from frontier_llm.data.inputs import Piece, cut, find_inputs
+from frontier_llm.data.inputs import cut, find_inputs
 from frontier_llm.data.samples import derive_key
 from frontier_llm.errors import DataError
 
@@ -24,7 +24,7 @@ def training_text(
     """
     pieces = [piece for path in find_inputs(inputs) for piece in cut(path, documents, PIECE_BYTES)]
     if sum(piece.size_bytes for piece in pieces) > limit_bytes:
-        pieces.sort(key=_shuffled)
+        pieces.sort(key=lambda piece: derive_key("training text", Path(piece.path).name, piece.start))
     for item in (item for piece in pieces for item in read(piece, text_key)):
         if not isinstance(item, Damage):
             yield item.text
@@ -32,7 +32,3 @@ def training_text(
             log.warn(f"left out {item.where}: {item.why}")
         else:
             raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)
-
-
-def _shuffled(piece: Piece) -> int:
-    return derive_key("training text", Path(piece.path).name, piece.start)

@@ -18,30 +18,23 @@ from frontier_llm.ops import Scores
 
 
 class KeyValueCache:
-    """Keys and values of this rank's layers for B rows of up to T positions."""
+    """Keys and values of this rank's layers for B rows of up to T positions, in one tensor (layers, 2, B, g, T, D)."""
 
-    def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocates 2 · layers · B · g · T · D elements; `kv_heads` are this rank's."""
-        shape = (layers, 2, rows, kv_heads, slots, head_dim)
-        self._store = torch.zeros(shape, dtype=dtype, device=device)
-        self._rows_B = torch.arange(rows, device=device)
-        self._positions_SB: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._block: slice | None = None
-        self._sees_all = False
-        self._layer = 0
-        self._length = 0
-        self._first = True
+    def __init__(self, store: Tensor) -> None:
+        self._store = store
+        self._rows_B = torch.arange(store.shape[2], device=store.device)
+        self._length = 0  # positions that are filled
 
     @property
-    def slots(self) -> int:
-        """Positions that fit."""
-        return self._store.shape[4]
+    def is_empty(self) -> bool:
+        """True before the first pass."""
+        return self._length == 0
 
     def begin(self, positions_SB: Tensor) -> None:
         """Start a forward pass over tokens at these positions, consecutive in each row; each layer then calls `extend` once, in order."""
-        self._first = self._length == 0
-        self._positions_SB, self._layer, self._bias = positions_SB, 0, None
+        self.is_prefill = self.is_empty  # its tokens stand at positions 0, 1, … and see only each other
+        self._positions_SB, self._layer = positions_SB, 0
+        self._bias: Tensor | None = None
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
         # rows that stand at the same positions: one block of the store; and a single token sees all that is there
@@ -64,17 +57,11 @@ class KeyValueCache:
         if self._sees_all and alibi_slopes_a is None:
             return None
         if self._bias is None:
-            assert self._positions_SB is not None, "begin() starts a forward pass"
             slots_T = torch.arange(self._length, device=self._positions_SB.device)
             distance_B1ST = (self._positions_SB.T[:, :, None] - slots_T)[:, None]
             slopes = 0.0 if alibi_slopes_a is None else alibi_slopes_a[:, None, None]
             self._bias = torch.where(distance_B1ST < 0, -math.inf, -slopes * distance_B1ST).to(dtype)
         return self._bias
-
-    @property
-    def is_prefill(self) -> bool:
-        """True in the first pass, whose tokens stand at positions 0, 1, … and see only each other."""
-        return self._first
 
 
 class RememberingAttention:

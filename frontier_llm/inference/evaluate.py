@@ -9,7 +9,7 @@ from itertools import groupby
 
 from frontier_llm.data.tokenizer import Tokenizer
 from frontier_llm.inference.model import InferenceModel
-from frontier_llm.inference.score import Score, score
+from frontier_llm.inference.score import score
 from frontier_llm.inference.tasks import Request, Task, requests
 
 
@@ -58,15 +58,11 @@ def evaluate_task(
     """Collective over the world; every rank returns the same."""
     asked = requests(task, shots, pool)
     scores = score(model, [encode_pair(tokenizer, request.context, request.continuation) for request in asked], batch_size, on_batch)
-    by_sum = _accuracy(task, asked, [found.log_probability for found in scores])
-    by_token = _accuracy(task, asked, [found.log_probability / found.tokens for found in scores])
-    by_length = None if task.is_schema else _accuracy(task, asked, _per_character(task, asked, scores))
-    return TaskResult(task.name, task.format, shots, len(task.prompts), by_sum, by_length, by_token)
-
-
-def _per_character(task: Task, asked: Sequence[Request], scores: Sequence[Score]) -> list[float]:
-    lengths = [len(request.continuation) - len(task.delimiter) for request in asked]
-    return [found.log_probability / max(length, 1) for found, length in zip(scores, lengths, strict=True)]
+    lengths = [max(len(request.continuation) - len(task.delimiter), 1) for request in asked]
+    by_sum = _accuracy(task, asked, [entry.log_probability for entry in scores])
+    by_token = _accuracy(task, asked, [entry.log_probability / entry.tokens for entry in scores])
+    by_length = _accuracy(task, asked, [entry.log_probability / length for entry, length in zip(scores, lengths, strict=True)])
+    return TaskResult(task.name, task.format, shots, len(task.prompts), by_sum, None if task.is_schema else by_length, by_token)
 
 
 def _accuracy(task: Task, asked: Sequence[Request], values: Sequence[float]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,25 +13,6 @@ from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.inference.cache import KeyValueCache
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampler, Sampling
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One row's new tokens and why it ended: "stop" (a stop token) or "length" (asked-for number, or the context is full)."""
-
-    tokens: tuple[int, ...]
-    finish_reason: str
-
-
-def generate(model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True) -> list[Completion]:
-    """Complete every prompt, in one batch. Collective over tp and pp; every rank returns the same."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    for tokens in stream(model, prompts, sampling, use_cache):
-        for row, token in zip(rows, tokens, strict=True):
-            if token is not None:
-                row.append(token)
-    stops = set(sampling.stop_tokens)
-    return [Completion(tuple(row[:-1]), "stop") if row and row[-1] in stops else Completion(tuple(row), "length") for row in rows]
 
 
 @torch.inference_mode()
@@ -72,34 +52,28 @@ class _Batch:
         for row, prompt in enumerate(prompts):
             self.tokens_SB[: len(prompt), row] = torch.tensor(prompt)
             self.seen_BV[row, list(prompt)] = True
-        self.cached = False
 
     def last_hidden(self, cache: KeyValueCache | None) -> Tensor | None:
-        """Hidden state (B, H) of each row's last token, on the last stage."""
-        device = self.model.device
-        last_B = torch.tensor(self.lengths) - 1
-        if cache is None or not self.cached:
-            tokens_SB = self.tokens_SB[: max(self.lengths)].to(device)
-            positions_SB = torch.arange(len(tokens_SB), device=device)[:, None].expand_as(tokens_SB)
-            x_SBH = self.model.hidden(tokens_SB, positions_SB, cache)
-            self.cached = True
-            return None if x_SBH is None else x_SBH[last_B, torch.arange(len(self.lengths))]
-        tokens_1B = self.tokens_SB.gather(0, last_B[None]).to(device)
-        x_1BH = self.model.hidden(tokens_1B, last_B[None].to(device), cache)
-        return None if x_1BH is None else x_1BH[0]
+        """Hidden state (B, H) of each row's last token, on the last stage; with a filled cache only those tokens pass the model."""
+        device, last_B = self.model.device, torch.tensor(self.lengths) - 1
+        if cache is not None and not cache.is_empty:
+            tokens_1B = self.tokens_SB.gather(0, last_B[None]).to(device)
+            x_1BH = self.model.hidden(tokens_1B, last_B[None].to(device), cache)
+            return None if x_1BH is None else x_1BH[0]
+        tokens_SB = self.tokens_SB[: max(self.lengths)].to(device)
+        positions_SB = torch.arange(len(tokens_SB), device=device)[:, None].expand_as(tokens_SB)
+        x_SBH = self.model.hidden(tokens_SB, positions_SB, cache)
+        return None if x_SBH is None else x_SBH[last_B, torch.arange(len(self.lengths))]
 
     def append(self, tokens_B: Tensor) -> list[int | None]:
         """Add one token to each row that goes on."""
-        new: list[int | None] = []
-        for row, token in enumerate(tokens_B.tolist()):
-            if self.ended[row]:
-                new.append(None)
-                continue
-            new.append(token)
-            self.tokens_SB[self.lengths[row], row] = token
-            self.seen_BV[row, token] = True
-            self.lengths[row] += 1
-            self.ended[row] = token in self.sampling.stop_tokens or self.lengths[row] >= self.limits[row]
+        new = [None if ended else token for ended, token in zip(self.ended, tokens_B.tolist(), strict=True)]
+        for row, token in enumerate(new):
+            if token is not None:
+                self.tokens_SB[self.lengths[row], row] = token
+                self.seen_BV[row, token] = True
+                self.lengths[row] += 1
+                self.ended[row] = token in self.sampling.stop_tokens or self.lengths[row] >= self.limits[row]
         return new
 
 

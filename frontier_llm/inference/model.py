@@ -42,20 +42,11 @@ class InferenceModel:
     stage: Stage
     attention: RememberingAttention
 
-    @property
-    def is_first(self) -> bool:
-        """True where tokens are embedded."""
-        return self.stage.spec.embedding
-
-    @property
-    def is_last(self) -> bool:
-        """True where logits come out."""
-        return self.stage.spec.head
-
     def new_cache(self, rows: int, slots: int) -> KeyValueCache:
         """An empty cache for this rank's layers and heads."""
         kv_heads = self.config.num_kv_heads // self.mesh.tp.size
-        return KeyValueCache(self.stage.spec.num_layers, rows, slots, kv_heads, self.config.dim_per_head, self.dtype, self.device)
+        shape = (self.stage.spec.num_layers, 2, rows, kv_heads, slots, self.config.dim_per_head)
+        return KeyValueCache(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def hidden(self, tokens_SB: Tensor, positions_SB: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor | None:
         """Play the pipeline once, stage after stage. Returns (S, B, H) before the final norm on the last stage, None on others.
@@ -68,11 +59,11 @@ class InferenceModel:
             assert positions_SB is not None
             cache.begin(positions_SB)
         x, pp = None, self.mesh.pp
-        if not self.is_first:
+        if not self.stage.spec.embedding:
             shape = (*tokens_SB.shape, self.config.hidden)
             x = post_receive(shape, self.dtype, self.device, self.mesh.channels["forward"], pp.rank - 1).wait()
         x = self.stage.hidden(x, batch)
-        if self.is_last:
+        if self.stage.spec.head:
             return x
         sends = Sends(limit=1)
         sends.start(x.contiguous(), self.mesh.channels["forward"], pp.rank + 1)

@@ -48,7 +48,8 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, row_ids: Sequence[int]) -> None:
         self._sampling = sampling
-        self._generators = [torch.Generator().manual_seed(_row_seed(sampling.seed, row)) for row in row_ids]
+        digests = [hashlib.blake2b(f"{sampling.seed}:{row}".encode(), digest_size=7).digest() for row in row_ids]
+        self._generators = [torch.Generator().manual_seed(int.from_bytes(digest, "little")) for digest in digests]
 
     def choose(self, logits_BV: Tensor, seen_BV: Tensor) -> Tensor:
         """Next tokens (B), int64. `seen_BV` marks the tokens of each row's context."""
@@ -115,7 +116,3 @@ def keep_likely(ordered_BK: Tensor, top_k: int, top_p: float, min_p: float, log_
     if min_p:
         probabilities_BK = torch.where(probabilities_BK >= min_p * probabilities_BK[:, :1], probabilities_BK, 0)
     return probabilities_BK
-
-
-def _row_seed(seed: int, row: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=7).digest(), "little")

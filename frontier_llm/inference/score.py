@@ -77,35 +77,31 @@ def token_scores(
     if x_SBH is None:
         return None
     logits_SBv = model.stage.logits(x_SBH[first:])
-    best_SB = _most_likely(model, logits_SBv)  # before the loss, which may use the logits' memory
-    first_vocab = _first_vocab(model)
+    first_vocab = model.config.padded_vocab_size // model.mesh.tp.size * model.mesh.tp.rank
+    best_SB = _most_likely(model, logits_SBv, first_vocab)  # before the loss, which may use the logits' memory
     loss_SB = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
     log_probabilities_BS, greedy_BS = -loss_SB.T.cpu(), (best_SB == targets_SB).T.cpu()
     spans = [(row, slice(start - first, end - first)) for row, (start, end) in enumerate(zip(starts, ends, strict=True))]
     return [(log_probabilities_BS[span], greedy_BS[span]) for span in spans]
 
 
-def _first_vocab(model: InferenceModel) -> int:
-    return model.config.padded_vocab_size // model.mesh.tp.size * model.mesh.tp.rank
-
-
-def _most_likely(model: InferenceModel, logits_SBv: Tensor) -> Tensor:
+def _most_likely(model: InferenceModel, logits_SBv: Tensor, first_vocab: int) -> Tensor:
     """Vocabulary id of the highest logit, (S, B); of equal ones the lowest id, as argmax over the whole vocabulary has it."""
     value_SB, index_SB = logits_SBv.max(-1)
     values_tSB = all_gather(value_SB[None].contiguous(), model.mesh.tp)
-    indices_tSB = all_gather((index_SB + _first_vocab(model))[None].contiguous(), model.mesh.tp)
+    indices_tSB = all_gather((index_SB + first_vocab)[None].contiguous(), model.mesh.tp)
     return indices_tSB.gather(0, values_tSB.argmax(0, keepdim=True))[0]
 
 
 def _check(model: InferenceModel, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
     S, V = model.config.sequence_length, model.config.vocab_size
     for number, (context, continuation) in enumerate(requests):
-        where = f"request {number}"
+        what = fix = ""
         if not context or not continuation:
-            empty = "context" if not context else "continuation"
-            raise ConfigError(f"has an empty {empty}", fix="start a context with the end-of-document token", where=where)
-        if len(continuation) > S:
-            raise ConfigError(f"a continuation of {len(continuation)} tokens does not fit the model's context of {S}", where=where)
-        highest = max(max(context), max(continuation))
-        if highest >= V:
-            raise ConfigError(f"holds token {highest}, the vocabulary has {V}", fix="use the tokenizer of the training data", where=where)
+            what, fix = f"has an empty {'continuation' if context else 'context'}", "start a context with the end-of-document token"
+        elif len(continuation) > S:
+            what = f"a continuation of {len(continuation)} tokens does not fit the model's context of {S}"
+        elif (highest := max(*context, *continuation)) >= V:
+            what, fix = f"holds token {highest}, the vocabulary has {V}", "use the tokenizer of the training data"
+        if what:
+            raise ConfigError(what, fix, f"request {number}")

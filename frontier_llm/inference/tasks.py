@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -55,12 +55,8 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     """
     path = Path(path)
     if not path.is_file():
-        hint = (
-            f"download {LM_EVAL[name].source} and save its evaluation split as JSONL"
-            if name in LM_EVAL
-            else "give the path of a JSONL file"
-        )
-        raise DataError(f"no such task file for {name!r}", where=str(path), fix=hint)
+        download = f"download {LM_EVAL[name].source} and save its evaluation split as JSONL" if name in LM_EVAL else ""
+        raise DataError(f"no such task file for {name!r}", where=str(path), fix=download or "give the path of a JSONL file")
     documents = _read_jsonl(path)
     if not documents:
         raise DataError("holds no line", where=str(path), fix="give a JSONL file with one question per line")
@@ -119,19 +115,16 @@ def _foundry_schema(line: dict[str, Any]) -> Prompt:
 
 def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     documents = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                document = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"is not JSON: {error}", where=f"{path}:{number}", fix="give one JSON object per line") from error
-            if not isinstance(document, dict):
-                raise DataError(
-                    f"holds a {type(document).__name__}, not an object", where=f"{path}:{number}", fix="give one JSON object per line"
-                )
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            document = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise DataError(f"is not JSON: {error}", where=f"{path}:{number}", fix="give one JSON object per line") from error
+        if isinstance(document, dict):
             documents.append((number, document))
+        elif line.strip():
+            what = f"holds a {type(document).__name__}, not an object"
+            raise DataError(what, where=f"{path}:{number}", fix="give one JSON object per line")
     return documents
 
 
@@ -142,20 +135,23 @@ def _convert(
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for number, document in documents:
-        missing = [field for field in fields if field not in document]
         try:
-            if missing:
-                raise DataError(f"has no field {', '.join(map(repr, missing))}; expected {', '.join(fields)}")
-            prompt = convert(document)
-            if not 0 <= prompt.gold < len(prompt.contexts):
-                raise DataError(f"its answer is option {prompt.gold} of {len(prompt.contexts)} (a test split without answers?)")
-            prompts.append(prompt)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            problems += DataError(f"a field has another form than expected: {error!r}", where=f"{path}:{number}").problems
+            prompts.append(_prompt(document, fields, convert))
         except DataError as error:
-            problems += DataError(error.problems[0].what, where=f"{path}:{number}").problems
-        if len(problems) >= MAX_REPORTED:
-            break
+            problems.append(replace(error.problems[0], where=f"{path}:{number}"))
     if problems:
-        raise DataError(problems)
+        raise DataError(problems[:MAX_REPORTED])
     return tuple(prompts)
+
+
+def _prompt(document: dict[str, Any], fields: tuple[str, ...], convert: Callable[[dict[str, Any]], Prompt]) -> Prompt:
+    missing = [field for field in fields if field not in document]
+    if missing:
+        raise DataError(f"has no field {', '.join(map(repr, missing))}; expected {', '.join(fields)}")
+    try:
+        prompt = convert(document)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DataError(f"a field has another form than expected: {error!r}") from error
+    if not 0 <= prompt.gold < len(prompt.contexts):
+        raise DataError(f"its answer is option {prompt.gold} of {len(prompt.contexts)} (a test split without answers?)")
+    return prompt

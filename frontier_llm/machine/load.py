@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from frontier_llm.config.load import available, find_file, merge, read_yaml
+from frontier_llm.config.load import as_problem, available, compose, find_file, merge
 from frontier_llm.errors import ConfigError, Problem, suggest
 from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.machine.schema import Machine, Number
@@ -30,23 +31,13 @@ def load_machine(name_or_path: str) -> Machine:
     violation, and for an unknown name the closest one.
     """
     path = find_file(name_or_path, "machines")
-    content, lines = _compose(path, ())
+    content, files = compose(path, "machines")
     content["stacks"] = _stacks(content.get("stacks"), str(path))
     try:
         return Machine.model_validate({"name": path.stem, **content})
     except ValidationError as error:
+        lines = {key: place for file in reversed(files) for key, place in _lines(file)}
         raise ConfigError([_problem(path, lines, detail) for detail in error.errors()]) from None
-
-
-def _compose(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], tuple[Path, int]]]:
-    """The file's content on top of its bases', and the file and line of every key."""
-    if path.resolve() in seen:
-        raise ConfigError(f"`base:` goes in a circle through {path}", fix="remove one of these `base:` lines")
-    content, lines = read_yaml(path), _lines(path)
-    if "base" not in content:
-        return content, lines
-    below, below_lines = _compose(find_file(str(content.pop("base")), "machines", path.parent), (*seen, path.resolve()))
-    return merge(below, content), {**below_lines, **lines}
 
 
 def _stacks(stacks: Any, where: str) -> Any:
@@ -69,44 +60,29 @@ def _stacks(stacks: Any, where: str) -> Any:
     return {name: resolve(name, ()) for name in stacks}
 
 
-def _lines(path: Path) -> dict[tuple[str, ...], tuple[Path, int]]:
-    """Key path → (file, line), from the YAML node tree."""
-    lines: dict[tuple[str, ...], tuple[Path, int]] = {}
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(dotted key, file:line) of every key, from the YAML node tree."""
 
-    def visit(node: yaml.Node | None, at: tuple[str, ...]) -> None:
+    def visit(node: yaml.Node | None, section: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                here = (*at, str(key.value))
-                lines[here] = (path, key.start_mark.line + 1)
-                visit(value, here)
+                yield section + key.value, f"{path}:{key.start_mark.line + 1}"
+                yield from visit(value, f"{section}{key.value}.")
 
-    visit(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ())
-    return lines
+    return visit(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), "")
 
 
-def _problem(path: Path, lines: dict[tuple[str, ...], tuple[Path, int]], detail: Any) -> Problem:
+def _problem(path: Path, lines: dict[str, str], detail: Any) -> Problem:
     """One violation with the line of the nearest key that exists in the file."""
-    key = tuple(str(part) for part in detail["loc"] if part != "[key]")
-    known = next((key[:length] for length in range(len(key), 0, -1) if key[:length] in lines), ())
-    file, line = lines.get(known, (path, 1))
-    dotted = ".".join(key)
-    if detail["type"] == "extra_forbidden":
-        section: Any = Machine
-        for part in key[:-1]:
-            field = getattr(section, "model_fields", {}).get(part)
-            section = field.annotation if field else None
-        return Problem(f"{file}:{line}: {dotted}", "unknown key", suggest(key[-1], getattr(section, "model_fields", {})))
+    problem = as_problem(Machine, detail)
+    sections = itertools.accumulate(problem.where.split("."), "{}.{}".format)
+    place = next((lines[section] for section in reversed(list(sections)) if section in lines), f"{path}:1")
+    fix = problem.fix
     if detail["type"] == "missing":
-        return Problem(f"{file}:{line}: {dotted}", "is required", f"add `{key[-1]}:` with value, tag and source")
-    bare = detail["type"].startswith("model_") and isinstance(detail["input"], int | float)  # where a number with its source belongs
-    fix = "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}" if bare else ""
-    what = detail["msg"].replace("Input should be", "must be").replace("greater than or equal to", "at least")
-    return Problem(f"{file}:{line}: {dotted}", f"{what}; got {_short(detail['input'])}", fix)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."
+        fix += " with value, tag and source"
+    elif detail["type"].startswith("model_") and isinstance(detail["input"], int | float):  # where a number with its source belongs
+        fix = "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}"
+    return Problem(f"{place}: {problem.where}", problem.what, fix)
 
 
 def stack_name(machine: Machine, stack: str | None) -> str:
@@ -229,9 +205,5 @@ def provenance(machine: Machine, stack: str | None, field: str, group: int | Non
     """Value, tag and source behind a field of Rates; `group` picks the fabric entry of that many devices."""
     section, key = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)
-    found = getattr(holder, key)
-    if isinstance(found, dict):
-        size = min(found, key=lambda entry: abs(entry - (group or max(found))))
-        return found[size]
-    assert isinstance(found, Number)
-    return found
+    numbers = getattr(holder, key)
+    return numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))] if isinstance(numbers, dict) else numbers

@@ -20,11 +20,16 @@ class Number(Section):
     source: Annotated[str, Field(min_length=3)]
 
 
-class GemmShapes(Section):
-    """Measured matrix products: what `costs.kernels.gemm_s` gives for these very shapes, and leans on near them."""
+class Sourced(Section):
+    """Base of measured tables, which say as a whole where they come from."""
 
     tag: Tag
     source: str
+
+
+class GemmShapes(Sourced):
+    """Measured matrix products: what `costs.kernels.gemm_s` gives for these very shapes, and leans on near them."""
+
     mnk_us: tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat], ...]
 
 
@@ -41,11 +46,9 @@ class Device(Section):
     host_executes: bool = False  # a CPU: the cores that dispatch operations are those that run them
 
 
-class CollectiveTables(Section):
+class CollectiveTables(Sourced):
     """Measured medians of collectives inside a node: operation → ranks → one time per message size."""
 
-    tag: Tag
-    source: str
     message_bytes: tuple[PositiveInt, ...]
     time_us: dict[Literal["all_reduce", "reduce_scatter", "all_gather"], dict[PositiveInt, tuple[PositiveFloat, ...]]]
 
@@ -56,19 +59,15 @@ class CollectiveTables(Section):
         return self
 
 
-class Contention(Section):
+class Contention(Sourced):
     """How devices of a node slow each other down: busy devices → time of a kernel over its time when all are busy."""
 
-    tag: Tag
-    source: str
     share: dict[PositiveInt, PositiveFloat]
 
 
-class Waiting(Section):
+class Waiting(Sourced):
     """How long ranks stand at a meeting (a collective in the middle of a layer) for the last one, beyond the collective itself."""
 
-    tag: Tag
-    source: str
     meeting_us: NonNegativeFloat  # each time
     spread: NonNegativeFloat  # and of the compute since the last meeting
     sharded: NonNegativeFloat = 1.0  # collectives of sharded weights over those of the table: another library carries them
@@ -99,11 +98,9 @@ class Network(Section):
     hop_us: Number
 
 
-class AllReduceTable(Section):
+class AllReduceTable(Sourced):
     """Measured all-reduce medians: rows by node count, columns by message size, with every device of a node taking part."""
 
-    tag: Tag
-    source: str
     message_bytes: tuple[PositiveInt, ...]
     time_us: dict[PositiveInt, tuple[PositiveFloat, ...]]
 

@@ -246,3 +246,41 @@ def test_wrong_values_are_told_in_the_words_of_a_run_file(override: str, expecte
     text = str(caught.value)
     assert expected in text
     assert not re.search(r"Input should|valid (tuple|dictionary)|tuple\[|literal\[", text)
+
+
+def test_a_key_written_twice_is_an_error_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("base: train_small\ntrain:\n  steps: 5\n  seed: 1\n  steps: 6\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: 'steps' is written twice, in lines 3 and 5"):
+        load_run(str(path))
+    with pytest.raises(ConfigError, match="'steps' is written twice"):
+        load_run("train_small", ["train={steps: 1, steps: 2}"])
+
+
+def test_1e3_is_a_number_where_one_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("base: train_small\ntrain: {steps: 1e3, run_dir: 1e3}\n")
+    run = load_run(str(path), ["train.eval_samples=2E+2", "optimizer.lr=1e-3"])
+    assert (run.train.steps, run.train.run_dir, run.train.eval_samples, run.optimizer.lr) == (1000, "1e3", 200, 1e-3)
+    for wrong in ("1e-3", "1.5e0", "1e400", "1e13"):
+        with pytest.raises(ConfigError, match=r"train\.steps: must be "):
+            load_run(str(path), [f"train.steps={wrong}"])
+
+
+@pytest.mark.parametrize("bomb", ["aliases", "merges", "circle", "deep"])
+def test_what_yaml_unfolds_to_is_bounded(tmp_path: Path, bomb: str) -> None:
+    start = "&a0 {k0: 1, k1: 2}" if bomb == "merges" else "&a0 [1, 2]"
+    step = "{{<<: [{}]}}" if bomb == "merges" else "[{}]"
+    lines = [f"x0: {start}"]
+    lines += [f"x{n}: &a{n} " + step.format(", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 30)]
+    texts = {"circle": "a: &a [*a]\n", "deep": "a: " + "[" * 100_000 + "\n"}
+    path = tmp_path / "run.yaml"
+    path.write_text(texts.get(bomb, "\n".join(lines)))
+    with pytest.raises(ConfigError, match=r"run\.yaml: (holds|cannot read)"):
+        load_run(str(path))
+
+
+def test_a_file_that_is_there_but_no_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"a run file is YAML(?s:.*)\.yaml"):
+        load_run(str(tmp_path / "run.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from frontier_llm.checkpoint.huggingface import family_for
 from frontier_llm.comm import Mesh, serial_mesh
 from frontier_llm.config import ModelConfig, OpsConfig, load_model
+from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_plan
+from frontier_llm.inference.sampling import Sampling
 
 NAMES = ("llama-tiny", "gpt-tiny", "mpt-tiny")
 
@@ -40,3 +43,22 @@ def tiny(name: str, dtype: str = "fp64", mesh: Mesh | None = None, tensor: int =
 def prompts(lengths: Sequence[int], vocab: int = 250) -> list[list[int]]:
     generator = torch.Generator().manual_seed(4)
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One row's new tokens and why it ended: "stop" (a stop token) or "length" (asked-for number, or the context is full)."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+
+
+def generate(model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True) -> list[Completion]:
+    """Complete every prompt, in one batch. Collective over tp and pp; every rank returns the same."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(model, prompts, sampling, use_cache):
+        for row, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    stops = set(sampling.stop_tokens)
+    return [Completion(tuple(row[:-1]), "stop") if row and row[-1] in stops else Completion(tuple(row), "length") for row in rows]

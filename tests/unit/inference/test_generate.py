@@ -11,12 +11,12 @@ from frontier_llm.checkpoint.huggingface import HuggingFaceModel, export_hugging
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.errors import ConfigError
-from frontier_llm.inference.generate import Completion, generate, stream
+from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import build_inference_model, inference_plan
 from frontier_llm.inference.sampling import Sampling
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
-from tests.unit.inference.models import NAMES, RandomWeights, prompts, tiny
+from tests.unit.inference.models import NAMES, Completion, RandomWeights, generate, prompts, tiny
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
 SAMPLED = Sampling(max_new_tokens=12, temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.2, seed=5)

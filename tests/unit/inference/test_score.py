@@ -10,13 +10,12 @@ import torch
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import load_model
 from frontier_llm.errors import ConfigError
-from frontier_llm.inference.generate import generate
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampling
 from frontier_llm.inference.score import Score, score
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
-from tests.unit.inference.models import NAMES, prompts, tiny
+from tests.unit.inference.models import NAMES, generate, prompts, tiny
 
 
 def requests() -> list[tuple[list[int], list[int]]]:

@@ -55,7 +55,7 @@ def test_lumi_starts_from_frontier_and_changes_its_own() -> None:
     [
         ("  compute_units:", "  compute_unitz:", "device.compute_unitz", "unknown key"),
         ("tag: published, source: \"OLCF user guide: hsn0-hsn3\"", "tag: guessed, source: \"OLCF user guide: hsn0-hsn3\"", "node.nics.tag", "'measured', 'published' or 'estimated'"),
-        ("nics: {value: 4", "nics: {value: four", "node.nics.value", "valid number"),
+        ("nics: {value: 4", "nics: {value: four", "node.nics.value", "must be a number; got 'four'"),
         ("default_stack: frontier-llm", "default_stack: frontier-lm", "", "is not one of the stacks"),
         ("    1: [43, 56,", "    1: [43,", "allreduce", "entries, one per message size"),
     ],
@@ -85,7 +85,7 @@ def test_only_a_number_that_needs_a_source_is_told_to_have_one(tmp_path: Path) -
         load_machine(str(path))
     fixes = {problem.where.rpartition(": ")[2]: (problem.what, problem.fix) for problem in caught.value.problems}
     assert fixes["device.peak_tflops"][1] == "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}"
-    assert fixes["stacks.frontier-llm.optimizer_bytes"] == ("must be at least 0; got -1", "")
+    assert fixes["stacks.frontier-llm.optimizer_bytes"] == ("must be 0 or more; got -1", "")
 
 
 def test_a_missing_source_is_refused(tmp_path: Path) -> None:
@@ -109,3 +109,13 @@ def test_bases_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(ConfigError, match="circle"):
         load_machine(str(tmp_path / "a.yaml"))
+
+
+def test_no_rule_is_told_in_pydantics_words(tmp_path: Path) -> None:
+    path = edited(tmp_path, "nics: {value: 4", "nics: {value: .inf")
+    path.write_text(path.read_text().replace('source: "OLCF user guide: hsn0-hsn3"', "source: ab"))
+    with pytest.raises(ConfigError) as caught:
+        load_machine(str(path))
+    message = str(caught.value)
+    assert "must have at least 3 characters; got 'ab'" in message and "must be a finite number" in message
+    assert "should" not in message
