@@ -1,6 +1,7 @@
 """What a model is made of and what it does, without torch: parameters, work, layouts, optimizer states."""
 
 from frontier_llm.blueprint.parameters import (
+    VOCABULARY,
     How,
     Kind,
     Parameter,
@@ -17,6 +18,7 @@ from frontier_llm.blueprint.parameters import (
 from frontier_llm.blueprint.stages import StageSpec
 
 __all__ = [
+    "VOCABULARY",
     "How",
     "Kind",
     "Parameter",

@@ -16,6 +16,10 @@ from typing import Any
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 
+VOCABULARY = (
+    "embedding.token.weight",
+    "head.weight",
+)  # rows are tokens; past vocab_size padding, which no logit reads and no gradient reaches
 Number = Any  # int, or a numpy array of ints: degrees of many layouts at once
 
 
@@ -49,6 +53,15 @@ class Piece:
     dim: int
     start: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        """Entries along `dim`."""
+        return self.stop - self.start
+
+    def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape, of a fused parameter of this shape."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ def stage_parameters(
     if stage.embedding or (tied_head and not embedding_elsewhere):
         tied: dict[str, How] = {"tied": How.PARTIAL} if model.tied_embeddings and tied_ranks > 1 else {}
         uses = 2 if model.tied_embeddings and tied_ranks == 1 else 1
-        yield Parameter("embedding.token.weight", vocabulary, Kind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
+        yield Parameter(VOCABULARY[0], vocabulary, Kind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
     if stage.embedding and model.position == "learned":
         yield Parameter("embedding.position.weight", (model.sequence_length, model.hidden), Kind.EMBEDDING, across, model.init_std)
     for layer in stage.layers:
@@ -144,7 +157,7 @@ def stage_parameters(
     if stage.head:
         yield from norm_parameters(model, "final_norm", across)
         if not model.tied_embeddings:
-            yield Parameter("head.weight", vocabulary, Kind.EMBEDDING, {"tp": Split(0)}, model.init_std)
+            yield Parameter(VOCABULARY[1], vocabulary, Kind.EMBEDDING, {"tp": Split(0)}, model.init_std)
 
 
 def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], sequence_parallel: bool = False) -> Iterator[Parameter]:
