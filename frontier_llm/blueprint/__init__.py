@@ -8,12 +8,9 @@ from frontier_llm.blueprint.parameters import (
     Piece,
     Split,
     block_parameters,
-    held_numel,
-    matrix_parameters,
     model_parameters,
     rank_parameters,
     stage_parameters,
-    total_parameters,
 )
 from frontier_llm.blueprint.stages import StageSpec
 
@@ -26,10 +23,7 @@ __all__ = [
     "Split",
     "StageSpec",
     "block_parameters",
-    "held_numel",
-    "matrix_parameters",
     "model_parameters",
     "rank_parameters",
     "stage_parameters",
-    "total_parameters",
 ]
