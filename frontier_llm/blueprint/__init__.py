@@ -1,22 +1,21 @@
 """What a model is made of and what it does, without torch: parameters, work, layouts, optimizer states."""
 
 from frontier_llm.blueprint.parameters import (
+    VOCABULARY,
     How,
     Kind,
     Parameter,
     Piece,
     Split,
     block_parameters,
-    held_numel,
-    matrix_parameters,
     model_parameters,
     rank_parameters,
     stage_parameters,
-    total_parameters,
 )
 from frontier_llm.blueprint.stages import StageSpec
 
 __all__ = [
+    "VOCABULARY",
     "How",
     "Kind",
     "Parameter",
@@ -24,10 +23,7 @@ __all__ = [
     "Split",
     "StageSpec",
     "block_parameters",
-    "held_numel",
-    "matrix_parameters",
     "model_parameters",
     "rank_parameters",
     "stage_parameters",
-    "total_parameters",
 ]

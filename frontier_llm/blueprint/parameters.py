@@ -7,7 +7,7 @@ gate/up is (2, F, H); `pieces` names what it is fused of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -16,6 +16,10 @@ from typing import Any
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 
+VOCABULARY = (
+    "embedding.token.weight",
+    "head.weight",
+)  # rows are tokens; past vocab_size padding, which no logit reads and no gradient reaches
 Number = Any  # int, or a numpy array of ints: degrees of many layouts at once
 
 
@@ -49,6 +53,15 @@ class Piece:
     dim: int
     start: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        """Entries along `dim`."""
+        return self.stop - self.start
+
+    def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape, of a fused parameter of this shape."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ def stage_parameters(
     if stage.embedding or (tied_head and not embedding_elsewhere):
         tied: dict[str, How] = {"tied": How.PARTIAL} if model.tied_embeddings and tied_ranks > 1 else {}
         uses = 2 if model.tied_embeddings and tied_ranks == 1 else 1
-        yield Parameter("embedding.token.weight", vocabulary, Kind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
+        yield Parameter(VOCABULARY[0], vocabulary, Kind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
     if stage.embedding and model.position == "learned":
         yield Parameter("embedding.position.weight", (model.sequence_length, model.hidden), Kind.EMBEDDING, across, model.init_std)
     for layer in stage.layers:
@@ -144,7 +157,7 @@ def stage_parameters(
     if stage.head:
         yield from norm_parameters(model, "final_norm", across)
         if not model.tied_embeddings:
-            yield Parameter("head.weight", vocabulary, Kind.EMBEDDING, {"tp": Split(0)}, model.init_std)
+            yield Parameter(VOCABULARY[1], vocabulary, Kind.EMBEDDING, {"tp": Split(0)}, model.init_std)
 
 
 def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], sequence_parallel: bool = False) -> Iterator[Parameter]:
@@ -159,22 +172,6 @@ def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
     """All parameters of the model by name, padding rows included, a tied head once."""
     everything = StageSpec(0, model.layers, embedding=True, head=True)
     return {parameter.name: parameter for parameter in rank_parameters(model, [everything])}
-
-
-def held_numel(parameters: Iterable[Parameter], degrees: Mapping[str, Number]) -> Number:
-    """Elements that one rank holds of these parameters; `degrees` may be arrays over many layouts."""
-    return sum(parameter.rank_numel(degrees) for parameter in parameters)
-
-
-def total_parameters(model: ModelConfig) -> int:
-    """Elements of the model, padding rows included, a tied head once."""
-    return sum(parameter.numel for parameter in model_parameters(model).values())
-
-
-def matrix_parameters(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup, no padding rows."""
-    matrices = sum(parameter.numel for parameter in block_parameters(model, 0, False) if parameter.kind is Kind.MATRIX)
-    return model.layers * matrices + model.hidden * model.vocab_size
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from frontier_llm.checkpoint.huggingface.card import model_card
 from frontier_llm.checkpoint.huggingface.families import FAMILIES, Family
 from frontier_llm.checkpoint.huggingface.files import Entry, write_sharded
+from frontier_llm.checkpoint.huggingface.names import TensorRule
 from frontier_llm.checkpoint.huggingface.read import CONFIG
-from frontier_llm.checkpoint.rules import TensorRule
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import CheckpointError, Problem
@@ -60,7 +60,7 @@ def export_huggingface(
     working = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
     working.mkdir(parents=True)
     try:
-        rules = family.rules(model)
+        rules = family.names.rules(model)
         entries = [Entry(name, shape) for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
         files = write_sharded(working, entries, dtype, _their_tensors(source, rules), int(shard_gib * GIB))
         config = write_config(family, model, dtype, companions.eos_token_id)
@@ -89,10 +89,11 @@ def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_tok
     return {
         "architectures": [family.architecture], "model_type": family.model_type, "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tied_embeddings, "torch_dtype": name, "dtype": name, "use_cache": True,
-        "bos_token_id": eos_token_id, "eos_token_id": eos_token_id, **family.write(model),
+        "bos_token_id": eos_token_id, "eos_token_id": eos_token_id, **family.config_json(model),
     }  # fmt: skip
 
 
 def _their_tensors(source: WeightSource, rules: Sequence[TensorRule]) -> Iterator[Tensor]:
     for rule in rules:
-        yield from rule.cut(source.rectangle(rule.ours, (0,) * len(rule.shape), rule.shape))
+        shape = rule.parameter.shape
+        yield from rule.cut(source.rectangle(rule.parameter.name, (0,) * len(shape), shape))

@@ -6,13 +6,12 @@ asks for that our model does not compute is refused by name; nothing is dropped 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from frontier_llm.checkpoint.fields import Fields
-from frontier_llm.checkpoint.huggingface.names import GPT2, MPT, NEOX, llama_rules
-from frontier_llm.checkpoint.rules import TensorRule
+from frontier_llm.checkpoint.huggingface.names import GPT2, LLAMA, MPT, NEOX, Names
 from frontier_llm.config import ModelConfig
 
 ROPE_DEFAULT_THETA = 10000.0
@@ -28,6 +27,7 @@ MPT_ALIBI_MAX_BIAS = 8.0
 # nor does it look at expansion_ratio: its MLP is always four times as wide
 MPT_EXPANSION = 4
 _OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # their name → ours
+_THEIR_GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 class ConfigJson(Fields):
@@ -63,66 +63,68 @@ class Family:
 
     architecture: str
     model_type: str
-    read: Callable[[ConfigJson], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]]  # keys beyond architectures, model_type, vocab_size, tie_word_embeddings, dtype
-    needs: dict[str, tuple[Any, ...]]  # the values of ModelConfig's fields that this architecture can express
-    rules: Callable[[ModelConfig], list[TensorRule]]
+    names: Names
+    always: Mapping[str, Any]  # our fields that this architecture fixes
+    keys: Mapping[str, tuple[Any, ...]]  # our field → their key, with their default unless they have none; vocab_size is everybody's
+    read: Callable[[ConfigJson], dict[str, Any]]  # further fields of ours; refuses what our model does not compute
+    write: Callable[[ModelConfig], dict[str, Any]]  # further keys of theirs
     ignored: tuple[str, ...]  # endings of buffers in older files that are no weights
-    prefix: str = ""  # that files saved from the bare model lack
+    prefix: str  # that files saved from the bare model lack
+    either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # our fields of which it can express only these values
     grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
+
+    def read_model(self, f: ConfigJson) -> ModelConfig:
+        """Our shape of a config.json. Raises CheckpointError with everything that is missing or has no counterpart."""
+        values = {ours: f.get(*key) if len(key) > 1 else f.need(*key) for ours, key in self.keys.items()}
+        return f.model(**{**self.always, **values, "vocab_size": f.need("vocab_size"), **self.read(f)})
+
+    def config_json(self, model: ModelConfig) -> dict[str, Any]:
+        """The keys of its own."""
+        return {**{key[0]: getattr(model, ours) for ours, key in self.keys.items()}, **self.write(model)}
 
     def refusals(self, model: ModelConfig) -> list[str]:
         """Why this architecture cannot be `model`; empty when it can."""
+        needs = {**{ours: (value,) for ours, value in self.always.items()}, **self.either}
         reasons = [
-            f"{field} is {getattr(model, field)!r}, needs {' or '.join(map(repr, allowed))}"
-            for field, allowed in self.needs.items()
-            if getattr(model, field) not in allowed
+            f"{ours} is {getattr(model, ours)!r}, needs {' or '.join(map(repr, allowed))}"
+            for ours, allowed in needs.items()
+            if getattr(model, ours) not in allowed
         ]
         if not self.grouped and model.num_kv_heads != model.heads:
             reasons.append(f"kv_heads is {model.kv_heads}, needs {model.heads}")
         if not self.grouped and model.heads * model.dim_per_head != model.hidden:
             reasons.append(f"head_dim is {model.head_dim}, needs {model.hidden / model.heads:g}")
-        if "qkv_bias" not in self.needs and model.has_qkv_bias != model.bias:
+        if "qkv_bias" not in self.always and model.has_qkv_bias != model.bias:
             reasons.append(f"qkv_bias is {model.qkv_bias}, needs {model.bias}")
         if self.model_type == "mpt" and model.ffn_hidden != MPT_EXPANSION * model.hidden:
             reasons.append(f"ffn_hidden is {model.ffn_hidden}, needs {MPT_EXPANSION} x {model.hidden}")
         return reasons
 
 
-def _read_llama(f: ConfigJson) -> ModelConfig:
+def _read_llama(f: ConfigJson) -> dict[str, Any]:
     bias = f.get("attention_bias", False)
     if f.get("mlp_bias", False) != bias:
         f.refuse("attention_bias", bias, f"the same as mlp_bias, {not bias}")
-    return _read_llama_like(f, bias)
+    return {**_read_llama_like(f), "bias": bias}
 
 
-def _read_mistral(f: ConfigJson) -> ModelConfig:
+def _read_mistral(f: ConfigJson) -> dict[str, Any]:
     window = f.content.get("sliding_window", MISTRAL_DEFAULT_WINDOW)
     if window is not None and window < f.get("max_position_embeddings", 131072):
         f.refuse("sliding_window", window, "null, or no less than max_position_embeddings")
-    return _read_llama_like(f, bias=False)
+    return _read_llama_like(f)
 
 
-def _read_qwen2(f: ConfigJson) -> ModelConfig:
+def _read_qwen2(f: ConfigJson) -> dict[str, Any]:
     f.only("use_sliding_window", False, default=False)
-    return _read_llama_like(f, bias=False, qkv_bias=True)
+    return _read_llama_like(f)
 
 
-def _read_llama_like(f: ConfigJson, bias: bool, qkv_bias: bool | None = None) -> ModelConfig:
+def _read_llama_like(f: ConfigJson) -> dict[str, Any]:
     f.only("hidden_act", "silu", default="silu")
-    hidden, heads, head_dim = f.need("hidden_size"), f.need("num_attention_heads"), f.get("head_dim", None)
-    return f.model(
-        layers=f.need("num_hidden_layers"), hidden=hidden, heads=heads, kv_heads=f.get("num_key_value_heads", None),
-        head_dim=None if head_dim == hidden / heads else head_dim, ffn_hidden=f.need("intermediate_size"),
-        vocab_size=f.need("vocab_size"), sequence_length=f.get("max_position_embeddings", 2048), position="rope", norm="rmsnorm",
-        norm_eps=f.get("rms_norm_eps", 1e-6), activation="swiglu", bias=bias, qkv_bias=qkv_bias,
-        tied_embeddings=f.get("tie_word_embeddings", False), init_std=f.get("initializer_range", 0.02),
-        **f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3")),
-    )  # fmt: skip
-
-
-def _write_llama(m: ModelConfig) -> dict[str, Any]:
-    return {**_write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}
+    head_dim, usual = f.get("head_dim", None), f.get("hidden_size", 1) / f.get("num_attention_heads", 1)
+    rope = f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3"))
+    return {"kv_heads": f.get("num_key_value_heads", None), "head_dim": None if head_dim == usual else head_dim, **rope}
 
 
 def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
@@ -130,59 +132,37 @@ def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
     if m.rope_scaling is not None:
         scaling = {"rope_type": "llama3", **{theirs: getattr(m.rope_scaling, ours) for theirs, ours in _SCALING.items()}}
     return {
-        "hidden_size": m.hidden, "intermediate_size": m.ffn_hidden, "num_hidden_layers": m.layers, "num_attention_heads": m.heads,
-        "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rms_norm_eps": m.norm_eps,
-        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std,
-        "rope_theta": m.rope_theta, "rope_parameters": {**scaling, "rope_theta": m.rope_theta},
-        "rope_scaling": scaling if m.rope_scaling else None,
+        "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rope_theta": m.rope_theta,
+        "rope_parameters": {**scaling, "rope_theta": m.rope_theta}, "rope_scaling": scaling if m.rope_scaling else None,
     }  # fmt: skip
 
 
-def _read_gpt2(f: ConfigJson) -> ModelConfig:
+def _read_gpt2(f: ConfigJson) -> dict[str, Any]:
     f.only("scale_attn_weights", True, default=True)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         f.only(key, False, default=False)
-    hidden = f.need("n_embd")
-    return f.model(
-        layers=f.need("n_layer"), hidden=hidden, heads=f.need("n_head"), ffn_hidden=f.get("n_inner", 4 * hidden),
-        vocab_size=f.need("vocab_size"), sequence_length=f.get("n_positions", 1024), position="learned", norm="layernorm",
-        norm_eps=f.get("layer_norm_epsilon", 1e-5), activation=f.gelu("activation_function", "gelu_new"), bias=True, norm_bias=True,
-        tied_embeddings=f.get("tie_word_embeddings", True), init_std=f.get("initializer_range", 0.02),
-    )  # fmt: skip
+    return {"ffn_hidden": f.get("n_inner", 4 * f.get("n_embd", 1)), "activation": f.gelu("activation_function", "gelu_new")}
 
 
 def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_embd": m.hidden, "n_layer": m.layers, "n_head": m.heads, "n_inner": m.ffn_hidden, "n_positions": m.sequence_length,
-        "activation_function": "gelu_new" if m.activation == "gelu_tanh" else "gelu", "layer_norm_epsilon": m.norm_eps,
-        "initializer_range": m.init_std, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    }  # fmt: skip
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return {"n_inner": m.ffn_hidden, "activation_function": _THEIR_GELU[m.activation], **dropouts}
 
 
-def _read_neox(f: ConfigJson) -> ModelConfig:
+def _read_neox(f: ConfigJson) -> dict[str, Any]:
     f.only("attention_bias", True, default=True)
-    rope = f.rope("rotary_emb_base", "rotary_pct", 0.25)
-    return f.model(
-        layers=f.need("num_hidden_layers"), hidden=f.need("hidden_size"), heads=f.need("num_attention_heads"),
-        ffn_hidden=f.need("intermediate_size"), vocab_size=f.need("vocab_size"), sequence_length=f.get("max_position_embeddings", 2048),
-        position="rope", norm="layernorm", norm_eps=f.get("layer_norm_eps", 1e-5), activation=f.gelu("hidden_act", "gelu"), bias=True,
-        norm_bias=True, parallel_residual=f.get("use_parallel_residual", True), tied_embeddings=f.get("tie_word_embeddings", False),
-        init_std=f.get("initializer_range", 0.02), **rope,
-    )  # fmt: skip
+    return {"activation": f.gelu("hidden_act", "gelu"), **f.rope("rotary_emb_base", "rotary_pct", 0.25)}
 
 
 def _write_neox(m: ModelConfig) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction}
     return {
-        "hidden_size": m.hidden, "intermediate_size": m.ffn_hidden, "num_hidden_layers": m.layers, "num_attention_heads": m.heads,
-        "hidden_act": "gelu_new" if m.activation == "gelu_tanh" else "gelu", "layer_norm_eps": m.norm_eps,
-        "max_position_embeddings": m.sequence_length, "initializer_range": m.init_std, "use_parallel_residual": m.parallel_residual,
-        "attention_bias": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-        "rotary_emb_base": m.rope_theta, "rotary_pct": m.rope_fraction, "rope_theta": m.rope_theta, "rope_parameters": rope,
+        "hidden_act": _THEIR_GELU[m.activation], "attention_bias": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "rotary_emb_base": m.rope_theta, "rotary_pct": m.rope_fraction, "rope_theta": m.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction},
     }  # fmt: skip
 
 
-def _read_mpt(f: ConfigJson) -> ModelConfig:
+def _read_mpt(f: ConfigJson) -> dict[str, Any]:
     attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
     attention.only("alibi", True, default=True)
     attention.only("alibi_bias_max", MPT_ALIBI_MAX_BIAS, default=MPT_ALIBI_MAX_BIAS)
@@ -194,16 +174,11 @@ def _read_mpt(f: ConfigJson) -> ModelConfig:
     f.problems += attention.problems
     f.only("no_bias", True, default=True)
     f.only("logit_scale", None)
-    hidden = f.need("d_model")
-    return f.model(
-        layers=f.need("n_layers"), hidden=hidden, heads=f.need("n_heads"), ffn_hidden=hidden * f.only("expansion_ratio", MPT_EXPANSION, default=MPT_EXPANSION),
-        vocab_size=f.need("vocab_size"), sequence_length=f.get("max_seq_len", 2048), position="alibi", norm="layernorm",
-        norm_eps=f.get("layer_norm_epsilon", 1e-5), activation="gelu", tied_embeddings=f.only("tie_word_embeddings", True, default=True),
-        init_std=f.get("initializer_range", 0.02),
-    )  # fmt: skip
+    f.only("tie_word_embeddings", True, default=True)
+    return {"ffn_hidden": f.get("d_model", 1) * f.only("expansion_ratio", MPT_EXPANSION, default=MPT_EXPANSION)}
 
 
-def _read_foundry_mpt(f: ConfigJson) -> ModelConfig:
+def _read_foundry_mpt(f: ConfigJson) -> dict[str, Any]:
     """LLM Foundry's own class, which computes more than transformers' and has other defaults."""
     attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
     attention.only("alibi", True, default=False)
@@ -222,51 +197,58 @@ def _read_foundry_mpt(f: ConfigJson) -> ModelConfig:
 
 
 def _write_mpt(m: ModelConfig) -> dict[str, Any]:
-    attention = {
-        "model_type": "",
-        "attn_type": "multihead_attention",
-        "attn_impl": "torch",
-        "attn_pdrop": 0,
-        "alibi": True,
-        "alibi_bias_max": 8,
-    }
+    attention = {"attn_type": "multihead_attention", "attn_impl": "torch", "attn_pdrop": 0, "alibi": True, "alibi_bias_max": 8}
     return {
-        "d_model": m.hidden, "n_heads": m.heads, "n_layers": m.layers, "expansion_ratio": MPT_EXPANSION,
-        "max_seq_len": m.sequence_length, "layer_norm_epsilon": m.norm_eps, "no_bias": True, "learned_pos_emb": False,
-        "emb_pdrop": 0.0, "resid_pdrop": 0.0, "norm_type": "low_precision_layernorm", "initializer_range": m.init_std,
-        "attn_config": attention,
+        "expansion_ratio": MPT_EXPANSION, "no_bias": True, "learned_pos_emb": False, "emb_pdrop": 0.0, "resid_pdrop": 0.0,
+        "norm_type": "low_precision_layernorm", "attn_config": {"model_type": "", **attention},
     }  # fmt: skip
 
 
-_GELUS = ("gelu", "gelu_tanh")
-_LAYERNORM_WITH_BIAS = {"norm": ("layernorm",), "activation": _GELUS, "bias": (True,), "norm_bias": (True,)}
-_LLAMA = {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",), "rope_fraction": (1.0,), "parallel_residual": (False,)}
-_MPT = {
-    "position": ("alibi",), "norm": ("layernorm",), "activation": ("gelu",), "bias": (False,), "norm_bias": (False,),
-    "tied_embeddings": (True,), "parallel_residual": (False,), "alibi_max_bias": (MPT_ALIBI_MAX_BIAS,),
+_LLAMA_KEYS = {
+    "layers": ("num_hidden_layers",), "hidden": ("hidden_size",), "heads": ("num_attention_heads",), "ffn_hidden": ("intermediate_size",),
+    "sequence_length": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6),
+    "tied_embeddings": ("tie_word_embeddings", False), "init_std": ("initializer_range", 0.02),
 }  # fmt: skip
+_NEOX_KEYS = {**_LLAMA_KEYS, "norm_eps": ("layer_norm_eps", 1e-5), "parallel_residual": ("use_parallel_residual", True)}
+_GPT2_KEYS = {
+    "layers": ("n_layer",), "hidden": ("n_embd",), "heads": ("n_head",), "sequence_length": ("n_positions", 1024),
+    "norm_eps": ("layer_norm_epsilon", 1e-5), "tied_embeddings": ("tie_word_embeddings", True), "init_std": ("initializer_range", 0.02),
+}  # fmt: skip
+_MPT_KEYS = {
+    "layers": ("n_layers",), "hidden": ("d_model",), "heads": ("n_heads",), "sequence_length": ("max_seq_len", 2048),
+    "norm_eps": ("layer_norm_epsilon", 1e-5), "init_std": ("initializer_range", 0.02),
+}  # fmt: skip
+_LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "rope_fraction": 1.0, "parallel_residual": False}
+_BIASED = {"norm": "layernorm", "bias": True, "norm_bias": True}
+_MPT = {
+    "position": "alibi", "norm": "layernorm", "activation": "gelu", "bias": False, "norm_bias": False, "tied_embeddings": True,
+    "parallel_residual": False, "alibi_max_bias": MPT_ALIBI_MAX_BIAS,
+}  # fmt: skip
+_GELUS = ("gelu", "gelu_tanh")
 
 FAMILIES = (
-    Family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True),
     Family(
-        "Qwen2ForCausalLM", "qwen2", _read_qwen2, lambda m: {**_write_llama_like(m), "use_sliding_window": False},
-        {**_LLAMA, "bias": (False,), "qkv_bias": (True,)}, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        "LlamaForCausalLM", "llama", LLAMA, _LLAMA, _LLAMA_KEYS, _read_llama,
+        lambda m: {**_write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
+    Family(
+        "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, _LLAMA_KEYS, _read_qwen2,
+        lambda m: {**_write_llama_like(m), "use_sliding_window": False}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     # after Llama, which computes the same: a Mistral comes in, and goes out as a Llama
     Family(
-        "MistralForCausalLM", "mistral", _read_mistral, lambda m: {**_write_llama_like(m), "sliding_window": None},
-        {**_LLAMA, "bias": (False,)}, llama_rules, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, _read_mistral,
+        lambda m: {**_write_llama_like(m), "sliding_window": None}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     Family(
-        "GPT2LMHeadModel", "gpt2", _read_gpt2, _write_gpt2,
-        {"position": ("learned",), "parallel_residual": (False,), **_LAYERNORM_WITH_BIAS},
-        GPT2.rules, (".attn.bias", ".attn.masked_bias"), "transformer.",
+        "GPT2LMHeadModel", "gpt2", GPT2, {**_BIASED, "position": "learned", "parallel_residual": False}, _GPT2_KEYS, _read_gpt2, _write_gpt2,
+        (".attn.bias", ".attn.masked_bias"), "transformer.", {"activation": _GELUS},
     ),
     Family(
-        "GPTNeoXForCausalLM", "gpt_neox", _read_neox, _write_neox, {"position": ("rope",), "rope_scaling": (None,), **_LAYERNORM_WITH_BIAS},
-        NEOX.rules, (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.",
+        "GPTNeoXForCausalLM", "gpt_neox", NEOX, {**_BIASED, "position": "rope", "rope_scaling": None}, _NEOX_KEYS, _read_neox, _write_neox,
+        (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.", {"activation": _GELUS},
     ),
-    Family("MptForCausalLM", "mpt", _read_mpt, _write_mpt, _MPT, MPT.rules, (), "transformer."),
+    Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_mpt, _write_mpt, (), "transformer."),
     # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own
-    Family("MPTForCausalLM", "mpt", _read_foundry_mpt, _write_mpt, _MPT, MPT.rules, (), "transformer."),
+    Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_foundry_mpt, _write_mpt, (), "transformer."),
 )  # fmt: skip

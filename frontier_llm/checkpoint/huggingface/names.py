@@ -1,96 +1,125 @@
-"""What the tensors of each family of Hugging Face models are called, and which of ours holds the same numbers."""
+"""What each family of Hugging Face models calls our parameters, and how it lays out their numbers.
+
+Ours are few and fused (see blueprint/parameters.py); their pieces are what other formats name. A `*` stands for the layer's number.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from frontier_llm.checkpoint.rules import Packing, TensorRule, gate_and_up, qkv, same, turned, vocabulary
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint import VOCABULARY, Kind, Parameter, model_parameters
 from frontier_llm.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class FusedNames:
-    """Of a family that keeps q, k and v in one tensor and whose MLP has no gate."""
+class TensorRule:
+    """One of our parameters, and the one or several tensors of the other format that hold the same numbers."""
 
-    embedding: str
-    final_norm: str
-    head: str
-    layers: str
-    norms: tuple[str, str]  # before attention, before the MLP
-    matrices: tuple[str, str, str, str]  # qkv, attention's output, MLP's up and down
-    packing: Packing
-    positions: str | None = None
-    turned: bool = False  # matrices are kept as (in, out)
+    parameter: Parameter
+    theirs: tuple[str, ...]  # one tensor, or one for each of our pieces
+    rows: int  # of our first dim, those that they have: all but the vocabulary's padding, which is zeros here
+    stacked: bool  # a fused tensor of theirs has our pieces one below the other, not row by row in our order
+    turned: bool  # theirs is kept as (in, out)
 
-    def rules(self, m: ModelConfig) -> list[TensorRule]:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Theirs → ours."""
+        shape, pieces = self.parameter.shape, self.parameter.pieces
+        rows = [part.T if self.turned else part for part in parts]
+        if self.stacked and pieces:
+            (whole,) = rows
+            rows = list(whole.split([len(whole) * prod(piece.shape_in(shape)) // prod(shape) for piece in pieces]))
+        if len(rows) > 1:
+            return torch.cat([part.reshape(piece.shape_in(shape)) for part, piece in zip(rows, pieces, strict=True)], pieces[0].dim)
+        (whole,) = rows
+        return whole.reshape(shape) if self.rows == shape[0] else torch.nn.functional.pad(whole, (0, 0, 0, shape[0] - self.rows))
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """Ours → theirs."""
+        apart = self.stacked or len(self.theirs) > 1
+        pieces = [x.narrow(piece.dim, piece.start, piece.size) for piece in self.parameter.pieces if apart] or [x[: self.rows]]
+        rows = [piece.flatten() if self.parameter.kind is Kind.VECTOR else piece.flatten(0, -2) for piece in pieces]
+        rows = [torch.cat(rows)] if len(rows) > len(self.theirs) else rows
+        return [part.T if self.turned else part for part in rows]
+
+    def their_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of `theirs`, without any memory."""
+        return [tuple(part.shape) for part in self.cut(torch.empty(self.parameter.shape, device="meta"))]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of one family: our parameters without ".weight" and ".bias" → theirs, one name, or one for each piece."""
+
+    theirs: Mapping[str, str | tuple[str, ...]]
+    stacked: bool = False  # see TensorRule
+    turned: bool = False  # of matrices
+
+    def rules(self, model: ModelConfig) -> list[TensorRule]:
         """One for each of our parameters."""
-        first, last = _ends(m, self.embedding, self.final_norm, self.head)
-        rules = [first]
-        if self.positions:
-            rules.append(same("embedding.position.weight", (m.sequence_length, m.hidden), self.positions))
-        H, F = m.hidden, m.ffn_hidden
-        for i in range(m.layers):
-            ours, theirs = f"layers.{i}", f"{self.layers}.{i}"
-            for norm, name in zip(("attention_norm", "mlp_norm"), self.norms, strict=True):
-                rules += _norms(m, f"{ours}.{norm}", f"{theirs}.{name}")
-            fused, output, up, down = (f"{theirs}.{name}" for name in self.matrices)
-            for leaf in ("weight", "bias") if m.bias else ("weight",):
-                bias = leaf == "bias"
-                rules.append(qkv(f"{ours}.attention.qkv.{leaf}", m, (f"{fused}.{leaf}",), self.packing, bias, self.turned and not bias))
-            rules += _linear(m, f"{ours}.attention.output", (H, H), output, self.turned)
-            rules += _linear(m, f"{ours}.mlp.up", (F, H), up, self.turned) + _linear(m, f"{ours}.mlp.down", (H, F), down, self.turned)
-        return rules + last
+        return [self._rule(parameter, model) for parameter in model_parameters(model).values()]
+
+    def _rule(self, parameter: Parameter, model: ModelConfig) -> TensorRule:
+        ours, _, leaf = parameter.name.rpartition(".")
+        number = re.search(r"\d+", ours)
+        theirs = self.theirs[re.sub(r"\d+", "*", ours)]
+        names = (theirs,) if isinstance(theirs, str) else theirs
+        return TensorRule(
+            parameter,
+            tuple(f"{name}.{leaf}".replace("*", number[0] if number else "") for name in names),
+            model.vocab_size if parameter.name in VOCABULARY else parameter.shape[0],
+            self.stacked,
+            self.turned and parameter.kind is Kind.MATRIX,
+        )
 
 
-GPT2 = FusedNames(
-    "transformer.wte.weight", "transformer.ln_f", "lm_head.weight", "transformer.h", ("ln_1", "ln_2"),
-    ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), "blocks", "transformer.wpe.weight", turned=True,
-)  # fmt: skip
-NEOX = FusedNames(
-    "gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight", "gpt_neox.layers",
-    ("input_layernorm", "post_attention_layernorm"),
-    ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), "per_head",
-)  # fmt: skip
-MPT = FusedNames(
-    "transformer.wte.weight", "transformer.norm_f", "lm_head.weight", "transformer.blocks", ("norm_1", "norm_2"),
-    ("attn.Wqkv", "attn.out_proj", "ffn.up_proj", "ffn.down_proj"), "blocks",
-)  # fmt: skip
-
-
-def llama_rules(m: ModelConfig) -> list[TensorRule]:
-    """Llama and what is named like it: q, k and v in three tensors, gate and up in two."""
-    first, last = _ends(m, "model.embed_tokens.weight", "model.norm", "lm_head.weight")
-    rules = [first]
-    for i in range(m.layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        rules += _norms(m, f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        for leaf, in_attention, in_mlp in (("weight", True, True), ("bias", m.has_qkv_bias, m.bias)):
-            bias = leaf == "bias"
-            if in_attention:
-                parts = tuple(f"{theirs}.self_attn.{part}_proj.{leaf}" for part in "qkv")
-                rules.append(qkv(f"{ours}.attention.qkv.{leaf}", m, parts, "separate", bias))
-            if in_mlp:
-                pair = (f"{theirs}.mlp.gate_proj.{leaf}", f"{theirs}.mlp.up_proj.{leaf}")
-                rules.append(gate_and_up(f"{ours}.mlp.up.{leaf}", m, pair, bias))
-        rules += _linear(m, f"{ours}.attention.output", (m.hidden, m.heads * m.dim_per_head), f"{theirs}.self_attn.o_proj")
-        rules += _norms(m, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        rules += _linear(m, f"{ours}.mlp.down", (m.hidden, m.ffn_hidden), f"{theirs}.mlp.down_proj")
-    return rules + last
-
-
-def _norms(model: ModelConfig, ours: str, theirs: str) -> list[TensorRule]:
-    leaves = ("weight", "bias") if model.norm_bias else ("weight",)
-    return [same(f"{ours}.{leaf}", (model.hidden,), f"{theirs}.{leaf}") for leaf in leaves]
-
-
-def _linear(model: ModelConfig, ours: str, shape: tuple[int, int], theirs: str, turn: bool = False) -> list[TensorRule]:
-    weight = (turned if turn else same)(f"{ours}.weight", shape, f"{theirs}.weight")
-    return [weight, same(f"{ours}.bias", shape[:1], f"{theirs}.bias")] if model.bias else [weight]
-
-
-def _ends(model: ModelConfig, embedding: str, final_norm: str, head: str) -> tuple[TensorRule, list[TensorRule]]:
-    """Embedding in front; final norm and head behind."""
-    last = _norms(model, "final_norm", final_norm)
-    if not model.tied_embeddings:
-        last.append(vocabulary("head.weight", model, head))
-    return vocabulary("embedding.token.weight", model, embedding), last
+LLAMA = Names({
+    "embedding.token": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.qkv": tuple(f"model.layers.*.self_attn.{piece}_proj" for piece in "qkv"),
+    "layers.*.attention.output": "model.layers.*.self_attn.o_proj",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp.up": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
+    "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+})  # fmt: skip
+GPT2 = Names({
+    "embedding.token": "transformer.wte",
+    "embedding.position": "transformer.wpe",
+    "layers.*.attention_norm": "transformer.h.*.ln_1",
+    "layers.*.attention.qkv": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.output": "transformer.h.*.attn.c_proj",
+    "layers.*.mlp_norm": "transformer.h.*.ln_2",
+    "layers.*.mlp.up": "transformer.h.*.mlp.c_fc",
+    "layers.*.mlp.down": "transformer.h.*.mlp.c_proj",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}, stacked=True, turned=True)  # fmt: skip
+NEOX = Names({  # for each head its q, k, v: our own order, where every head has its own key and value
+    "embedding.token": "gpt_neox.embed_in",
+    "layers.*.attention_norm": "gpt_neox.layers.*.input_layernorm",
+    "layers.*.attention.qkv": "gpt_neox.layers.*.attention.query_key_value",
+    "layers.*.attention.output": "gpt_neox.layers.*.attention.dense",
+    "layers.*.mlp_norm": "gpt_neox.layers.*.post_attention_layernorm",
+    "layers.*.mlp.up": "gpt_neox.layers.*.mlp.dense_h_to_4h",
+    "layers.*.mlp.down": "gpt_neox.layers.*.mlp.dense_4h_to_h",
+    "final_norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+})  # fmt: skip
+MPT = Names({
+    "embedding.token": "transformer.wte",
+    "layers.*.attention_norm": "transformer.blocks.*.norm_1",
+    "layers.*.attention.qkv": "transformer.blocks.*.attn.Wqkv",
+    "layers.*.attention.output": "transformer.blocks.*.attn.out_proj",
+    "layers.*.mlp_norm": "transformer.blocks.*.norm_2",
+    "layers.*.mlp.up": "transformer.blocks.*.ffn.up_proj",
+    "layers.*.mlp.down": "transformer.blocks.*.ffn.down_proj",
+    "final_norm": "transformer.norm_f",
+    "head": "lm_head",
+}, stacked=True)  # fmt: skip

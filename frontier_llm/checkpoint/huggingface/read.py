@@ -32,7 +32,7 @@ class HuggingFaceModel:
         self._model = read_model_config(self.directory)
         if vocab_multiple is not None:
             self._model = self._model.model_copy(update={"vocab_multiple": vocab_multiple})
-        self.rules = {rule.ours: rule for rule in self.family.rules(self._model)}
+        self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self._model)}
         self._reader = ShardedReader(self.directory)
         bare = all(not name.startswith(self.family.prefix) for name in self._reader.files)
         self._drop = self.family.prefix if bare else ""  # files saved from the bare model (the hub's gpt2) lack it
@@ -81,7 +81,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     fields = ConfigJson(content, where)
     fields.only("quantization_config", None)
     try:
-        model = family.read(fields)
+        model = family.read_model(fields)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         what = f"holds a value of another kind than expected: {error}"
         raise CheckpointError([*fields.problems, Problem(where, what, "restore the config.json that came with the weights")]) from error

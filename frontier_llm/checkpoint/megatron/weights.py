@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from frontier_llm.blueprint import VOCABULARY, Kind, Parameter, Split, model_parameters
 from frontier_llm.checkpoint.megatron.arguments import read_model
 from frontier_llm.checkpoint.megatron.files import find
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.parameters import parameter_shapes
 from frontier_llm.errors import CheckpointError, Problem
 
-_CUT_COLUMNS = ("attention.output.weight", "mlp.down.weight")
-_WHOLE = ("attention.output.bias", "mlp.down.bias", "norm.weight", "norm.bias", "embedding.position.weight")  # a copy on every tensor rank
-_VOCABULARY = ("embedding.token.weight", "head.weight")
 _REPORTED = 8
 
 
@@ -33,7 +31,8 @@ class MegatronModel:
         model = read_model(self._found.arguments, f"{self._found.where}: args", vocab_size)
         update = {"name": Path(directory).resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self._model = model.model_copy(update=update)
-        self._shapes = parameter_shapes(self._model)
+        self._parameters = model_parameters(self._model)
+        self._degree = max(len(parts) for parts in self._found.tensors.values())
         if self._found.version not in (0, 1, 2, 3):
             what = f"has checkpoint_version {self._found.version:g}; the order of query_key_value is known for 0 to 3"
             raise CheckpointError(what, where=self._found.where, fix="convert it with the Megatron-LM that wrote it")
@@ -49,57 +48,50 @@ class MegatronModel:
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See WeightSource; maps and joins the parts that `name` is made of."""
-        whole = self._joined(name)
+        whole = self._joined(self._parameters[name])
         return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
 
     def _check(self) -> None:
         """Every tensor is there, in every part, in the shape that the arguments ask for; and no other."""
         problems = []
-        for name in self._shapes:
+        for name, parameter in self._parameters.items():
             parts = self._found.tensors.get(name, [])
-            expected = self._part_shape(name)
+            expected = self._part_shape(parameter)
             shapes = [part.shape for part in parts]
             if len(parts) != self._degree or any(shape != expected for shape in shapes):
                 what = f"is {shapes or 'missing'}, expected {self._degree} parts of shape {list(expected)}"
                 problems.append(Problem(name, what, "copy the whole checkpoint"))
         tied_copy = {"head.weight"} if self._model.tied_embeddings else set()
-        for name in sorted(self._found.tensors.keys() - self._shapes.keys() - tied_copy):
+        for name in sorted(self._found.tensors.keys() - self._parameters.keys() - tied_copy):
             problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
         if problems:
             raise CheckpointError(problems[:_REPORTED])
 
-    @property
-    def _degree(self) -> int:
-        return max(len(parts) for parts in self._found.tensors.values())
-
-    def _part_shape(self, name: str) -> tuple[int, ...]:
+    def _part_shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Of one tensor rank, as Megatron keeps it: matrices of two dimensions."""
-        shape, degree = self._shapes[name], self._degree
-        if name.endswith(_WHOLE):
-            return shape
-        if name in _VOCABULARY:
-            return (self._found.arguments["padded_vocab_size"] // degree, shape[1])
-        if name.endswith(_CUT_COLUMNS):
-            return (shape[0], shape[1] // degree)
-        rows = 1
-        for size in shape if name.endswith("bias") else shape[:-1]:
-            rows *= size
-        return (rows // degree,) if name.endswith("bias") else (rows // degree, shape[-1])
+        if parameter.name in VOCABULARY:
+            return (self._found.arguments["padded_vocab_size"] // self._degree, parameter.shape[1])
+        shape = self._part_of_ours(parameter)
+        return (prod(shape),) if parameter.kind is Kind.VECTOR else (prod(shape[:-1]), shape[-1])
 
-    def _joined(self, name: str) -> Tensor:
-        parts = [part.read() for part in self._found.tensors[name]]
-        if name.endswith(_WHOLE):
+    def _part_of_ours(self, parameter: Parameter) -> tuple[int, ...]:
+        """The same part in our dimensions; what the degree does not divide shows as a wrong shape."""
+        how = parameter.axes.get("tp")
+        return tuple(
+            size // self._degree if isinstance(how, Split) and dim == how.dim else size for dim, size in enumerate(parameter.shape)
+        )
+
+    def _joined(self, parameter: Parameter) -> Tensor:
+        name, parts = parameter.name, [part.read() for part in self._found.tensors[parameter.name]]
+        how = parameter.axes.get("tp")
+        if not isinstance(how, Split):
             return self._same(name, parts)
-        if name in _VOCABULARY:
+        if name in VOCABULARY:
             whole = torch.cat(parts)[: self._model.vocab_size]
-            return torch.nn.functional.pad(whole, (0, 0, 0, self._shapes[name][0] - len(whole)))
-        if name.endswith(_CUT_COLUMNS):
-            return torch.cat(parts, dim=1)
+            return torch.nn.functional.pad(whole, (0, 0, 0, parameter.shape[0] - len(whole)))
         if ".attention.qkv." in name:
             return torch.cat([self._heads(part) for part in parts])
-        if ".mlp.up." in name and self._model.gated:  # each rank has its gate's rows above its up projection's
-            return torch.cat([part.reshape(2, -1, *part.shape[1:]) for part in parts], dim=1)
-        return torch.cat(parts)
+        return torch.cat([part.reshape(self._part_of_ours(parameter)) for part in parts], how.dim)
 
     def _heads(self, part: Tensor) -> Tensor:
         """(g, Q + 2, D[, H]) of one rank's rows; g are its key/value heads, Q the queries of each."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.checkpoint.huggingface import family_for
+from frontier_llm.blueprint import model_parameters
 from frontier_llm.comm import Mesh, serial_mesh
 from frontier_llm.config import ModelConfig, OpsConfig, load_model
 from frontier_llm.inference.generate import stream
@@ -23,7 +23,7 @@ class RandomWeights:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self._shapes = {rule.ours: rule.shape for rule in family_for(model).rules(model)}
+        self._shapes = {name: parameter.shape for name, parameter in model_parameters(model).items()}
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed(sum(map(ord, name)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from frontier_llm.blueprint import model_parameters
 from frontier_llm.checkpoint.huggingface import (
     Companions,
     HuggingFaceModel,
@@ -53,7 +54,8 @@ def declared(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 )
 def test_rules_cover_exactly_what_the_model_declares(name: str) -> None:
     model = load_model(name.split()[0], dict.fromkeys(name.split()[1:], True))
-    assert {rule.ours: rule.shape for rule in family_for(model).rules(model)} == declared(model)
+    rules = [rule.parameter for rule in family_for(model).names.rules(model)]
+    assert {parameter.name: parameter.shape for parameter in rules} == declared(model)
 
 
 def test_every_shipped_model_has_a_family() -> None:
@@ -69,13 +71,13 @@ def test_their_shapes_need_no_memory_and_join_undoes_cut(family: Any) -> None:
     base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(family.model_type, "llama-tiny")
     model = load_model(base, changes.get(family.model_type, {}))
     assert not family.refusals(model)
-    for rule in family.rules(model):
-        ours = torch.arange(torch.Size(rule.shape).numel(), dtype=torch.float64).view(rule.shape)
-        if rule.ours in ("embedding.token.weight", "head.weight"):
+    for rule in family.names.rules(model):
+        ours = torch.arange(rule.parameter.numel, dtype=torch.float64).view(rule.parameter.shape)
+        if rule.parameter.name in ("embedding.token.weight", "head.weight"):
             ours[model.vocab_size :] = 0  # padding
         theirs = rule.cut(ours)
         assert [tuple(part.shape) for part in theirs] == rule.their_shapes()
-        assert torch.equal(rule.join([part.contiguous() for part in theirs]), ours), rule.ours
+        assert torch.equal(rule.join([part.contiguous() for part in theirs]), ours), rule.parameter.name
 
 
 def test_rope_theta_is_written_in_both_spellings_and_either_is_read(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_export_is_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
     model = load_model("llama-tiny")
-    shapes = [(rule.ours, rule.shape) for rule in family_for(model).rules(model)]
+    shapes = [(name, parameter.shape) for name, parameter in model_parameters(model).items()]
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
