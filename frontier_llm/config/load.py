@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from frontier_llm.config.plugins import import_plugins
 from frontier_llm.config.schema import ModelConfig, RunConfig
 from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
@@ -259,7 +260,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
 
 
 def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The run file with its bases and the overrides applied.
+    """The run file with its bases and the overrides applied; its plugins are imported.
 
     Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
     """
@@ -267,12 +268,14 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     content, _ = compose(path, "runs")
     over = _expand_model(parse_overrides(overrides), None)
     try:
-        return build(RunConfig, merge(content, over))
+        config = build(RunConfig, merge(content, over))
     except ConfigError as error:
         typed = [word.partition("=")[0] for word in overrides]
         raise ConfigError(
             [replace(p, where=f"{'command line' if _within(p.where, typed) else path}: {p.where}") for p in error.problems]
         ) from None
+    import_plugins(config.plugins)
+    return config
 
 
 def _within(key: str, others: Iterable[str]) -> bool:

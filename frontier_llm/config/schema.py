@@ -269,3 +269,4 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     guard: GuardConfig = GuardConfig()
     machine: str = "local"  # name of a file in configs/machines, or a path
+    plugins: tuple[str, ...] = ()  # modules or .py files that register schedules, optimizers, losses: docs/extending.md (since 0.2)

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Writes docs/configuration.md from config/schema.py: every key with its type, default, meaning and the version that brought it.
+
+A field's meaning is the comment behind it; `(since 0.2)` at its end is the version, without it the key is as old as the project.
+    python scripts/config_reference.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from frontier_llm.config import schema
+from frontier_llm.config.schema import RunConfig
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+FIRST_VERSION = "0.1"
+NAMES = {
+    "PositiveInt": "whole number ≥ 1",
+    "NonNegativeInt": "whole number ≥ 0",
+    "PositiveFloat": "number > 0",
+    "NonNegativeFloat": "number ≥ 0",
+    "BelowOne": "number in [0, 1)",
+    "PathText": "path",
+    "str": "text",
+    "bool": "true, false",
+    "int": "whole number",
+    "float": "number",
+    "None": "nothing",
+}
+
+
+def source_notes() -> dict[tuple[str, str], tuple[str, str]]:
+    """(annotation, comment) as written, by (class, field)."""
+    source = inspect.getsource(schema)
+    lines, notes = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        for field in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                _, _, comment = lines[field.end_lineno - 1].partition("  # ")
+                notes[node.name, field.target.id] = ast.unparse(field.annotation), comment.strip()
+    return notes
+
+
+def sections(model: type[BaseModel], prefix: str = "") -> typing.Iterator[tuple[str, type[BaseModel], dict[str, FieldInfo]]]:
+    """(dotted key, class, its plain fields) of the run file, depth first."""
+    plain = {name: field for name, field in model.model_fields.items() if section_of(field) is None}
+    yield prefix, model, plain
+    for name, field in model.model_fields.items():
+        inner = section_of(field)
+        if inner is not None:
+            yield from sections(inner, f"{prefix}.{name}" if prefix else name)
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section class that a field holds, alone, optional or in a list."""
+    pending = [field.annotation]
+    while pending:
+        kind = pending.pop()
+        if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, BaseModel):
+            return kind
+        pending += list(typing.get_args(kind))
+    return None
+
+
+def type_text(annotation: str) -> str:
+    """An annotation in words: 'Literal['a', 'b'] | None' → 'a, b or nothing'."""
+    literal = re.fullmatch(r"Literal\[(.*)\]", annotation)
+    if literal:
+        return ", ".join(f"`{value.strip().strip(chr(39))}`" for value in literal.group(1).split(","))
+    bounded = re.fullmatch(r"Annotated\[(int|float), Field\((.*)\)\]", annotation)
+    if bounded:
+        limits = bounded.group(2).replace("ge=", "≥ ").replace("gt=", "> ").replace("le=", "≤ ").replace("lt=", "< ")
+        return f"{NAMES[bounded.group(1)]} {limits}"
+    several = re.fullmatch(r"(?:tuple|dict)\[(.*)\]", annotation)
+    if several and " | " not in annotation:
+        return "list of " + type_text(several.group(1).split(",")[0].strip()) if annotation.startswith("tuple") else "mapping"
+    parts = re.split(r" \| (?![^\[]*\])", annotation)
+    if len(parts) > 1:
+        return " or ".join(type_text(part) for part in parts)
+    return NAMES.get(annotation, annotation)
+
+
+def default_text(field: FieldInfo) -> str:
+    """How the default is written in a run file."""
+    if field.is_required():
+        return "required"
+    value = field.default
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value}`"
+
+
+def page() -> str:
+    """The whole page. Raises ValueError naming a field without a meaning."""
+    notes, text = source_notes(), []
+    for prefix, model, fields in sections(RunConfig):
+        if not fields:
+            continue
+        text += [
+            f"## {prefix or 'At the root'}",
+            "",
+            inspect.getdoc(model) or "",
+            "",
+            "| key | type | default | meaning | since |",
+            "|---|---|---|---|---|",
+        ]
+        for name, field in fields.items():
+            annotation, comment = notes[model.__name__, name]
+            if not comment:
+                raise ValueError(f"{model.__name__}.{name} in config/schema.py has no comment that says what it means")
+            since = re.search(r"\(since ([\d.]+)\)$", comment)
+            meaning = comment[: since.start()].strip() if since else comment
+            cells = (f"`{prefix + '.' if prefix else ''}{name}`", type_text(annotation), default_text(field), meaning)
+            text.append(
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + f" | {since.group(1) if since else FIRST_VERSION} |"
+            )
+        text.append("")
+    return HEAD + "\n".join(text)
+
+
+HEAD = """# Configuration
+
+Every key of a run file, made from `frontier_llm/config/schema.py` by `scripts/config_reference.py`. A run file is YAML; `base: NAME` takes another one's
+keys first, `key=value` on the command line comes last, and an unknown key is an error that names the nearest valid one. "nothing" is YAML's `null`.
+
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
+    if parser.parse_args().check:
+        if PAGE.read_text(encoding="utf-8") != page():
+            print("docs/configuration.md is not up to date: run python scripts/config_reference.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
