@@ -10,6 +10,7 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import add_action, add_json, add_run, dataset_prefix, examples, natural, positive
+from frontier_llm.units import printable
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     tokenize.add_argument("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`")
     tokenize.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
     tokenize.add_argument("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)")
+    tokenize.add_argument("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
     add_json(tokenize)
     _text_options(tokenize)
 
@@ -47,6 +49,7 @@ def add_parser(subparsers: Any) -> None:
     importer.add_argument("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx")
     importer.add_argument("--tokenizer", required=True, help="the one that made the tokens")
     importer.add_argument("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns")
+    _bound(importer)
     importer.add_argument("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)")
 
     add_run(add_action(commands, "index", "build a run's sample indices ahead of it, without its ranks"))
@@ -76,6 +79,11 @@ def _text_options(parser: argparse.ArgumentParser) -> None:
         "--documents", choices=("file", "line"), default="file", help="a document is a whole text file, or each line (default: file)"
     )
     parser.add_argument("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping")
+    _bound(parser)
+
+
+def _bound(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
+    from frontier_llm.data.tokenize import TokenizeOptions
     from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
     from frontier_llm.data.training_text import training_text
     from frontier_llm.errors import DataError
@@ -94,7 +103,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
     if not args.output.endswith((".model", ".json")):
         raise DataError(f"--output {args.output} names no kind", fix="end it in .model (sentencepiece) or .json (Hugging Face)")
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
-    texts = training_text(args.inputs, args.text_key, args.documents, args.skip_damaged, args.sample_mib << 20)
+    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
+    texts = training_text(args.inputs, options, args.sample_mib << 20)
     trained = train(texts, args.output, args.vocab_size, args.sample_mib << 20)
     if trained.vocab_size < args.vocab_size:
         log.warn(f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly")
@@ -107,8 +117,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 
-    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20)
-    meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers)
+    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20, args.max_mib << 20)
+    meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers, args.overwrite)
     print(json.dumps(asdict(meta), indent=1) if args.json else f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
@@ -116,7 +126,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from frontier_llm.data.importing import import_tokens
 
-    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column)
+    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column, args.max_mib << 20)
     print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
@@ -154,12 +164,12 @@ def _show(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
-    facts = Table("", "", title=escape(report["prefix"]), show_header=False)
+    facts = Table("", "", title=escape(printable(report["prefix"])), show_header=False)
     for key, value in report.items():
         if key not in ("prefix", "top_tokens", "samples"):
             text = "  ".join(f"{name} {size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
             text = f"{value:.4f}" if isinstance(value, float) else text
-            facts.add_row(key.replace("_", " "), escape(text))
+            facts.add_row(key.replace("_", " "), escape(printable(text)))
     console.print(facts)
     if not report["tokens"]:
         return
@@ -173,7 +183,7 @@ def _show(report: dict[str, Any]) -> None:
     for sample in report["samples"]:
         body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
         console.rule(f"document {sample['document']}, {sample['tokens']} tokens")
-        console.print(escape(body), highlight=False)
+        console.print(escape(printable(body)), highlight=False)
 
 
 def _stdlib(args: argparse.Namespace) -> int:
