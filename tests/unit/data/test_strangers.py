@@ -19,6 +19,7 @@ from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import cut
 from frontier_llm.data.inspect import inspect
 from frontier_llm.data.mds import open_column
+from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 from frontier_llm.errors import DataError, Problem
 
@@ -179,3 +180,26 @@ def test_a_log_line_and_an_inspection_hold_no_control_character(tmp_path: Path, 
     data._show(report)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "\\x1b[31m red" in shown
+
+
+@pytest.mark.parametrize("content", ['{"format": ' + "[" * 200_000, '{"vocab_size": "many"}', '{"tokens": 1.5}', '{"damaged_examples": 3}'])
+def test_a_record_of_another_form_is_damage(text: Path, content: str) -> None:
+    tokenize([text / "a.txt"], text / "out", "bytes", workers=1)
+    record = json.loads((text / "out.meta.json").read_text())
+    nested = content.endswith("[")
+    (text / "out.meta.json").write_text(content if nested else json.dumps(record | json.loads(content)))
+    with pytest.raises(DataError, match=r"out\.meta\.json: is damaged"):
+        read_meta(text / "out")
+
+
+def test_a_deeply_nested_task_or_tokenizer_file_is_named(tmp_path: Path) -> None:
+    from frontier_llm.data.tokenizer import load_tokenizer, train_huggingface
+    from frontier_llm.inference.tasks import read_task
+
+    (tmp_path / "task.jsonl").write_text("[" * 200_000)
+    with pytest.raises(DataError, match=r"task\.jsonl:1: is not JSON"):
+        read_task("piqa", tmp_path / "task.jsonl")
+    train_huggingface(["some text"], tmp_path / "tokenizer.json", 300)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 200_000)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: holds no JSON"):
+        load_tokenizer(tmp_path / "tokenizer.json")
