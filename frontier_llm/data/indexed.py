@@ -166,7 +166,7 @@ class IndexedDataset:
         data = os.pread(self._file.fileno(), count * size, start * size) if inside else b""
         if not inside or len(data) != count * size:
             fix = "the file changed under the run, or its index is damaged; restore both"
-            raise _damaged(bin_path(self.prefix), start * size, f"{count * size} bytes of {self.token_count * size}", f"{len(data)}", fix)
+            raise _damaged(bin_path(self.prefix), start * size, f"{count * size} bytes", f"{len(data)}", fix)
         return np.frombuffer(data, self.dtype)
 
     @property
