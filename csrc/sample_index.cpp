@@ -76,11 +76,13 @@ struct Corpus {
     const void* documents;  // i64 first sequence of each document, one more than documents; null: document d is sequence d
     uint64_t count;         // documents
 
-    int64_t length(uint64_t document) const {  // negative when a sequence has a negative length
+    int64_t length(uint64_t document) const {  // negative when a sequence has a negative length, or lies outside the table
         if (!documents) return load<int32_t>(lengths, document);
         const int64_t last = load<int64_t>(documents, document + 1);
+        const int64_t first = load<int64_t>(documents, document), end = load<int64_t>(documents, count);  // `end`: the reader checked it
+        if (first < 0 || last < first || last > end) return kNegativeLength;
         int64_t total = 0;
-        for (int64_t sequence = load<int64_t>(documents, document); sequence < last; ++sequence) {
+        for (int64_t sequence = first; sequence < last; ++sequence) {
             const int32_t length = load<int32_t>(lengths, sequence);
             if (length < 0) return length;
             total += length;

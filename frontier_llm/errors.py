@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from frontier_llm.units import printable
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -22,7 +24,7 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n    fix: {self.fix}" if self.fix else text
+        return printable(f"{text}\n    fix: {self.fix}" if self.fix else text)
 
 
 class FrontierError(Exception):

@@ -9,6 +9,8 @@ import sys
 import time
 from contextlib import suppress
 
+from frontier_llm.units import printable
+
 _rank: int | None = None
 
 
@@ -31,4 +33,4 @@ def warn(message: str) -> None:
 
 def _say(message: str) -> None:
     with suppress(OSError):
-        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {printable(message)}", file=sys.stderr, flush=True)

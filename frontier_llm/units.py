@@ -1,5 +1,7 @@
 """Units and how people read them; every quantity in the package names its unit (`_bytes`, `_s`, `_us`, `_flops`)."""
 
+import re
+
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 TERA = 1e12
 
@@ -48,3 +50,12 @@ def format_age(seconds: float) -> str:
         if seconds >= length_s:
             return f"{seconds // length_s:.0f} {unit} ago"
     return "just now"
+
+
+# all but tab and newline; half surrogate pairs cannot be printed, and marks of direction show text in another order than it has
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out: a name that a stranger chose must not command the terminal."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -9,12 +9,15 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
+from frontier_llm.units import printable
 
 INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
+BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
 TEXT_OPTIONS = (
     option("--text-key", default="text", metavar="NAME", help="JSON field or parquet column (default: text)"),
     option("--documents", choices=("file", "line"), default="file", help="a document is a whole text file, or each line (default: file)"),
     option("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping"),
+    BOUND,
 )
 
 
@@ -27,6 +30,7 @@ TEXT_OPTIONS = (
     line="train a tokenizer on text files",
 )
 def _tokenizer(args: argparse.Namespace) -> int:
+    from frontier_llm.data.tokenize import TokenizeOptions
     from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
     from frontier_llm.data.training_text import training_text
     from frontier_llm.errors import DataError
@@ -34,7 +38,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
     if not args.output.endswith((".model", ".json")):
         raise DataError(f"--output {args.output} names no kind", fix="end it in .model (sentencepiece) or .json (Hugging Face)")
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
-    texts = training_text(args.inputs, args.text_key, args.documents, args.skip_damaged, args.sample_mib << 20)
+    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
+    texts = training_text(args.inputs, options, args.sample_mib << 20)
     trained = train(texts, args.output, args.vocab_size, args.sample_mib << 20)
     if trained.vocab_size < args.vocab_size:
         log.warn(f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly")
@@ -50,6 +55,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
     option("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`"),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
     option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
+    option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs"),
     JSON,
     *TEXT_OPTIONS,
     line="make PREFIX.bin/.idx from text; run it again to resume",
@@ -57,8 +63,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 
-    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20)
-    meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers)
+    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20, args.max_mib << 20)
+    meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers, args.overwrite)
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
@@ -68,13 +74,14 @@ def _tokenize(args: argparse.Namespace) -> int:
     option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
     option("--tokenizer", required=True, help="the one that made the tokens"),
     option("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns"),
+    BOUND,
     option("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)"),
     line="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin",
 )
 def _import(args: argparse.Namespace) -> int:
     from frontier_llm.data.importing import import_tokens
 
-    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column)
+    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column, args.max_mib << 20)
     print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
@@ -123,12 +130,12 @@ def _print_tables(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
-    facts = Table("", "", title=escape(report["prefix"]), show_header=False)
+    facts = Table("", "", title=escape(printable(report["prefix"])), show_header=False)
     for key, value in report.items():
         if key not in ("prefix", "top_tokens", "samples"):
             text = "  ".join(f"{name} {size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
             text = f"{value:.4f}" if isinstance(value, float) else text
-            facts.add_row(key.replace("_", " "), escape(text))
+            facts.add_row(key.replace("_", " "), escape(printable(text)))
     console.print(facts)
     if not report["tokens"]:
         return
@@ -142,7 +149,7 @@ def _print_tables(report: dict[str, Any]) -> None:
     for sample in report["samples"]:
         body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
         console.rule(f"document {sample['document']}, {sample['tokens']} tokens")
-        console.print(escape(body), highlight=False)
+        console.print(escape(printable(body)), highlight=False)
 
 
 @command(

@@ -80,7 +80,9 @@ def _generate(args: argparse.Namespace) -> int:
         if live:
             _write(prompts[0])
         show = (lambda row, piece: _write(piece)) if live else (lambda row, piece: None)
-        completions = complete(model, tokenizer, prompts, sampling, args.stop or (), show, not args.no_cache, args.batch_size)
+        completions = complete(
+            model, tokenizer, prompts, sampling, args.stop or (), show, use_cache=not args.no_cache, batch_size=args.batch_size
+        )
     if prints and args.json:
         print(json.dumps([asdict(completion) for completion in completions], ensure_ascii=False, indent=1))
     elif live:

@@ -32,12 +32,16 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 
     Raises DataError when the directory cannot be written or the file does not hold `length` elements of `dtype`.
     """
+    lock = path.with_suffix(".lock")
     try:
         while not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _turn(path.with_suffix(".lock"), path) as mine:
+            with held(lock) as mine:
                 if mine and not path.exists():
                     _write(path, length, dtype, build)
+            if not mine and not is_alive(lock):
+                lock.unlink(missing_ok=True)
+            time.sleep(0 if mine else POLL_S)
     except OSError as error:
         fix = "set data.cache_dir to a directory you can write"
         raise DataError(f"cannot write: {error.strerror or error}", where=str(path), fix=fix) from error
@@ -53,16 +57,12 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 
 
 @contextmanager
-def _turn(lock: Path, result: Path) -> Iterator[bool]:
-    """Hold the lock, touching it every few seconds (compiled code releases the GIL); or wait for its holder, and yield False.
-
-    Waiting ends with the result, with the lock's removal, or when the lock has not changed for STALE_S: it is then removed.
-    """
+def held(lock: Path, purpose: str = "") -> Iterator[bool]:
+    """Hold the lock file, touching it every few seconds (compiled code releases the GIL); False where somebody else holds it."""
     try:
         with lock.open("x", encoding="utf-8") as handle:
-            handle.write(f"{socket.gethostname()} {os.getpid()}\n")
+            handle.write(f"{socket.gethostname()} {os.getpid()} {purpose}\n")
     except FileExistsError:
-        _wait(lock, result)
         yield False
         return
     done = threading.Event()
@@ -72,7 +72,7 @@ def _turn(lock: Path, result: Path) -> Iterator[bool]:
             with suppress(FileNotFoundError):
                 os.utime(lock)
 
-    thread = threading.Thread(target=beat, daemon=True, name="cache-heartbeat")
+    thread = threading.Thread(target=beat, daemon=True, name="lock-heartbeat")
     thread.start()
     try:
         yield True
@@ -82,16 +82,19 @@ def _turn(lock: Path, result: Path) -> Iterator[bool]:
         lock.unlink(missing_ok=True)
 
 
-def _wait(lock: Path, result: Path) -> None:
-    seen_ns, changed_at = -1, time.monotonic()
+def is_alive(lock: Path) -> bool:
+    """Whether a lock's holder lives: its process on this host, else a heartbeat within STALE_S; False for a lock that is gone."""
     with suppress(FileNotFoundError):
-        while not result.exists():
-            if (now_ns := lock.stat().st_mtime_ns) != seen_ns:
-                seen_ns, changed_at = now_ns, time.monotonic()
-            elif time.monotonic() - changed_at > STALE_S:  # by this host's own clock: file servers' clocks differ
-                log.warn(f"{lock}: no sign of life for {STALE_S:.0f} s, taking over")
-                lock.unlink()
+        host, pid = (*lock.read_text(encoding="utf-8").split(), "", "")[:2]
+        if host == socket.gethostname():
+            return Path(f"/proc/{pid}").exists()
+        touched_ns, since = lock.stat().st_mtime_ns, time.monotonic()
+        while time.monotonic() - since < STALE_S:  # by this host's own clock: file servers' clocks differ
             time.sleep(POLL_S)
+            if lock.stat().st_mtime_ns != touched_ns:
+                return True
+        log.warn(f"{lock}: no sign of life for {STALE_S:.0f} s, taking over")
+    return False
 
 
 def _write(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:

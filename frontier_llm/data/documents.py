@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from frontier_llm.data import mds
-from frontier_llm.data.inputs import PACKED_SUFFIXES, Piece, open_packed, open_parquet
+from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, Piece, open_packed, open_parquet
 from frontier_llm.errors import DataError, suggest
+from frontier_llm.units import format_bytes
 
 BLOCK_BYTES = 1 << 20
 ARRAY_HINT = "; a file with one large JSON value? It takes one object per line: jq -c '.[]' FILE > FILE.jsonl"
@@ -64,24 +65,29 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
-def read(piece: Piece, text_key: str = "text") -> Iterator[Text | Damage]:
-    """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column."""
+def read(piece: Piece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES) -> Iterator[Text | Damage]:
+    """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
+
+    A line, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory.
+    """
     if piece.kind in ("parquet", "mds"):
-        yield from (_read_parquet if piece.kind == "parquet" else _read_mds)(piece, text_key)
+        yield from _read_parquet(piece, text_key) if piece.kind == "parquet" else _read_mds(piece, text_key, max_bytes)
         return
     path = Path(piece.path)
     unpacked = _Unpacked(path) if path.suffix in PACKED_SUFFIXES else None
     with io.BufferedReader(unpacked, BLOCK_BYTES) if unpacked else path.open("rb") as content:
-        yield from _read_whole(piece, content) if piece.kind == "text" else _read_lines(piece, content, text_key)
+        yield from _read_whole(piece, content) if piece.kind == "text" else _read_lines(piece, content, text_key, max_bytes)
     if unpacked and unpacked.damage:
         yield Damage(piece.path, unpacked.damage)
 
 
-def _read_lines(piece: Piece, content: IO[bytes], text_key: str) -> Iterator[Text | Damage]:
-    for number, line in enumerate(_lines(piece, content)):
+def _read_lines(piece: Piece, content: IO[bytes], text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
+    for number, line in enumerate(_lines(piece, content, max_bytes)):
         if number == 0 and piece.start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
+            if len(line) > max_bytes:
+                raise DataError(MORE.format(format_bytes(max_bytes)))
             text = _parse_json(line, text_key) if piece.kind == "jsonl" else _decode(line)
         except DataError as error:
             yield Damage(f"{piece.path}:{_line_number(piece) + number}", error.problems[0].what)
@@ -96,13 +102,13 @@ def _parse_json(line: bytes, text_key: str) -> str:
         return ""
     try:
         record = json.loads(line)
-    except ValueError as error:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
         spans_lines = line.lstrip()[:1] in (b"[", b"{") and line.rstrip()[-1:] in (b"[", b"{", b",")
         raise DataError(f"is no JSON: {error}{ARRAY_HINT if spans_lines else ''}") from error
     if not isinstance(record, dict):
         raise DataError(f"is a JSON {type(record).__name__}, not an object")
     if text_key not in record:
-        raise DataError(f"has no key {text_key!r}; " + suggest(text_key, list(record)[:20]))
+        raise DataError(f"has no key {text_key!r}; {suggest(text_key, list(record)[:20])}; --text-key names another")
     return _usable(record[text_key], text_key)
 
 
@@ -162,14 +168,21 @@ def _character_end(data: bytes) -> int:
     return len(data) - back if data[-back] & 0x80 else len(data)
 
 
-def _lines(piece: Piece, content: IO[bytes]) -> Iterator[bytes]:
-    """Lines whose first byte lies in the piece, newline included."""
+def _lines(piece: Piece, content: IO[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Lines whose first byte lies in the piece, newline included; of a longer line the first `max_bytes` + 1."""
     if piece.start:
         content.seek(piece.start - 1)
-        content.readline()  # the line that began before this piece belongs to the one before
+        _end_line(content, b"")  # the line that began before this piece belongs to the one before
     packed = Path(piece.path).suffix in PACKED_SUFFIXES
-    while (packed or content.tell() < piece.stop) and (line := content.readline()):
+    while (packed or content.tell() < piece.stop) and (line := content.readline(max_bytes + 1)):
+        _end_line(content, line if len(line) > max_bytes else b"\n")
         yield line
+
+
+def _end_line(content: IO[bytes], line: bytes) -> None:
+    """Go on to the next line, from inside `line`."""
+    while not line.endswith(b"\n") and (line := content.readline(BLOCK_BYTES)):
+        pass
 
 
 @functools.lru_cache(maxsize=1)
@@ -205,9 +218,9 @@ def _read_parquet(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
         yield Damage(f"{piece.path} (row groups {piece.start} to {piece.stop - 1})", f"cannot be read: {error}")
 
 
-def _read_mds(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
+def _read_mds(piece: Piece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
     """A shard's texts; what follows a damaged sample is left out with it."""
     try:
-        yield from (Text(text) for text in mds.read_texts(piece.path, text_key) if text)
+        yield from (Text(text) for text in mds.read_texts(piece.path, text_key, max_bytes) if text)
     except DataError as error:
         yield from (Damage(problem.where, f"{problem.what}; {problem.fix}") for problem in error.problems)

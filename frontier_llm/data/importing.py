@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from frontier_llm import log
 from frontier_llm.data.indexed import optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.inputs import find_inputs
+from frontier_llm.data.inputs import MAXIMUM_BYTES, find_inputs
 from frontier_llm.data.mds import read_tokens
 from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
@@ -29,7 +29,12 @@ SUFFIXES = (".npy", ".bin", *MDS_SUFFIXES)
 
 
 def import_tokens(
-    inputs: Iterable[str | Path], prefix: str | Path, tokenizer: str, dtype: str | None = None, column: str = "tokens"
+    inputs: Iterable[str | Path],
+    prefix: str | Path,
+    tokenizer: str,
+    dtype: str | None = None,
+    column: str = "tokens",
+    max_bytes: int = MAXIMUM_BYTES,
 ) -> DatasetMeta:
     """Join token files, in order, into one dataset; a document ends at the tokenizer's end-of-document id.
 
@@ -42,7 +47,7 @@ def import_tokens(
     meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
         unfinished = 0
-        for block in (block for path in files for block in _blocks(path, dtype, column, codec.vocab_size)):
+        for block in (block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)):
             unfinished = _write(writer, block, codec.eod, unfinished)
         if unfinished:
             writer.end_document()
@@ -55,9 +60,9 @@ def import_tokens(
     return meta
 
 
-def _blocks(path: Path, dtype: str | None, column: str, vocab_size: int) -> Iterator[NDArray[Any]]:
+def _blocks(path: Path, dtype: str | None, column: str, vocab_size: int, max_bytes: int) -> Iterator[NDArray[Any]]:
     """The file's ids in blocks, all inside the vocabulary."""
-    arrays = read_tokens(path, column, dtype or "int64") if path.name.endswith(MDS_SUFFIXES) else iter([_raw(path, dtype)])
+    arrays = read_tokens(path, column, dtype or "int64", max_bytes) if path.name.endswith(MDS_SUFFIXES) else iter([_raw(path, dtype)])
     position = 0
     for array in arrays:
         if array.dtype.kind not in "iu":

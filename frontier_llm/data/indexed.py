@@ -148,6 +148,11 @@ class IndexedDataset:
         """Tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
+    def check_token_ids(self) -> None:
+        """Raises DataError for values that are not whole numbers."""
+        if self.dtype.kind not in "iu":
+            raise DataError(f"holds {self.dtype} values, not token ids", where=self.prefix, fix="give a token dataset")
+
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Tokens [start, start + count) by one pread.
 
@@ -157,9 +162,10 @@ class IndexedDataset:
         if self._file is None:
             self._file = bin_path(self.prefix).open("rb", buffering=0)
         size = self.dtype.itemsize
-        data = os.pread(self._file.fileno(), count * size, start * size)
-        if len(data) != count * size:
-            fix = "the file changed under the run; restore it"
+        inside = 0 <= start <= start + count <= self.token_count  # else of a damaged index
+        data = os.pread(self._file.fileno(), count * size, start * size) if inside else b""
+        if not inside or len(data) != count * size:
+            fix = "the file changed under the run, or its index is damaged; restore both"
             raise _damaged(bin_path(self.prefix), start * size, f"{count * size} bytes", f"{len(data)}", fix)
         return np.frombuffer(data, self.dtype)
 

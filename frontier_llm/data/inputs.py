@@ -22,6 +22,9 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 
+MAXIMUM_BYTES = 128 << 20  # of a line, and of an MDS shard (Mosaic's own default is 64 MiB) after decompression; --max-mib
+MORE = "holds more than {}; if that is right, give a larger --max-mib"
+
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 
 

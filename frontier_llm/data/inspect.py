@@ -24,6 +24,7 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
     make the data.
     """
     dataset = IndexedDataset(prefix, scan=True)
+    dataset.check_token_ids()
     meta = read_meta(prefix)
     spec = tokenizer or (_recorded_tokenizer(prefix, meta.tokenizer) if meta is not None else None)
     codec = load_tokenizer(spec) if spec else None

@@ -21,19 +21,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.data.inputs import PACKED_SUFFIXES, open_packed
-from frontier_llm.errors import BackendError, DataError, suggest
+from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, open_packed
+from frontier_llm.errors import DataError, FrontierError, suggest
+from frontier_llm.units import format_bytes
 
 SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 VALUE_DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 
 
-def open_column(path: str | Path, column: str) -> tuple[str, Iterator[bytes]]:
+def open_column(path: str | Path, column: str, max_bytes: int = MAXIMUM_BYTES) -> tuple[str, Iterator[bytes]]:
     """A column's declared encoding and its raw value in every sample.
 
     Raises DataError for a file that is no shard or has no such column, and, while iterating, with the byte offset of a damaged sample.
     """
-    data, header = _open(Path(path))
+    data, header = _open(Path(path), max_bytes)
     names: list[str] = header["column_names"]
     if column not in names:
         raise DataError(f"has no column {column!r}", where=str(path), fix=suggest(column, names))
@@ -57,9 +58,9 @@ def _values(path: Path, data: bytes, sizes: list[int | None], place: int) -> Ite
         yield data[start : start + widths[place]]
 
 
-def read_texts(path: str | Path, column: str) -> Iterator[str]:
+def read_texts(path: str | Path, column: str, max_bytes: int = MAXIMUM_BYTES) -> Iterator[str]:
     """A `str` column. Raises DataError for a column of another encoding or text that is not UTF-8."""
-    encoding, values = open_column(path, column)
+    encoding, values = open_column(path, column, max_bytes)
     if encoding != "str":
         fix = "name a str column with --text-key; a column of tokens goes through `frontier-llm data import`"
         raise DataError(f"column {column!r} is {encoding}, not str", where=str(path), fix=fix)
@@ -70,9 +71,9 @@ def read_texts(path: str | Path, column: str) -> Iterator[str]:
             raise DataError(f"sample {sample} is not UTF-8: {error.reason}", where=str(path), fix="copy it again") from error
 
 
-def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64") -> Iterator[NDArray[Any]]:
+def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64", max_bytes: int = MAXIMUM_BYTES) -> Iterator[NDArray[Any]]:
     """A column of token arrays; `bytes_dtype` says what a `bytes` column holds. Raises DataError for other encodings."""
-    encoding, values = open_column(path, column)
+    encoding, values = open_column(path, column, max_bytes)
     decode = _token_decoder(path, encoding, column, bytes_dtype)
     for sample, value in enumerate(values):
         try:
@@ -81,18 +82,20 @@ def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64") -> It
             raise DataError(f"sample {sample} holds no token array: {error}", where=str(path), fix="copy it again") from error
 
 
-def _open(path: Path) -> tuple[bytes, dict[str, Any]]:
+def _open(path: Path, max_bytes: int) -> tuple[bytes, dict[str, Any]]:
     """The shard's bytes, decompressed, and its header."""
     try:
         with open_packed(path) if path.suffix in PACKED_SUFFIXES else path.open("rb") as content:
-            data = content.read()
+            data = content.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise DataError(MORE.format(format_bytes(max_bytes)), where=str(path))
         count = int.from_bytes(data[:4], "little")
         first, last = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 4 + 4 * count)[0]
         header = json.loads(data[8 + 4 * count : first])
         if not all(size is None or (isinstance(size, int) and size >= 0) for size in header["column_sizes"]):
             raise ValueError(f"column_sizes {header['column_sizes']}")
         lengths = {len(header[key]) for key in ("column_names", "column_encodings", "column_sizes")}
-    except BackendError:
+    except FrontierError:
         raise
     except Exception as error:  # struct, json, gzip and pyarrow have no common base
         raise DataError(

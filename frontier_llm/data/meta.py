@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from frontier_llm.errors import DataError
@@ -53,8 +53,12 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
             raise DataError(f"has format {content.get('format')!r}, expected {FORMAT}", where=str(path), fix="tokenize the text again")
-        return DatasetMeta(**{**content, "damaged_examples": tuple(content["damaged_examples"])})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        meta = DatasetMeta(**{**content, "damaged_examples": tuple(content["damaged_examples"])})
+        for entry in fields(meta):
+            if type(value := getattr(meta, entry.name)).__name__ != str(entry.type).partition("[")[0]:
+                raise TypeError(f"{entry.name} is {value!r}")
+        return meta
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"is damaged: {error}", where=str(path), fix="tokenize the text again, or delete it to use the data unchecked"
         ) from error

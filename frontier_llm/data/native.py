@@ -18,7 +18,7 @@ from frontier_llm.errors import BackendError, DataError
 ABI = 1
 BUILD_COMMAND = "pip install --no-build-isolation .   (in a checkout: python setup.py build_ext --inplace)"
 FAILURES = {
-    -1: "a sequence has a negative length: the .idx is damaged",
+    -1: "a sequence has a negative length, or a document lies outside the sequences: the .idx is damaged",
     -2: "the cached sample index belongs to another dataset: delete it",
     -3: "a position lies past the end",
     -4: "an argument is out of range",

@@ -123,8 +123,7 @@ class DocumentSamples:
         """
         if dataset.token_count == 0:
             raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
-        if dataset.dtype.kind not in "iu":
-            raise DataError(f"holds {dataset.dtype} values, not token ids", where=dataset.prefix, fix="give a token dataset")
+        dataset.check_token_ids()
         library()  # missing: refused before the first step
         self.dataset = dataset
         self.sequence_length = sequence_length

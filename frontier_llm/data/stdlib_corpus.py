@@ -72,7 +72,7 @@ def prepare(
         raise DataError(f"cannot write: {error.strerror or error}", where=str(directory), fix="choose a directory you can write") from error
     options = TokenizeOptions(shard_bytes=SHARD_BYTES)
     prefixes = {"train": train, "validation": validation}
-    metas = {split: tokenize(paths, directory / split, model.name, options, workers) for split, paths in prefixes.items()}
+    metas = {split: tokenize(paths, directory / split, model.name, options, workers, overwrite=True) for split, paths in prefixes.items()}
     return StdlibCorpus(model.name, str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"])
 
 

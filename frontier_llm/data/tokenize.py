@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
+from frontier_llm.data.cache import held, is_alive
 from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
-from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
+from frontier_llm.data.indexed import IndexedDataset, idx_path, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.inputs import Piece, cut, find_inputs
+from frontier_llm.data.inputs import MAXIMUM_BYTES, Piece, cut, find_inputs
 from frontier_llm.data.meta import DatasetMeta, meta_path, read_meta, write_meta, write_whole
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
-from frontier_llm.errors import DataError, FrontierError
+from frontier_llm.errors import DataError
 from frontier_llm.packing import packed
 from frontier_llm.units import format_bytes, format_count
 
@@ -47,6 +48,7 @@ class TokenizeOptions:
     documents: Literal["file", "line"] = "file"  # whether a text file is one document, or one per line
     skip_damaged: bool = False  # False: the first damaged input ends the run
     shard_bytes: int = 32 << 20  # of input per shard: a few seconds of work
+    max_bytes: int = MAXIMUM_BYTES  # of a line or an MDS shard; decides nothing about what is below it
 
 
 @dataclass(frozen=True)
@@ -82,32 +84,40 @@ def tokenize(
     tokenizer: str,
     options: TokenizeOptions | None = None,
     workers: int | None = None,
+    overwrite: bool = False,
 ) -> DatasetMeta:
     """Make the dataset `prefix` from files and directories; returns what is recorded beside it.
 
     `workers` None = one per core this process may use. Nothing is done when the same inputs, tokenizer and options already made
-    it. Raises DataError for missing, empty or (unless skipped) damaged inputs and for a directory that cannot be written.
+    it. Raises DataError for missing, empty or (unless skipped) damaged inputs, for a directory that cannot be written, for a dataset
+    of other inputs at `prefix` (unless `overwrite`), and while another process is making one there.
     """
     options = options or TokenizeOptions()
     codec = load_tokenizer(tokenizer)
     pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
     shards = [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
     digest = _plan_digest(shards, codec, options)
-    done = read_meta(prefix) if Path(f"{prefix}.idx").exists() else None
-    if done is not None and done.inputs_digest == digest and IndexedDataset(prefix).token_count == done.tokens:
-        log.info(f"{prefix}: already made from these inputs, {format_count(done.tokens)} tokens")
-        return done
+    if idx_path(prefix).exists():
+        done = read_meta(prefix)
+        if done is not None and done.inputs_digest == digest and IndexedDataset(prefix).token_count == done.tokens:
+            log.info(f"{prefix}: already made from these inputs, {format_count(done.tokens)} tokens")
+            return done
+        if not overwrite:
+            fix = "choose another --output, or add --overwrite to replace it"
+            raise DataError("is a dataset made from other inputs, or with another tokenizer or options", where=str(prefix), fix=fix)
     directory = Path(f"{prefix}.parts-{digest[:12]}")
     jobs = [Job(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options) for number, pieces in enumerate(shards)]
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
-        meta = _join(jobs, parts, str(prefix), codec, digest) if any(part.documents for part in parts) else None
-        shutil.rmtree(directory)
-    except FrontierError:
-        with contextlib.suppress(OSError):
-            directory.rmdir()  # when no part was finished
-        raise
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(Path(f"{prefix}.lock"), digest):
+            directory.mkdir(exist_ok=True)
+            try:
+                parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
+                meta = _join(jobs, parts, str(prefix), codec, digest) if any(part.documents for part in parts) else None
+                shutil.rmtree(directory)
+            finally:
+                with contextlib.suppress(OSError):
+                    directory.rmdir()  # when no part was finished
     except OSError as error:
         fix = "check space and permissions, then run the same command again: finished parts are kept"
         raise DataError(f"cannot write: {error.strerror or error}", where=str(prefix), fix=fix) from error
@@ -119,11 +129,27 @@ def tokenize(
     return meta
 
 
+@contextlib.contextmanager
+def _alone(lock: Path, digest: str) -> Iterator[None]:
+    """Hold the prefix's lock. Raises DataError that names its living holder and whether that makes the same."""
+    while True:
+        with held(lock, digest) as mine:
+            if mine:
+                yield
+                return
+        if is_alive(lock):
+            host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
+            what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
+            raise DataError(what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output")
+        lock.unlink(missing_ok=True)
+
+
 def _plan_digest(shards: list[tuple[Piece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
     """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time are."""
     paths = sorted({piece.path for shard in shards for piece in shard})
     stats = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths]
-    plan = [VERSION, codec.digest, asdict(options), stats, [[asdict(piece) for piece in shard] for shard in shards]]
+    deciding = {name: value for name, value in asdict(options).items() if name != "max_bytes"}
+    plan = [VERSION, codec.digest, deciding, stats, [[asdict(piece) for piece in shard] for shard in shards]]
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
 
@@ -181,7 +207,7 @@ def make_part(job: Job) -> Part:
     text_bytes = damaged = 0
     examples: list[str] = []
     with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
-        for item in (item for piece in job.pieces for item in read(piece, job.options.text_key)):
+        for item in (item for piece in job.pieces for item in read(piece, job.options.text_key, job.options.max_bytes)):
             if isinstance(item, Damage):
                 if not skip:
                     raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)

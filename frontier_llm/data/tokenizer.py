@@ -119,7 +119,7 @@ class HuggingFaceTokenizer:
         if config.is_file():
             try:
                 declared = dict(json.loads(config.read_text(encoding="utf-8"))).get("eos_token")
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(f"holds no JSON object: {error}", where=str(config), fix="fetch the file again, or remove it") from error
             declared = declared.get("content") if isinstance(declared, dict) else declared
             names = [declared] if isinstance(declared, str) else []

@@ -39,6 +39,7 @@ def held_out(
     without a single window or with tokens outside the vocabulary.
     """
     dataset, S = IndexedDataset(prefix), model.config.sequence_length
+    dataset.check_token_ids()
     available = max(0, dataset.token_count - 1) // S
     if available == 0:
         raise DataError(f"holds {dataset.token_count} tokens, less than one window of {S} + 1", where=prefix, fix="give a larger dataset")

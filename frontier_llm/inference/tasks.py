@@ -118,7 +118,7 @@ def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             document = json.loads(line) if line.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"is not JSON: {error}", where=f"{path}:{number}", fix="give one JSON object per line") from error
         if isinstance(document, dict):
             documents.append((number, document))

@@ -30,6 +30,7 @@ def complete(
     sampling: Sampling,
     stops: Sequence[str] = (),
     on_text: Callable[[int, str], object] = lambda row, piece: None,
+    *,
     use_cache: bool = True,
     batch_size: int = 8,
 ) -> list[TextCompletion]:

@@ -72,8 +72,9 @@ def test_nothing_is_done_twice_but_a_change_is_noticed(corpus: Path, tmp_path: P
     monkeypatch.setattr(tokenize_module, "make_part", make_part)
     with (corpus / "file1.txt").open("a") as handle:
         handle.write("more")
-    assert tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1).tokens == first.tokens + 4
-    assert tokenize([corpus], tmp_path / "out", "bytes", dataclasses.replace(SMALL, documents="line"), workers=1).documents == 246
+    assert tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1, overwrite=True).tokens == first.tokens + 4
+    by_line = dataclasses.replace(SMALL, documents="line")
+    assert tokenize([corpus], tmp_path / "out", "bytes", by_line, workers=1, overwrite=True).documents == 246
 
 
 def test_resume_makes_only_what_is_missing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
