@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
 from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
