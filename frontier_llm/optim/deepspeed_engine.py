@@ -107,7 +107,7 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
 
     config = inputs.config
     for parameter in parameters:  # how DeepSpeed knows what to count once in the gradient norm
-        parameter.model_parallel = parameter.spec.splits_over("tp")  # type: ignore[attr-defined]
+        parameter.model_parallel = inputs.mesh.tp.size == 1 or parameter.spec.splits_over("tp")  # type: ignore[attr-defined]
         parameter.ds_pipe_replicated = not parameter.spec.counted  # type: ignore[attr-defined]
     mpu = _Groups(inputs)
     settings = {
