@@ -104,7 +104,7 @@ def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) ->
         yield Parameter(f"{name}.bias", (model.hidden,), Kind.VECTOR, across)
 
 
-def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool) -> Iterator[Parameter]:
+def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = False) -> Iterator[Parameter]:
     """One transformer block, in the order in which the forward pass uses it."""
     H, F, A, G, D = model.hidden, model.ffn_hidden, model.heads, model.num_kv_heads, model.dim_per_head
     Q, name, across = A // G, f"layers.{layer}", sequence_axes(sequence_parallel)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frontier_llm import schedule
+from frontier_llm.blueprint import StageSpec, model_parameters
 from frontier_llm.blueprint.optimizers import optimizer_rule
-from frontier_llm.blueprint.parameters import model_parameters
-from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
 from frontier_llm.errors import ConfigError, LayoutError, Problem, divisors, nearest
 from frontier_llm.schedule import Placement

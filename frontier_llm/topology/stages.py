@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint import Kind, StageSpec, block_parameters
 from frontier_llm.config import ModelConfig
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
     """FLOPs of the output head over FLOPs of one layer: V·H against the layer's matrices and attention."""
-    H, D = model.hidden, model.dim_per_head
-    attention_weights = H * D * (2 * model.heads + 2 * model.num_kv_heads)
-    mlp_weights = (3 if model.gated else 2) * H * model.ffn_hidden
-    attention_scores = model.sequence_length * D * model.heads  # causal: half of the 2*S*D*A of QK^T and PV
-    return model.padded_vocab_size * H / (attention_weights + mlp_weights + attention_scores)
+    matrices = sum(parameter.numel for parameter in block_parameters(model, 0) if parameter.kind is Kind.MATRIX)
+    scores = model.sequence_length * model.dim_per_head * model.heads  # causal: half of the 2*S*D*A of QK^T and PV
+    return model.padded_vocab_size * model.hidden / (matrices + scores)
 
 
 def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
