@@ -6,7 +6,6 @@ argparse stays: typer or click would wrap the errors, help and `key=value` words
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -167,6 +166,8 @@ RESUME = (
 
 def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> None:
     """A command's result: with --json its content, else its text."""
+    import json  # `--help` is answered without it
+
     print(json.dumps(content, indent=1) if args.json else text())
 
 
