@@ -89,8 +89,7 @@ def _index(args: argparse.Namespace) -> int:
     from frontier_llm.errors import DataError
 
     run_config = load_run(args.run, args.overrides)
-    problems = data_problems(run_config)
-    if problems:
+    if problems := data_problems(run_config):
         raise DataError(problems)
     prepare_indices(run_config)
     print("the sample indices are ready")

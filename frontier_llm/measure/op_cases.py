@@ -159,9 +159,8 @@ def _gelu(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, approxi
     N, ffn = shapes.rows, shapes.model.ffn_hidden
     ours, eager = (lambda y, b: ops.gelu(y, b, approximate == "tanh")), (lambda y, b: F.gelu(y + b, approximate=approximate))
     inputs, grads = [shapes.leaf(N, ffn), shapes.leaf(ffn)], [shapes.random(N, ffn)]
-    return _differentiable(
-        ours, eager, inputs, grads, compiler, bytes_moved=6 * N * ffn * shapes.width
-    )  # the bias' gradient reads once more
+    bytes_moved = 6 * N * ffn * shapes.width  # the bias' gradient reads once more
+    return _differentiable(ours, eager, inputs, grads, compiler, bytes_moved=bytes_moved)
 
 
 def _cross_entropy(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:

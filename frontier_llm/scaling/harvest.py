@@ -7,7 +7,7 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,9 @@ def read_sample(directory: Path) -> Sample:
     measured = tuple(times[min(WARMUP_STEPS, max(0, len(times) - 1)) :])
     if len(rows) >= point["steps"]:
         return Sample(point, "ok", measured)
-    made = run_dir.attempts(directory)
-    if made and made[-1].cause not in ("finished", "interrupted"):
-        return Sample(point, f"failed: {made[-1].detail or made[-1].cause}", ())
+    last = next(reversed(run_dir.attempts(directory)), None)
+    if last and last.cause not in ("finished", "interrupted"):
+        return Sample(point, f"failed: {last.detail or last.cause}", ())
     return Sample(point, f"incomplete: {len(rows)} of {point['steps']} steps", ())
 
 
@@ -143,24 +143,20 @@ def half_width(values: Sequence[float]) -> float:
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     """Fill in efficiencies: per device, relative to the smallest point of the same series that has a value."""
-    done = []
-    for row in rows:
-        peers = sorted((other for other in rows if _series(other) == _series(row)), key=lambda other: other.devices)
-        base = next((other.tokens_per_s_per_device for other in peers if other.tokens_per_s_per_device), None)
-        expected = next((other.predicted_tokens_per_s / other.devices for other in peers if other.predicted_tokens_per_s), None)
-        own, predicted = row.tokens_per_s_per_device, row.predicted_tokens_per_s
-        done.append(
-            replace(
-                row,
-                efficiency=own / base if own and base else None,
-                predicted_efficiency=predicted / row.devices / expected if predicted and expected else None,
-            )
-        )
-    return done
 
+    def relative(row: Row, rate: Callable[[Row], float | None]) -> float | None:
+        peers = (peer for peer in rows if (peer.mode, peer.model, peer.site, peer.kind) == (row.mode, row.model, row.site, row.kind))
+        base = next((value for peer in sorted(peers, key=lambda peer: peer.devices) if (value := rate(peer))), None)
+        own = rate(row)
+        return own / base if own and base else None
 
-def _series(row: Row) -> tuple[str, ...]:
-    return (row.mode, row.model, row.site, row.kind)
+    def predicted(row: Row) -> float | None:
+        return row.predicted_tokens_per_s and row.predicted_tokens_per_s / row.devices
+
+    return [
+        replace(row, efficiency=relative(row, lambda row: row.tokens_per_s_per_device), predicted_efficiency=relative(row, predicted))
+        for row in rows
+    ]
 
 
 def as_csv(rows: Sequence[Row]) -> str:
