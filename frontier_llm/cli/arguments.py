@@ -62,13 +62,6 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(left[-1]) if left else None
         return left[-1] if isinstance(action, argparse._AppendAction) else ""
 
-    def chosen(self, parsed: argparse.Namespace) -> Parser:
-        """The parser of the command, and of its action, that was typed."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction) and (command := getattr(parsed, action.dest, None)) in action.choices:
-                return action.choices[command].chosen(parsed)
-        return self
-
 
 @contextmanager
 def as_typed(names: Mapping[str, str]) -> Iterator[None]:
@@ -126,7 +119,7 @@ class Command:
             for action, command in self.actions.items():
                 command.add_to(inner, action)
         else:
-            parser.set_defaults(work=self.work)
+            parser.set_defaults(work=self.work, parser=parser)
 
 
 def command(*options: Option, line: str = "", about: str = "", examples: Sequence[str] = ()) -> Callable[[Callable[..., int]], Command]:

@@ -43,7 +43,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
-    from frontier_llm.scaling.series import as_dict, default_batch, find_run, make_series
+    from frontier_llm.scaling.series import default_batch, find_run, make_series
 
     overrides = ["train.save_interval=0", "train.tensorboard=false", *args.overrides]
     config = load_run(args.run or find_run(args.model), overrides)
@@ -57,7 +57,9 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     if args.simulate:
         return _simulate(args, points, site, root)
     queued = _submit(args, points, site, config)
-    rows = [{**as_dict(point), "minutes": minutes, "job_id": job_id} for point, minutes, job_id in queued]
+    rows = [
+        {**point.describe(), "run_dir": str(point.directory), "minutes": minutes, "job_id": job_id} for point, minutes, job_id in queued
+    ]
     show(args, rows, lambda: _queue_table(queued))
     log.info("dry run: nothing is written or queued" if args.dry_run else f"when they have run: frontier-llm scaling report {root}")
     return 0
