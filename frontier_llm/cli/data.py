@@ -123,11 +123,10 @@ def _print_tables(report: dict[str, Any]) -> None:
 
     console = Console()
     facts = Table("", "", title=escape(report["prefix"]), show_header=False)
-    for key, value in report.items():
-        if key not in ("prefix", "top_tokens", "samples"):
-            text = "  ".join(f"{name} {size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
-            text = f"{value:.4f}" if isinstance(value, float) else text
-            facts.add_row(key.replace("_", " "), escape(text))
+    for key in (key for key in report if key not in ("prefix", "top_tokens", "samples")):
+        value = report[key]
+        words = [f"{name} {size}" for name, size in value.items()] if isinstance(value, dict) else [value]
+        facts.add_row(key.replace("_", " "), escape("  ".join(f"{word:.4f}" if isinstance(word, float) else str(word) for word in words)))
     console.print(facts)
     if not report["tokens"]:
         return
