@@ -21,7 +21,10 @@ import numpy as np
 from frontier_llm.config import load_model
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.costs.parameters import total_parameters
-from frontier_llm.scaling.power_law import find_irreducible, fit_power_law
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from power_law import find_irreducible, fit_power_law
 
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")
 COMPARED = "ladder-170k"  # the rung for precision, layouts, seeds and learning rates

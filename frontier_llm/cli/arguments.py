@@ -6,7 +6,6 @@ argparse stays: typer or click would wrap the errors, help and `key=value` words
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,13 +61,6 @@ class Parser(argparse.ArgumentParser):
         left = [option for option in typed[: typed.index(word)] if option.startswith("-")] if word in typed else []
         action = self._option_string_actions.get(left[-1]) if left else None
         return left[-1] if isinstance(action, argparse._AppendAction) else ""
-
-    def chosen(self, parsed: argparse.Namespace) -> Parser:
-        """The parser of the command, and of its action, that was typed."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction) and (command := getattr(parsed, action.dest, None)) in action.choices:
-                return action.choices[command].chosen(parsed)
-        return self
 
 
 @contextmanager
@@ -127,7 +119,7 @@ class Command:
             for action, command in self.actions.items():
                 command.add_to(inner, action)
         else:
-            parser.set_defaults(work=self.work)
+            parser.set_defaults(work=self.work, parser=parser)
 
 
 def command(*options: Option, line: str = "", about: str = "", examples: Sequence[str] = ()) -> Callable[[Callable[..., int]], Command]:
@@ -167,6 +159,8 @@ RESUME = (
 
 def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> None:
     """A command's result: with --json its content, else its text."""
+    import json  # `--help` is answered without it
+
     print(json.dumps(content, indent=1) if args.json else text())
 
 

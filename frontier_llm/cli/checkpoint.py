@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 from frontier_llm.cli import interchange
-from frontier_llm.cli.arguments import JSON, Command, aligned, command, option
+from frontier_llm.cli.arguments import JSON, Command, aligned, command, option, show
 from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import FrontierError
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds
@@ -27,22 +27,18 @@ from frontier_llm.units import format_age, format_bytes, format_count, format_se
 def _list(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import find, summary
 
-    rows, damaged = [], False
+    rows = []
     for path in find(args.path):
         try:
             rows.append(summary(path))
         except FrontierError as error:
-            damaged = True
             rows.append({"path": str(path), "damaged": str(error)})
-    if args.json:
-        print(json.dumps(rows, indent=1))
-        return int(damaged)
     header = ("checkpoint", "model", "tokens", "size", "shards", "written as", "age", "")
-    print(aligned([header, *(_list_row(row) for row in rows)]))
-    for row in rows:
-        if "damaged" in row:
-            print(f"\n{row['damaged']}", file=sys.stderr)
-    return int(damaged)
+    show(args, rows, lambda: aligned([header, *(_list_row(row) for row in rows)]))
+    damages = [row["damaged"] for row in rows if "damaged" in row]
+    if damages and not args.json:
+        print(*(f"\n{damage}" for damage in damages), sep="\n", file=sys.stderr)
+    return int(bool(damages))
 
 
 def _list_row(row: dict[str, Any]) -> tuple[str, ...]:

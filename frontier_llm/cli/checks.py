@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from frontier_llm import log
@@ -85,17 +86,17 @@ def _named_file_problems(config: RunConfig) -> list[Problem]:
     from frontier_llm.config.load import find_file
     from frontier_llm.machine import load_machine
 
-    found: list[Problem] = []
+    problems: list[Problem] = []
     try:
         load_machine(config.machine)
     except FrontierError as error:
-        found += error.problems
+        problems += error.problems
     try:
         if config.comm.algorithms not in ("flat", "hierarchical"):
             find_file(config.comm.algorithms, "algorithms")
     except FrontierError as error:
-        found += [Problem("comm.algorithms", problem.what, problem.fix) for problem in error.problems]
-    return found
+        problems += [replace(problem, where="comm.algorithms") for problem in error.problems]
+    return problems
 
 
 def _tensorboard_problems(config: RunConfig) -> list[Problem]:

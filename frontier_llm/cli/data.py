@@ -96,8 +96,7 @@ def _index(args: argparse.Namespace) -> int:
     from frontier_llm.errors import DataError
 
     run_config = load_run(args.run, args.overrides)
-    problems = data_problems(run_config)
-    if problems:
+    if problems := data_problems(run_config):
         raise DataError(problems)
     prepare_indices(run_config)
     print("the sample indices are ready")
@@ -131,11 +130,11 @@ def _print_tables(report: dict[str, Any]) -> None:
 
     console = Console()
     facts = Table("", "", title=escape(printable(report["prefix"])), show_header=False)
-    for key, value in report.items():
-        if key not in ("prefix", "top_tokens", "samples"):
-            text = "  ".join(f"{name} {size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
-            text = f"{value:.4f}" if isinstance(value, float) else text
-            facts.add_row(key.replace("_", " "), escape(printable(text)))
+    for key in (key for key in report if key not in ("prefix", "top_tokens", "samples")):
+        value = report[key]
+        words = [f"{name} {size}" for name, size in value.items()] if isinstance(value, dict) else [value]
+        text = "  ".join(f"{word:.4f}" if isinstance(word, float) else str(word) for word in words)
+        facts.add_row(key.replace("_", " "), escape(printable(text)))
     console.print(facts)
     if not report["tokens"]:
         return

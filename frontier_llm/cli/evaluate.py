@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
     from frontier_llm.inference.evaluate import TaskResult
     from frontier_llm.inference.heldout import HeldOut
+    from frontier_llm.inference.tasks import Task
 
 
 @command(
@@ -47,25 +50,30 @@ if TYPE_CHECKING:
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Exit code 0 when everything was scored."""
-    from frontier_llm.inference.tasks import read_task, requests
+    from frontier_llm.inference.tasks import requests
 
     # every file is read and refused here, in one process, before ranks start; what would fail at the very end too
     if args.output and not os.access(Path(args.output).absolute().parent, os.W_OK):
         raise ConfigError(f"{args.output} cannot be written", where="--output", fix="give a file in a directory that is there and writable")
-    pools = _named(args.shots_from, "--shots-from")
-    for name, path in _named(args.task, "--task").items():
-        requests(read_task(name, path, args.limit), args.shots, read_task(name, pools[name]) if name in pools else None)
+    for _, task, pool in _tasks(args):
+        requests(task, args.shots, pool)
     return on_ranks(args, _evaluate)
 
 
 def _named(words: list[str] | None, flag: str) -> dict[str, str]:
-    named = {}
     for word in words or []:
-        name, separator, path = word.partition("=")
-        if not (name and separator and path):
+        if not re.fullmatch("[^=]+=.+", word):
             raise ConfigError(f"{word!r} is not NAME=FILE", where=flag, fix=f"write e.g. {flag} piqa=data/piqa.jsonl")
-        named[name] = path
-    return named
+    return dict(word.split("=", 1) for word in words or [])
+
+
+def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, Task, Task | None]]:
+    """(name, task, the task that its examples come from where it is another file)."""
+    from frontier_llm.inference.tasks import read_task
+
+    pools = _named(args.shots_from, "--shots-from")
+    for name, path in _named(args.task, "--task").items():
+        yield name, read_task(name, path, args.limit), read_task(name, pools[name]) if name in pools else None
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -73,25 +81,21 @@ def _evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.evaluate import evaluate_task
     from frontier_llm.inference.heldout import held_out
     from frontier_llm.inference.open import open_model
-    from frontier_llm.inference.tasks import read_task
 
-    tasks, pools = _named(args.task, "--task"), _named(args.shots_from, "--shots-from")
     opened = open_model(args.model)
     # whatever is missing is refused before the weights are read
-    datasets = args.data or ([] if tasks else _validation(opened.run))
-    if not datasets and not tasks:
+    datasets = args.data or ([] if args.task else _validation(opened.run))
+    if not datasets and not args.task:
         raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
     for prefix in datasets:
         IndexedDataset(prefix)
-    tokenizer = tokenizer_of(args, opened) if tasks else None
+    tokenizer = tokenizer_of(args, opened) if args.task else None
     with inference_model(args, opened) as (model, prints):
         progress = Progress(prints)
         losses = [held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches")) for prefix in datasets]
         results = []
-        for name, path in tasks.items():
+        for name, task, pool in _tasks(args):
             assert tokenizer is not None
-            pool = read_task(name, pools[name]) if name in pools else None
-            task = read_task(name, path, args.limit)
             results.append(evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name, "batches")))
         progress.close()
         if prints:

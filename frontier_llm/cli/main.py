@@ -70,14 +70,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     key=value words may also stand after options, where argparse's own `*` no longer takes them.
     """
-    parser = parser_of(arguments[0])
-    parsed, rest = parser.parse_known_args(arguments)
+    parsed, rest = parser_of(arguments[0]).parse_known_args(arguments)
     loose = [word for word in rest if "=" in word and not word.startswith("-")]
     if loose and hasattr(parsed, "overrides"):
         parsed.overrides = [*parsed.overrides, *loose]
         rest = [word for word in rest if word not in loose]
     if rest:
-        parser.chosen(parsed).refuse(rest, arguments)
+        parsed.parser.refuse(rest, arguments)
     parsed.typed = arguments
     return parsed
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JOB, JSON, Command, command, one_of, option, positive
+from frontier_llm.cli.arguments import JOB, JSON, Command, command, one_of, option, positive, show
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.sites import Site
     from frontier_llm.config import RunConfig
+    from frontier_llm.scaling.harvest import Row
     from frontier_llm.scaling.series import Mode, Point
 
 
@@ -43,7 +43,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
-    from frontier_llm.scaling.series import as_dict, default_batch, find_run, make_series
+    from frontier_llm.scaling.series import default_batch, find_run, make_series
 
     overrides = ["train.save_interval=0", "train.tensorboard=false", *args.overrides]
     config = load_run(args.run or find_run(args.model), overrides)
@@ -57,14 +57,11 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     if args.simulate:
         return _simulate(args, points, site, root)
     queued = _submit(args, points, site, config)
-    if args.json:
-        print(json.dumps([{**as_dict(point), "minutes": minutes, "job_id": job_id} for point, minutes, job_id in queued], indent=1))
-    else:
-        print(_queue_table(queued))
-    if args.dry_run:
-        log.info("dry run: nothing is written or queued")
-    else:
-        log.info(f"when they have run: frontier-llm scaling report {root}")
+    rows = [
+        {**point.describe(), "run_dir": str(point.directory), "minutes": minutes, "job_id": job_id} for point, minutes, job_id in queued
+    ]
+    show(args, rows, lambda: _queue_table(queued))
+    log.info("dry run: nothing is written or queued" if args.dry_run else f"when they have run: frontier-llm scaling report {root}")
     return 0
 
 
@@ -120,17 +117,23 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
     return queued
 
 
-def _simulate(args: argparse.Namespace, points: list[Point], site: Site, root: Path) -> int:
+def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) -> None:
+    """The table, and which files hold it."""
     from frontier_llm import log
-    from frontier_llm.scaling.figure import write_report
     from frontier_llm.scaling.harvest import as_json, as_text
+
+    print(as_json(rows) if args.json else as_text(rows))
+    if paths:
+        log.info(f"wrote {', '.join(map(str, paths))}")
+
+
+def _simulate(args: argparse.Namespace, points: list[Point], site: Site, root: Path) -> int:
+    from frontier_llm.scaling.figure import write_report
     from frontier_llm.scaling.simulate import simulated_rows
 
     rows = simulated_rows(points, site.machine)
-    print(as_json(rows) if args.json else as_text(rows))
-    if not args.dry_run:
-        paths = write_report(rows, root / f"simulated_{points[0].mode}_{points[0].config.model.name}")
-        log.info(f"wrote {', '.join(str(path) for path in paths)}")
+    directory = root / f"simulated_{points[0].mode}_{points[0].config.model.name}"
+    _print_rows(args, rows, [] if args.dry_run else write_report(rows, directory))
     return 0
 
 
@@ -142,14 +145,11 @@ def _simulate(args: argparse.Namespace, points: list[Point], site: Site, root: P
     about="Harvest run directories into a table and figures: CSV, JSON, PNG and a self-contained HTML page.",
 )
 def _report(args: argparse.Namespace) -> int:
-    from frontier_llm import log
     from frontier_llm.scaling.figure import write_report
-    from frontier_llm.scaling.harvest import as_json, as_text, harvest
+    from frontier_llm.scaling.harvest import harvest
 
     rows = harvest(Path(args.directory))
-    paths = write_report(rows, Path(args.output or args.directory))
-    print(as_json(rows) if args.json else as_text(rows))
-    log.info(f"wrote {', '.join(str(path) for path in paths)}")
+    _print_rows(args, rows, write_report(rows, Path(args.output or args.directory)))
     return 0 if all(row.status == "ok" for row in rows) else 1
 
 

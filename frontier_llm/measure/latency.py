@@ -13,11 +13,10 @@ BAR_HEIGHT, BAR_WIDTH = 48, 14  # pixels
 
 def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
     """One histogram per axis: bin k counts calls that blocked 2^(k-1) to 2^k microseconds (comm.ledger.Histogram)."""
-    axes: dict[str, list[int]] = {}
+    axes: dict[str, list[list[int]]] = {}
     for name, row in operations.items():
-        bins = axes.setdefault(name.split(" ")[0], [0] * len(row["bins"]))
-        axes[name.split(" ")[0]] = [sum(pair) for pair in zip(bins, row["bins"], strict=True)]
-    return axes
+        axes.setdefault(name.split(" ")[0], []).append(row["bins"])
+    return {axis: [sum(column) for column in zip(*rows, strict=True)] for axis, rows in axes.items()}
 
 
 def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]]) -> str:

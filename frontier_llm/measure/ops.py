@@ -5,14 +5,14 @@ A way that fails (a back-end that lacks a shape, no memory) is reported with its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from frontier_llm.config.schema import ModelConfig
-from frontier_llm.measure.op_cases import CASES, Case, Shapes
+from frontier_llm.measure.op_cases import CASES, Case, Run, Shapes
 from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops.face import Ops
 
@@ -45,17 +45,18 @@ def compare(
     shapes = Shapes(model, micro_batch, dtype, torch.device(device))
     for name, build in CASES.items():
         try:
-            case = build(ops, shapes, compiler)
+            case = build(ops, shapes)
+            ways = case.ways(compiler)
         except (RuntimeError, TypeError) as error:
             yield Timing(name, "all", float("nan"), 0, 0.0, _first_line(error))
         else:
-            yield from _take_turns(name, case, device, rounds)
+            yield from _take_turns(name, case, ways, rounds, device)
 
 
-def _take_turns(name: str, case: Case, device: str, rounds: int) -> list[Timing]:
-    best, failed = dict.fromkeys(case.ways, float("inf")), {}
+def _take_turns(name: str, case: Case, ways: Mapping[str, Run], rounds: int, device: str) -> list[Timing]:
+    best, failed = dict.fromkeys(ways, float("inf")), {}
     for turn in range(rounds + 1):
-        for way, run in case.ways.items():
+        for way, run in ways.items():
             if way in failed:
                 continue
             try:
@@ -65,7 +66,7 @@ def _take_turns(name: str, case: Case, device: str, rounds: int) -> list[Timing]
                 best[way] = float("nan")
             else:
                 best[way] = min(best[way], seconds) if turn else best[way]  # the first turn warms up
-    return [Timing(name, way, best[way], case.bytes_moved, case.flops, failed.get(way, "")) for way in case.ways]
+    return [Timing(name, way, best[way], case.bytes_moved, case.flops, failed.get(way, "")) for way in ways]
 
 
 def _first_line(error: Exception) -> str:

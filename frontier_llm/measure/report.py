@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from frontier_llm.blueprint import StageSpec
 from frontier_llm.config import RunConfig
@@ -17,6 +16,7 @@ from frontier_llm.measure.latency import communication_section
 from frontier_llm.measure.run_record import Part, RunRecord, read_run, told_apart
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
+from frontier_llm.topology import Grid
 from frontier_llm.units import format_count
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
@@ -81,9 +81,9 @@ def _tiles(records: Sequence[RunRecord]) -> str:
     tiles = []
     if len(first.evaluations) > 1:
         before, after = first.evaluations[0], first.evaluations[-1]
-        tiles.append((f"{after['loss']:.3f}", f"held-out loss ({before['loss']:.3f} at step {before['step']})"))
-        if "bits_per_byte" in after:
-            tiles.append((f"{after['bits_per_byte']:.3f}", f"bits per byte ({before['bits_per_byte']:.3f} at step {before['step']})"))
+        for key, what in (("loss", "held-out loss"), ("bits_per_byte", "bits per byte")):
+            if key in after:
+                tiles.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
     if first.steps:
         last = first.steps[-1]
         tiles.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
@@ -133,19 +133,25 @@ def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points 
     axes.set(title=title, xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    return _svg(figure)
+    return _svg(lambda file: figure.savefig(file, format="svg", bbox_inches="tight"))
 
 
-def _svg(figure: Any) -> str:
+def _svg(write: Callable[[io.StringIO], object]) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight")
+    write(buffer)
     text = buffer.getvalue()
     return text[text.index("<svg") :]  # without the XML prologue, which HTML has no place for
 
 
-def _layers(piece: StageSpec) -> str:
+def _contents(piece: StageSpec) -> str:
     first, last = piece.first_layer, piece.first_layer + piece.num_layers - 1
-    return f"layers {first}-{last}" if last > first else f"layer {first}"
+    layers = f"layers {first}-{last}" if last > first else f"layer {first}"
+    return " + ".join(["embedding"] * piece.embedding + [layers] + ["head"] * piece.head)
+
+
+def _chip(grid: Grid, tp: int, dp: int, pp: int) -> str:
+    rank = grid.global_rank({"tp": tp, "dp": dp, "pp": pp})
+    return f'<span class=rank style="background:{COLORS[dp % len(COLORS)]}">rank {rank}: tp {tp} dp {dp}</span>'
 
 
 def _of_run(record: RunRecord, text: str) -> str:
@@ -159,32 +165,12 @@ def _layout(record: RunRecord, part: Part) -> str:
     plan, grid = part.plan, part.plan.grid
     stages = []
     for pp in range(grid.pp):
-        pieces = plan.stages_of(pp)
-        what = "; ".join(
-            " + ".join(
-                [
-                    *(["embedding"] if piece.embedding else []),
-                    _layers(piece),
-                    *(["head"] if piece.head else []),
-                ]
-            )
-            for piece in pieces
-        )
-        rows = []
-        for dp in range(grid.dp):
-            color = COLORS[dp % len(COLORS)]
-            chips = [
-                f'<span class=rank style="background:{color}">rank {grid.global_rank({"tp": tp, "dp": dp, "pp": pp})}: tp {tp} dp {dp}</span>'
-                for tp in range(grid.tp)
-            ]
-            rows.append("".join(chips))
+        what = "; ".join(map(_contents, plan.stages_of(pp)))
+        rows = ["".join(_chip(grid, tp, dp, pp) for tp in range(grid.tp)) for dp in range(grid.dp)]
         stages.append(f"<div class=stage><b>stage {pp}</b><br>{_text(what)}<br>{'<br>'.join(rows)}</div>")
     schedule = build_schedule(plan.schedule, grid.pp, plan.microbatches, plan.chunks)
     timeline = simulate(schedule, lambda stage, action: 1.0 if action.kind.value == "F" else 2.0)
-    drawing = io.StringIO()
-    render_figure(timeline, drawing, "svg")
-    svg = drawing.getvalue()
-    picture = f"<figure>{svg[svg.index('<svg') :]}</figure>" if grid.pp > 1 else ""
+    picture = f"<figure>{_svg(lambda file: render_figure(timeline, file, 'svg'))}</figure>" if grid.pp > 1 else ""
     note = "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units.</p>" if picture else ""
     when = f" after step {part.after_step}" if len(record.parts) > 1 or part.after_step else ""
     title = f"Layout{when}: {_of_run(record, plan.describe())}"

@@ -69,14 +69,12 @@ def _plot_series(throughput: Any, efficiency: Any, name: str, rows: list[Row], c
     done = sorted((row for row in rows if row.tokens_per_s), key=lambda row: row.devices)
     if done:
         devices = [row.devices for row in done]
-        rates = [row.tokens_per_s or 0.0 for row in done]
-        spread = [rate * (row.ci95_percent or 0.0) / 100 for row, rate in zip(done, rates, strict=True)]
-        throughput.errorbar(devices, rates, yerr=spread, capsize=3, label=name, **style)
+        rates, shares = [row.tokens_per_s or 0.0 for row in done], [100 * (row.efficiency or 0.0) for row in done]
+        for axes, values in ((throughput, rates), (efficiency, shares)):
+            half = [value * (row.ci95_percent or 0.0) / 100 for row, value in zip(done, values, strict=True)]
+            axes.errorbar(devices, values, yerr=half, capsize=3, label=name, **style)
         ideal = [rates[0] / devices[0] * count for count in devices]
         throughput.plot(devices, ideal, color=color, linewidth=0.8, alpha=0.5, label="ideal")
-        shares = [100 * (row.efficiency or 0.0) for row in done]
-        half = [share * (row.ci95_percent or 0.0) / 100 for row, share in zip(done, shares, strict=True)]
-        efficiency.errorbar(devices, shares, yerr=half, capsize=3, label=name, **style)
     predicted = sorted((row for row in rows if row.predicted_efficiency and not simulated), key=lambda row: row.devices)
     if predicted:
         counts = [row.devices for row in predicted]
@@ -112,19 +110,15 @@ def _finish(throughput: Any, efficiency: Any, mode: str, devices: list[int]) -> 
     """Axes, ticks at the device counts that occur, legends."""
     for axis, extra in ((throughput, set()), (efficiency, {point.devices for point in PUBLISHED if point.mode == mode})):
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("devices (GCDs on MI250X)")
-        axis.set_xticks(sorted({*devices, *extra}))
+        axis.set(xlabel="devices (GCDs on MI250X)", xticks=sorted({*devices, *extra}))
         axis.minorticks_off()
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.grid(alpha=0.3)
     throughput.set_yscale("log", base=2)
-    throughput.set_ylabel("tokens/s")
+    throughput.set(ylabel="tokens/s", title=f"{mode} scaling: throughput")
     throughput.yaxis.set_major_formatter(lambda value, _: format_count(value))
-    throughput.set_title(f"{mode} scaling: throughput")
-    efficiency.set_ylabel("efficiency per device, %")
-    efficiency.set_ylim(0, 112)
+    efficiency.set(ylabel="efficiency per device, %", ylim=(0, 112), title=f"{mode} scaling: efficiency")
     efficiency.axhline(100, color="gray", linewidth=0.8)
-    efficiency.set_title(f"{mode} scaling: efficiency")
     for axis in (throughput, efficiency):
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)
@@ -135,7 +129,10 @@ def page(rows: Sequence[Row], png: bytes) -> str:
     image = base64.b64encode(png).decode()
     header = "".join(f"<th>{html.escape(title)}</th>" for title, _ in _COLUMNS)
     body = "\n".join(
-        f'<tr class="{_class(row)}">' + "".join(f"<td>{html.escape(text(row))}</td>" for _, text in _COLUMNS) + "</tr>" for row in rows
+        f'<tr class="{"simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad"}">'
+        + "".join(f"<td>{html.escape(text(row))}</td>" for _, text in _COLUMNS)
+        + "</tr>"
+        for row in rows
     )
     sources = "".join(f"<li>{html.escape(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED)
     return f"""<!doctype html>
@@ -153,12 +150,6 @@ The two predicted columns are the planner's tokens/s and efficiency. All columns
 <div class="wide"><table><tr>{header}</tr>
 {body}</table></div><h2>Published points</h2><ul>{sources}</ul></body></html>
 """
-
-
-def _class(row: Row) -> str:
-    if row.kind == "simulated":
-        return "simulated"
-    return "" if row.status == "ok" else "bad"
 
 
 def _some(value: float | None, pattern: str) -> str:

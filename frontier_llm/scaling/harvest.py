@@ -7,7 +7,7 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,14 @@ from frontier_llm.config import RunConfig, build
 from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import POINT_FILE
-from frontier_llm.scaling.student import t95
 
 WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
+
+# two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom, then the normal distribution's; the square is the 95 % point of F(1, dof)
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 1.96,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,9 @@ def read_sample(directory: Path) -> Sample:
     measured = tuple(times[min(WARMUP_STEPS, max(0, len(times) - 1)) :])
     if len(rows) >= point["steps"]:
         return Sample(point, "ok", measured)
-    made = run_dir.attempts(directory)
-    if made and made[-1].cause not in ("finished", "interrupted"):
-        return Sample(point, f"failed: {made[-1].detail or made[-1].cause}", ())
+    last = next(reversed(run_dir.attempts(directory)), None)
+    if last and last.cause not in ("finished", "interrupted"):
+        return Sample(point, f"failed: {last.detail or last.cause}", ())
     return Sample(point, f"incomplete: {len(rows)} of {point['steps']} steps", ())
 
 
@@ -126,6 +131,11 @@ def summarise(samples: Sequence[Sample]) -> Row:
     )
 
 
+def t95(degrees_of_freedom: int) -> float:
+    """Half width of a two-sided 95 % interval in standard errors: how much wider it is that rests on few values."""
+    return _T95[min(degrees_of_freedom, len(_T95)) - 1]
+
+
 def half_width(values: Sequence[float]) -> float:
     """Half width of the 95 % confidence interval of the mean of two or more values (Student's t)."""
     return t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -133,24 +143,20 @@ def half_width(values: Sequence[float]) -> float:
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     """Fill in efficiencies: per device, relative to the smallest point of the same series that has a value."""
-    done = []
-    for row in rows:
-        peers = sorted((other for other in rows if _series(other) == _series(row)), key=lambda other: other.devices)
-        base = next((other.tokens_per_s_per_device for other in peers if other.tokens_per_s_per_device), None)
-        expected = next((other.predicted_tokens_per_s / other.devices for other in peers if other.predicted_tokens_per_s), None)
-        own, predicted = row.tokens_per_s_per_device, row.predicted_tokens_per_s
-        done.append(
-            replace(
-                row,
-                efficiency=own / base if own and base else None,
-                predicted_efficiency=predicted / row.devices / expected if predicted and expected else None,
-            )
-        )
-    return done
 
+    def relative(row: Row, rate: Callable[[Row], float | None]) -> float | None:
+        peers = (peer for peer in rows if (peer.mode, peer.model, peer.site, peer.kind) == (row.mode, row.model, row.site, row.kind))
+        base = next((value for peer in sorted(peers, key=lambda peer: peer.devices) if (value := rate(peer))), None)
+        own = rate(row)
+        return own / base if own and base else None
 
-def _series(row: Row) -> tuple[str, ...]:
-    return (row.mode, row.model, row.site, row.kind)
+    def predicted(row: Row) -> float | None:
+        return row.predicted_tokens_per_s and row.predicted_tokens_per_s / row.devices
+
+    return [
+        replace(row, efficiency=relative(row, lambda row: row.tokens_per_s_per_device), predicted_efficiency=relative(row, predicted))
+        for row in rows
+    ]
 
 
 def as_csv(rows: Sequence[Row]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -79,24 +79,20 @@ def find_run(model: str) -> str:
 def default_batch(mode: Mode, config: RunConfig) -> int:
     """The published batch of this model and mode. Raises ConfigError for a model without one."""
     published = PUBLISHED_BATCHES.get(config.model.name)
+    flag = {"weak": "--batch-per-replica", "strong": "--global-batch"}[mode]
     if published is None:
-        flag = "--batch-per-replica" if mode == "weak" else "--global-batch"
         raise ConfigError(f"no published {mode} batch for {config.model.name!r}", f"give {flag} SAMPLES", flag)
     return published[mode]
 
 
-def global_batch(mode: Mode, batch: int, config: RunConfig, devices: int) -> int:
-    """Global batch of a point: `batch` times its replicas in a weak series, `batch` itself in a strong one."""
-    return batch * max(1, devices // (config.parallel.tensor * config.parallel.pipeline)) if mode == "weak" else batch
-
-
 def make_point(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int, directory: Path, repeat: int = 1) -> Point:
-    """One point; its layout is not checked here."""
-    devices = nodes * site.tasks_per_node
+    """One point: of `batch` samples per replica in a weak series, in all in a strong one. Its layout is not checked here."""
+    replicas = max(1, nodes * site.tasks_per_node // (config.parallel.tensor * config.parallel.pipeline))
+    global_batch = batch * replicas if mode == "weak" else batch
     own = config.model_copy(
         update={
             "machine": site.machine,
-            "batch": config.batch.model_copy(update={"global_batch": global_batch(mode, batch, config, devices)}),
+            "batch": config.batch.model_copy(update={"global_batch": global_batch}),
             "train": config.train.model_copy(update={"run_dir": str(directory)}),
         }
     )
@@ -113,30 +109,28 @@ def make_series(mode: Mode, config: RunConfig, site: Site, nodes: Sequence[int],
         for repeat in range(1, repeats + 1)
     ]
     problems = [
-        Problem(f"{count} nodes: {problem.where}", problem.what, problem.fix or _node_fix(config, site, count))
-        for count in sorted(set(nodes))
-        for problem in _problems_at(mode, config, site, count, batch)
+        replace(problem, where=f"{point.nodes} nodes: {problem.where}", fix=problem.fix or _node_fix(config, site, point.nodes))
+        for point in points
+        if point.repeat == 1
+        for problem in _problems_of(point, site)
     ]
     if problems:
         raise LayoutError(problems)
     return points
 
 
-def _problems_at(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int) -> list[Problem]:
-    point = make_point(mode, config, site, nodes, batch, Path("unused"))
-    found = plan_problems(point.config, point.devices)
-    return [_answered(problem, mode, config, site, nodes) for problem in found]
-
-
-def _answered(problem: Problem, mode: Mode, config: RunConfig, site: Site, nodes: int) -> Problem:
-    """With a fix in what the user of a series chooses: nodes and batches."""
-    if problem.where == "world size":
-        return replace(problem, fix=_node_fix(config, site, nodes))
-    if problem.where == "batch.global_batch" and mode == "weak":  # a multiple of dp it is
-        return replace(problem, where="--batch-per-replica", fix=f"give a multiple of batch.micro_batch, {config.batch.micro_batch}")
-    if problem.where == "batch.global_batch":
-        return replace(problem, where="--global-batch", fix=problem.fix.replace("set batch.global_batch=", "give --global-batch "))
-    return problem
+def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
+    """Of its layout, with a fix in what the user of a series chooses: nodes and batches."""
+    for problem in plan_problems(point.config, point.devices):
+        if problem.where == "world size":
+            yield replace(problem, fix=_node_fix(point.config, site, point.nodes))
+        elif problem.where == "batch.global_batch" and point.mode == "weak":  # a multiple of dp it is
+            fix = f"give a multiple of batch.micro_batch, {point.config.batch.micro_batch}"
+            yield replace(problem, where="--batch-per-replica", fix=fix)
+        elif problem.where == "batch.global_batch":
+            yield replace(problem, where="--global-batch", fix=problem.fix.replace("set batch.global_batch=", "give --global-batch "))
+        else:
+            yield problem
 
 
 def _node_fix(config: RunConfig, site: Site, nodes: int) -> str:
@@ -162,8 +156,3 @@ def submission_problems(
 def announce(point: Point) -> None:
     """Write point.json into the point's run directory, before anything runs there."""
     write_atomically(point.directory / POINT_FILE, json.dumps({**point.describe(), "config": point.config.model_dump(mode="json")}) + "\n")
-
-
-def as_dict(point: Point) -> dict[str, Any]:
-    """For --json."""
-    return {**point.describe(), "run_dir": str(point.directory)}

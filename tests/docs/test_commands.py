@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cli.main import COMMANDS
+from frontier_llm.cli.main import COMMANDS, parser_of
 from frontier_llm.config import RunConfig, load_run
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, Fence, commands, fences
 
@@ -51,13 +50,6 @@ def test_commands_run(page: str, checkout: Path) -> None:
     script = ["bash", "-euxo", "pipefail", "-c", text]
     done = subprocess.run(script, cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, f"{page}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
-
-
-def parser_of(name: str) -> argparse.ArgumentParser:
-    """The real parser of one command."""
-    parser = argparse.ArgumentParser(prog="frontier-llm")
-    importlib.import_module(COMMANDS[name][0]).add_parser(parser.add_subparsers(dest="command", required=True))
-    return parser
 
 
 def options_below(parser: argparse.ArgumentParser, words: list[str]) -> tuple[set[str], list[str]]:

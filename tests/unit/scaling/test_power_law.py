@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from frontier_llm.scaling.power_law import find_irreducible, fit_power_law
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from power_law import find_irreducible, fit_power_law
 
 C = np.logspace(12, 15, 6)
 
