@@ -91,7 +91,7 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: 
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
-    notes = {"train.steps": _lost_decay(before, after, step)}
+    notes = {"train.steps": _lost_decay(before, after, step), "optimizer.name": "only the weights would be taken"}
     return [
         Change(
             key,

@@ -12,7 +12,7 @@ so training waits for the copy alone, no collective ever runs in a thread, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,28 +122,22 @@ class CheckpointManager:
         Returns the checkpoint's path in the call in which LATEST has moved to it. Raises CheckpointError, on all ranks, when any
         rank failed; the save is then abandoned and its files are removed, older checkpoints are untouched.
         """
-        if self._save is None:
-            return None
-        try:
-            committed = self._save.advance(block=False)
-        except CheckpointError:
-            self._save = None
-            raise
-        if self._save.finished:
-            self._save = None
-        return committed
+        return self._advance(block=False)
 
     def wait(self, audit: bool = True) -> Path | None:
         """Finish the save that is under way: to the end, or with `audit=False` only until LATEST has moved."""
         committed: Path | None = None
-        while self._save is not None and not self._save.finished and (audit or not self._save.committed):
-            try:
-                committed = self._save.advance(block=True) or committed
-            except CheckpointError:
-                self._save = None
-                raise
-        if self._save is not None and self._save.finished:
-            self._save = None
+        while self._save is not None and (audit or not self._save.committed):
+            committed = self._advance(block=True) or committed
+        return committed
+
+    def _advance(self, block: bool) -> Path | None:
+        """One more stage of the save under way, if there is one; forget it when it is finished or has failed."""
+        if self._save is None:
+            return None
+        save, self._save = self._save, None
+        committed = save.advance(block)
+        self._save = None if save.finished else save
         return committed
 
     def save(self, progress: Progress) -> Path:
@@ -172,45 +166,47 @@ class CheckpointManager:
             if strict:
                 raise DamagedCheckpoint(damage)
             log.info(str(damage[0]))
-        for step in steps:
-            path = self.directory / folder.step_name(step)
-            try:
-                progress = self.load(path)
-            except DamagedCheckpoint as error:
-                if strict:
-                    raise
-                damage.extend(error.problems)
-                log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
-                continue
-            self._from_rank_0(partial(self._note_latest, path.name))
+        progress = self._load_first(steps, damage, strict)
+        if progress is not None:
+            self._from_rank_0(partial(self._note_latest, folder.step_name(progress.step)))
             return progress
         if damage:
             fix = "restore one from a copy, or start anew with another train.run_dir"
             raise CheckpointError([*damage, Problem(str(self.directory), "no checkpoint is intact", fix)])
         return None
 
+    def _load_first(self, steps: Sequence[int], damage: list[Problem], strict: bool = False) -> Progress | None:
+        """Load the first of these checkpoints that is intact; what is damaged before it goes to `damage`, or with `strict` is raised."""
+        for step in steps:
+            path = self.directory / folder.step_name(step)
+            try:
+                return self.load(path)
+            except DamagedCheckpoint as error:
+                if strict:
+                    raise
+                damage.extend(error.problems)
+                log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
+        return None
+
+    def _at_most(self, step: int) -> list[int]:
+        """Steps of the complete checkpoints that are not above `step`, newest first, when nothing is under way any more."""
+        self.wait()
+        steps: list[int] = self._from_rank_0(lambda: [old for old in folder.complete_steps(self.directory) if old <= step])
+        return steps
+
     def newest_at_most(self, step: int) -> int | None:
         """The newest complete checkpoint's step that is not above `step`, when nothing is under way any more."""
-        self.wait()
-        found: int | None = self._from_rank_0(lambda: next((old for old in folder.complete_steps(self.directory) if old <= step), None))
-        return found
+        return next(iter(self._at_most(step)), None)
 
     def rewind(self, before: int) -> Progress | None:
         """Load the newest intact checkpoint of at most step `before` and delete the newer ones, which belong to an abandoned course.
 
         None, and nothing is changed, when there is no such checkpoint.
         """
-        self.wait()
-        for step in self._from_rank_0(lambda: [old for old in folder.complete_steps(self.directory) if old <= before]):
-            path = self.directory / folder.step_name(step)
-            try:
-                progress = self.load(path)
-            except DamagedCheckpoint as error:
-                log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
-                continue
-            self._from_rank_0(partial(self._delete_newer, step))
-            return progress
-        return None
+        progress = self._load_first(self._at_most(before), [])
+        if progress is not None:
+            self._from_rank_0(partial(self._delete_newer, progress.step))
+        return progress
 
     def _delete_newer(self, step: int) -> None:
         self._note_latest(folder.step_name(step))

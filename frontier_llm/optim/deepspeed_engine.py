@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -54,34 +55,17 @@ class PartitionOptimizer(torch.optim.Optimizer):
                     self._formula.update(part, group["lr"], group["step"], group["grad_scale"])
 
 
-class _Groups:
+def _groups(inputs: EngineInputs) -> SimpleNamespace:
     """Our mesh as DeepSpeed asks for it ("mpu"): model parallel is everything that differs between ranks of one dp coordinate."""
-
-    def __init__(self, inputs: EngineInputs) -> None:
-        mesh, grid, timeout_s = inputs.mesh, inputs.plan.grid, inputs.config.train.timeout_s
-        rank = mesh.world.ranks[mesh.world.rank]
-        replica = grid.coordinates(rank)["dp"]
-        ranks = tuple(other for other in range(grid.world_size) if grid.coordinates(other)["dp"] == replica)
-        self._axes = {"data": mesh.dp, "model": Axis("model", ranks.index(rank), len(ranks), ranks, None, mesh.ledger)}
-        self._groups = {name: process_group(axis, timeout_s) for name, axis in self._axes.items()}
-
-    def get_data_parallel_group(self) -> Any:
-        return self._groups["data"]
-
-    def get_data_parallel_rank(self) -> int:
-        return self._axes["data"].rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._axes["data"].size
-
-    def get_model_parallel_group(self) -> Any:
-        return self._groups["model"]
-
-    def get_model_parallel_rank(self) -> int:
-        return self._axes["model"].rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._axes["model"].size
+    mesh, grid = inputs.mesh, inputs.plan.grid
+    rank = mesh.world.ranks[mesh.world.rank]
+    replica = grid.coordinates(rank)["dp"]
+    ranks = tuple(other for other in range(grid.world_size) if grid.coordinates(other)["dp"] == replica)
+    answers: dict[str, Callable[[], Any]] = {}
+    for name, axis in {"data": mesh.dp, "model": Axis("model", ranks.index(rank), len(ranks), ranks, None, mesh.ledger)}.items():
+        facts = {"group": process_group(axis, inputs.config.train.timeout_s), "rank": axis.rank, "world_size": axis.size}
+        answers |= {f"get_{name}_parallel_{fact}": partial(lambda value: value, value) for fact, value in facts.items()}
+    return SimpleNamespace(**answers)
 
 
 def _import(device: torch.device) -> Any:
@@ -115,7 +99,7 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
     for parameter in parameters:  # how DeepSpeed knows what to count once in the gradient norm: what is "model parallel", unless replicated
         parameter.model_parallel = True  # type: ignore[attr-defined]
         parameter.ds_pipe_replicated = not parameter.spec.counted  # type: ignore[attr-defined]
-    mpu = _Groups(inputs)
+    mpu = _groups(inputs)
     settings = {
         **deepspeed_settings(config, inputs.plan.microbatches),
         "zero_allow_untested_optimizer": True,

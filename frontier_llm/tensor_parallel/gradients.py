@@ -3,7 +3,7 @@
 Matrix layers submit the product that adds a microbatch's gradient to a buffer. With `WeightGradients` that buffer is the parameter's
 `main_grad`, an fp32 view into the flat gradients (optim attaches it); all other parameters get theirs from autograd through a hook.
 Either way `on_accumulated` is told, which is how the optimizer knows that a bucket is complete and may be reduced while the backward
-pass goes on. `AutogradGradients` is for engines that take gradients where PyTorch puts them (FSDP, DeepSpeed's ZeRO-2 and 3).
+pass goes on. `AutogradGradients` is for engines that take gradients where PyTorch puts them (FSDP).
 """
 
 from __future__ import annotations

@@ -1,0 +1,179 @@
+"""An optimizer that is defined here enters by the documented door (docs/engines.md): ZeRO-1, replica checks, resume, memory, whole matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint import Kind, Parameter
+from frontier_llm.blueprint.optimizers import OptimizerRule
+from frontier_llm.checkpoint import CheckpointManager, Progress
+from frontier_llm.config import OptimizerConfig
+from frontier_llm.errors import CheckpointError
+from frontier_llm.ops import Ops
+from frontier_llm.optim import Slice, register
+from frontier_llm.train.guard import ReplicaCheck
+from frontier_llm.train.step import train_step
+from tests.harness.pool import RankPool
+from tests.oracle import gpt
+from tests.parity.cases import STEPS, Case
+from tests.parity.compare import Run, Tensors, differences, gather
+from tests.parity.play import Played, batch, build, play
+
+SGD = OptimizerRule("sgd-momentum", lambda parameter: ("momentum",))
+WHOLE = OptimizerRule("sgd-whole", lambda parameter: ("momentum",), whole=lambda parameter: parameter.kind is Kind.MATRIX)
+
+
+def states(parameter: Parameter) -> tuple[str, ...]:
+    return ("momentum", "mean") if parameter.kind is Kind.MATRIX else ("momentum",)
+
+
+MIXED = OptimizerRule("sgd-mixed", states)  # matrices keep more than the others
+
+
+class Momentum:
+    """torch.optim.SGD's formula with decoupled decay."""
+
+    def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
+        self.config = config
+
+    def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
+        momentum = part.states["momentum"].mul_(self.config.betas[0]).add_(part.gradient * grad_scale)
+        part.master.mul_(1 - lr * self.config.weight_decay * part.decay).sub_(lr * momentum)
+        if "mean" in part.states:
+            part.states["mean"].add_(part.gradient * grad_scale)
+        part.weights.copy_(part.master)
+
+
+for rule in (SGD, WHOLE, MIXED):
+    register(rule, Momentum)
+
+
+def play_here(rank: int, case: Case) -> Played:
+    """`play`, on ranks that have imported this file and so know its optimizers."""
+    return play(rank, case)
+
+
+def serial_sgd(case: Case, initial: Tensors) -> Run:
+    """The oracle's run with the formula above."""
+    config = case.config()
+    model, optimizer = config.model.model_dump(), config.optimizer
+    now = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
+    momenta = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
+    batches = [torch.from_numpy(batch(step, config)[0]) for step in range(STEPS)]
+    losses, norms, first = [], [], {}
+    for step, tokens in enumerate(batches, start=1):
+        value, gradients = gpt.gradients(model, now, tokens)
+        first = first or gradients
+        norm = gpt.global_norm(gradients)
+        lr = gpt.learning_rate(step, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps)
+        for name, gradient in gradients.items():
+            momenta[name] = optimizer.betas[0] * momenta[name] + gradient * min(1.0, optimizer.clip_norm / (norm + 1e-6))
+            now[name] = now[name] * (1 - lr * optimizer.weight_decay * gpt.decays(name)) - lr * momenta[name]
+        losses.append(value)
+        norms.append(norm)
+    losses.append(float(gpt.loss(model, now, torch.cat(batches[:2]))))
+    as_numpy = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (first, now)]
+    return Run(losses, norms, initial, *as_numpy, drift=())
+
+
+def named(rule: OptimizerRule, *settings: str, **layout: Any) -> Case:
+    return Case(settings=(f"optimizer.name={rule.name}", *settings), **{"family": "gpt", **layout})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [named(SGD, tp=2, dp=2, sequence_parallel=True), named(SGD, pp=2, dp=2), named(MIXED, pp=2, dp=2), named(WHOLE, tp=2, dp=2)],
+    ids=str,
+)
+def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
+    run = gather(ranks.run(case.world_size, play_here, case))
+    if SGD.name not in case.settings[0]:  # the closed form of the traffic counts buckets as all matrices alike fill them
+        run = replace(run, drift=tuple(line for line in run.drift if " of dp " not in line))
+    assert differences(run, serial_sgd(case, run.initial)) == []
+
+
+def places(rank: int, case: Case) -> tuple[int, int, int]:
+    """(runs of whole parameters, those that an owner has in full, elements of this rank's states)."""
+    state = build(rank, case)
+    runs = [run for bucket in state.optimizer.buckets if bucket.whole for run in bucket.owned_ranges()]
+    full = [run for run in runs if run.stop - run.start == run.spec.numel]
+    return len(runs), len(full), sum(tensor.numel() for held in state.optimizer.states for tensor in held.values())
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "bucket_elements": 3000}, {"tp": 2, "dp": 2}, {"dp": 2, "zero": 0}], ids=str)
+def test_whole_matrices_give_the_same_bits(ranks: RankPool, layout: dict[str, int]) -> None:
+    """Of an elementwise optimizer; without clipping, since the norm sums in another order."""
+    cases = [named(rule, "optimizer.clip_norm=0", **layout) for rule in (WHOLE, SGD)]
+    whole, cut = (gather(ranks.run(case.world_size, play_here, case)) for case in cases)
+    for name, tensor in cut.final.items():
+        assert np.array_equal(whole.final[name], tensor), name
+
+
+def test_whole_matrices_lie_with_one_owner_each_and_evenly(ranks: RankPool) -> None:
+    answers = ranks.run(4, places, named(WHOLE, dp=4))
+    assert all(runs == full > 0 for runs, full, _ in answers)
+    assert sum(runs for runs, _, _ in answers) == 4 * 8  # four matrices in each of eight layers
+    cut = ranks.run(4, places, named(SGD, dp=4))[0][2]
+    assert all(held <= 1.1 * cut for _, _, held in answers)
+    assert ranks.run(4, places, named(SGD, dp=4))[0][0] == 0
+
+
+def manager(state: Any, directory: Path, *allowed: str) -> CheckpointManager:
+    return CheckpointManager(directory, state.mesh, state.optimizer, config=state.config, keep=2, allow_changes=allowed)
+
+
+def save_and_go_on(rank: int, case: Case, directory: Path) -> list[float]:
+    """Losses of three steps, with a checkpoint after the second."""
+    state = build(rank, case)
+    losses = [train_step(state).loss for _ in range(2)]
+    checkpoints = manager(state, directory)
+    checkpoints.save(
+        Progress(step=2, consumed_samples=16, tokens=192, optimizer_updates=2, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
+    )
+    checkpoints.close()
+    return [*losses, train_step(state).loss]
+
+
+def resume(rank: int, case: Case, directory: Path, *allowed: str) -> tuple[float, int, float] | str:
+    """(the third step's loss, updates before it, largest value of the states beside the masters), or why it was refused."""
+    state = build(rank, case)
+    checkpoints = manager(state, directory, *allowed)
+    try:
+        progress = checkpoints.load_latest()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpoints.close()
+    assert progress is not None
+    state.current_step = progress.step
+    ReplicaCheck(state.optimizer, state.mesh).check(2, state.mesh.world)
+    largest = max(
+        float(values.abs().max()) for part in state.optimizer.state() for kind, values in part.tensors.items() if kind != "master"
+    )
+    updates = state.optimizer.updates
+    return train_step(state).loss, updates, largest
+
+
+@pytest.mark.parametrize("rule", [SGD, MIXED, WHOLE], ids=lambda rule: rule.name)
+def test_it_resumes_on_another_layout(ranks: RankPool, rule: OptimizerRule, tmp_path: Path) -> None:
+    losses = ranks.run(4, save_and_go_on, named(rule, tp=2, dp=2), tmp_path)[0]
+    for loss, updates, largest in ranks.run(4, resume, named(rule, pp=2, dp=2), tmp_path):
+        assert loss == pytest.approx(losses[2], rel=1e-12)
+        assert updates == 2 and largest > 0
+
+
+def test_a_checkpoint_of_another_optimizer_gives_its_weights_alone_and_only_when_allowed(ranks: RankPool, tmp_path: Path) -> None:
+    losses = ranks.run(2, save_and_go_on, named(SGD, dp=2), tmp_path)[0]
+    for refused in ranks.run(2, resume, Case("gpt", tp=2), tmp_path):
+        assert "optimizer.name: 'sgd-momentum' → 'adamw' (only the weights would be taken)" in refused
+        assert "--allow-change optimizer.name" in refused
+    for loss, updates, largest in ranks.run(2, resume, Case("gpt", tp=2), tmp_path, "optimizer.name"):
+        assert loss == pytest.approx(losses[2], rel=1e-12)  # the weights are those of the checkpoint
+        assert (updates, largest) == (0, 0.0)
