@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import Mesh, all_reduce_
+from frontier_llm.comm import Mesh
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import AdamWUpdate, Ops
 from frontier_llm.optim.buckets import Bucket
@@ -41,8 +41,8 @@ class AdamW:
         self.states = [_new_state(bucket) for bucket in buckets]
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
 
-    def gradient_norm(self) -> Tensor:
-        """L2 norm of the whole model's gradient, still multiplied by the loss scale; 0-dim fp64, the same on every rank.
+    def squared_norm_share(self) -> Tensor:
+        """This rank's summand of the squared L2 norm of the whole model's gradient, still multiplied by the loss scale; 0-dim fp64.
 
         Each element counts once: dp slices partition a bucket, and of tp-replicated or tied parameters only one replica counts.
         The others are multiplied by zero, so that a replica adds nothing but is heard where it is not finite.
@@ -52,7 +52,7 @@ class AdamW:
             share, _ = bucket.norm_share(bucket.gradients)
             for start, stop, counted in spans:
                 total += self._ops.sum_of_squares(share[start:stop]) * counted
-        return all_reduce_(total, self._mesh.world).sqrt()
+        return total
 
     def step(self, lr: float, grad_scale: float) -> None:
         """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor)."""

@@ -32,6 +32,7 @@ class _Zero:
     def __init__(self, inputs: EngineInputs, parameters: list[ShardedParameter], model: nn.Module, divided_by: int) -> None:
         self.updates, self.device, self.sharded = 0, inputs.device, inputs.mesh.dp.size > 1
         self._parameters, self._divided_by, self._dp_rank = parameters, divided_by, inputs.mesh.dp.rank
+        self._world_size = inputs.mesh.world.size
         self._engine = build_engine(inputs, parameters, model)
         self._zero = self._engine.optimizer
         self._zero.optimizer.allocate(self._partitions())
@@ -70,10 +71,11 @@ class _Zero:
         self._zero.micro_step_id = -1  # where a step that was skipped left it; stage 3 counts from 0, as its zero_grad knows
         self._zero.zero_grad()
 
-    def gradient_norm(self) -> Tensor:
-        """See Optimizer."""
+    def squared_norm_share(self) -> Tensor:
+        """See Optimizer. DeepSpeed has summed over the world already: an equal share of it."""
         norms = torch.stack([torch.as_tensor(norm, device=self.device).double() for norm in self._norms()])
-        return norms.norm() * self._divided_by if bool((norms >= 0).all()) else torch.full_like(norms[0], torch.inf)
+        share = norms.square().sum() * self._divided_by**2 / self._world_size
+        return torch.where((norms >= 0).all(), share, torch.inf)
 
     def step(self, lr: float, grad_scale: float) -> None:
         """See Optimizer."""

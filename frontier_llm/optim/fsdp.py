@@ -78,13 +78,13 @@ class ShardedAdamW:
 
     # --- Optimizer ---
 
-    def gradient_norm(self) -> Tensor:
+    def squared_norm_share(self) -> Tensor:
         """See Optimizer. Replicas are multiplied by zero: they add nothing but are heard where they are not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for shard in self._shards:
             if shard.rectangle.numel:
                 total += self._ops.sum_of_squares(shard.gradient.view(-1)) * int(shard.spec.counted)
-        return all_reduce_(total, self._mesh.world).sqrt()
+        return total
 
     def step(self, lr: float, grad_scale: float) -> None:
         """See Optimizer."""

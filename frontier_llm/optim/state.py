@@ -72,8 +72,11 @@ class Optimizer(Protocol):
     def device(self) -> torch.device:
         """Where collectives about the state take place."""
 
-    def gradient_norm(self) -> Tensor:
-        """L2 norm of the whole model's gradient, still multiplied by the loss scale; 0-dim fp64, the same on every rank. Collective."""
+    def squared_norm_share(self) -> Tensor:
+        """This rank's summand of the squared L2 norm of the whole model's gradient, still multiplied by the loss scale; 0-dim fp64.
+
+        The sum over the world is the square of the norm.
+        """
 
     def step(self, lr: float, grad_scale: float) -> None:
         """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor)."""

@@ -91,10 +91,11 @@ class Engine:
         self._flight: _Flight
         self._sends = Sends(SENDS_AHEAD)
 
-    def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> Tensor:
+    def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Play one step: every microbatch forward and backward; `batch(n)` is what stages are given for microbatch n.
 
-        Returns the sum of the losses of this rank's last-stage microbatches, 0-dim fp64, unscaled; zero on other pipeline ranks.
+        Returns by name, "loss" first and the same names on every rank, the sums of the losses of this rank's last-stage microbatches,
+        0-dim fp64, unscaled; zero on other pipeline ranks.
         """
         self._flight = _Flight(batch, loss_scale, torch.zeros((), dtype=torch.float64, device=self._activation.device))
         for action in self._schedule.actions[self._pp.rank]:
@@ -102,7 +103,7 @@ class Engine:
             self._play[action.kind](action)
         self._sends.wait_all()
         self.on_action(None)
-        return self._flight.loss
+        return {"loss": self._flight.loss}
 
     def _forward(self, action: Action) -> None:
         key = (action.chunk, action.microbatch)

@@ -77,7 +77,8 @@ class Metrics:
             "step",
             step + 1,
             {
-                **asdict(result),
+                **{name: value for name, value in asdict(result).items() if name not in ("terms", "wish")},
+                **result.terms,
                 **asdict(speed),
                 "consumed_samples": samples,
                 "consumed_tokens": samples * self._config.model.sequence_length,
