@@ -44,6 +44,7 @@ def _compose(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[t
         raise ConfigError(f"`base:` goes in a circle through {path}", fix="remove one of these `base:` lines")
     content, lines = read_yaml(path), _lines(path)
     if "base" not in content:
+        content.setdefault("environment", path.stem)
         return content, lines
     below, below_lines = _compose(find_file(str(content.pop("base")), "machines", path.parent), (*seen, path.resolve()))
     return merge(below, content), {**below_lines, **lines}
