@@ -25,6 +25,7 @@ _HARMLESS = (
     "optimizer.engine",
     "optimizer.deepspeed_config",
     "guard.replica_check_interval",
+    "guard.straggler_interval",
     "guard.recompute_interval",
     "guard.max_skips_in_row",
 )

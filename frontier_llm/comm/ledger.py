@@ -12,7 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
 RECORDED_CALLS = 512  # a few steps of a layer's calls; 100 bytes each
+
+
+def mark() -> torch.cuda.Event:
+    """A moment of the device's current stream, with its time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass(slots=True)
@@ -63,6 +73,7 @@ class Ledger:
     latency: dict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECORDED_CALLS), repr=False)
     observer: Callable[[Call, float, float], None] | None = field(default=None, repr=False)  # told of each blocked interval (timelines)
+    waits: list[Span] | None = field(default=None, repr=False)  # on a GPU, while a step is measured: what the stream stood still for
     _numbers: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int), repr=False)
     _depth: int = field(default=0, repr=False)
 
@@ -81,6 +92,8 @@ class Ledger:
 
         A call made within another (a stage of a hierarchical collective) has its own latency, but the time counts once.
         """
+        measured = self.waits is not None and last and not self._depth
+        start = mark() if measured else None
         begin = time.perf_counter()
         self._depth += 1
         try:
@@ -91,6 +104,8 @@ class Ledger:
             if not self._depth:
                 self.blocked_s[call.axis, call.operation] += elapsed_s
         call.finished = last
+        if start is not None and self.waits is not None:
+            self.waits.append((start, mark()))
         if self.observer is not None and not self._depth:
             self.observer(call, begin, begin + elapsed_s)
         if last:

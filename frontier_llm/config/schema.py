@@ -252,6 +252,7 @@ class GuardConfig(Section):
     rewind_skip_steps: PositiveInt = 200  # steps' worth of data that is left out, counted from where it went back to
     max_skips_in_row: PositiveInt = 100  # skipped steps after which the run stops
     recompute_interval: NonNegativeInt = 0  # steps between computing one step twice on all replicas, to find wrong arithmetic; 0 = never
+    straggler_interval: NonNegativeInt = 25  # steps between comparisons of how long each rank computes; 0 = never
     replica_check_interval: NonNegativeInt = 100  # steps between comparisons of all copies, also before each save; 0 = never
 
 

@@ -44,7 +44,7 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic
         traffic.add("dp", "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own samples
     world = plan.grid.world_size
     if world > 1:
-        traffic.add("world", "all_reduce", 8, 2)  # loss and squared gradient norm, fp64
+        traffic.add("world", "all_reduce", 4 * 8)  # loss, squared gradient norm, wishes to stop and to save, fp64
     return traffic
 
 

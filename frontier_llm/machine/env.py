@@ -125,7 +125,8 @@ def environment(machine: str, nodes: int) -> list[Variable]:
     Raises ConfigError for a machine that this file does not know.
     """
     if machine not in MACHINES:
-        raise ConfigError(f"no environment is known for machine {machine!r}", suggest(machine, MACHINES), "machine")
+        fix = f"let the machine file say `environment:` or `base:`; {suggest(machine, MACHINES)}"
+        raise ConfigError(f"no environment is known for machine {machine!r}", fix, "machine")
     if machine == "local":
         return [Variable("OMP_NUM_THREADS", "1", "ranks share the cores of one computer", TORCH)]
     chosen = {variable.name: variable for variable in _PYTORCH}

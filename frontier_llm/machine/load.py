@@ -32,6 +32,7 @@ def load_machine(name_or_path: str) -> Machine:
     """
     path = find_file(name_or_path, "machines")
     content, files = compose(path, "machines")
+    content.setdefault("environment", files[-1].stem)  # of the file that the others are based on
     content["stacks"] = _stacks(content.get("stacks"), str(path))
     try:
         return Machine.model_validate({"name": path.stem, **content})

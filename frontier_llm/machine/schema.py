@@ -181,6 +181,7 @@ class Machine(Section):
 
     name: str
     title: str
+    environment: str  # the machine whose variables its ranks need (machine.env); the file's own name, or its base's
     device: Device
     node: Node
     network: Network

@@ -14,7 +14,8 @@ from frontier_llm.data.meta import read_meta
 from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.feed import BatchSource
-from frontier_llm.train.step import global_losses
+from frontier_llm.train.guard import Wish
+from frontier_llm.train.step import global_sums
 
 
 def evaluate(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> dict[str, float]:
@@ -47,7 +48,8 @@ def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrup
     for step in range(rounds):
         hit("train.evaluate")
         counted = int(feed.count_targets(step))
-        mean = global_losses(state, state.evaluator.run(partial(feed.microbatch, step, global_targets=counted)))[0]
+        losses = state.evaluator.run(partial(feed.microbatch, step, global_targets=counted))
+        mean = global_sums(state, losses, torch.zeros_like(losses["loss"]), Wish())[0]
         loss_sum, targets = loss_sum + float(mean) * counted, targets + counted
         if interrupted():
             return None

@@ -16,6 +16,7 @@ from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_tra
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
+from frontier_llm.machine import load_machine
 from frontier_llm.machine.env import MACHINES
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.machine.precision import FLUSHING, fp16_note
@@ -64,14 +65,18 @@ def _set_environment(config: RunConfig, place: RankEnv | None) -> bool:
     """Set what RCCL, libfabric and MIOpen need on this machine before the first of them starts.
 
     Logged with the reasons; what the user has exported stays, and is said. A launcher's exports (slurm/, launch/) come first.
-    Returns True where collectives must not fall to sockets: between nodes of a machine whose network has a plugin.
+    What torch has read already at its import is told to it. Raises ConfigError for a machine whose environment nobody knows. Returns True where collectives must not fall to sockets: between nodes of a machine whose network has a plugin.
     """
-    machine = Path(config.machine).stem
-    if place is None or machine not in MACHINES:
+    if place is None:
         return False
+    machine = Path(config.machine).stem
+    if machine not in MACHINES:  # a file of the user's own
+        machine = load_machine(config.machine).environment
     nodes = -(-place.world_size // place.local_world_size)
     wanted = [variable for variable in machine_environment(machine, nodes) if not any(map(environ, variable.also))]
     kept = adopt({variable.name: variable.value for variable in wanted})
+    if "OMP_NUM_THREADS" not in kept:
+        torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
     reasons = ", ".join(f"{variable.name} ({variable.reason})" for variable in wanted if variable.name not in kept)
     log.info(f"environment for {machine} on {plural(nodes, 'node')}: {reasons}")
     for variable in wanted:

@@ -22,7 +22,7 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
-from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, Saves, Skips, Watchdog, Wishes, provenance
+from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, Saves, Skips, Watchdog, Wish, Wishes, provenance
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, metrics_of
 from frontier_llm.train.progress import progress_of, restore
@@ -68,7 +68,7 @@ class _Session:
         self.metrics: Metrics | None = None  # of rank 0
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
-        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name())
+        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval)
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
         self.manager = _manager(state, resume)
@@ -104,9 +104,8 @@ class _Session:
         if self.wishes.stop() or (state.current_step == 0 and not self._evaluate()):
             return False
         while state.current_step < train.steps:
-            self._step()
-            wish = self.wishes.agreed()
-            if wish.stop:
+            wish = self._step()
+            if self.wishes.heard(wish):
                 return False
             if _due(state.current_step, self.config.guard.replica_check_interval, train.steps):
                 self.replicas.check(state.current_step, state.mesh.world)
@@ -118,11 +117,12 @@ class _Session:
                 self.saves.begin(progress_of(state, self.decisions.rewinds))
         return self._evaluate()
 
-    def _step(self) -> None:
+    def _step(self) -> Wish:
+        """Returns what any rank has been asked for."""
         step = self.state.current_step
         hit("train.step")
         with self.stragglers.step() as found:
-            result = train_step(self.state)
+            result = train_step(self.state, self.wishes.own)
         for straggler in found:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
@@ -132,6 +132,7 @@ class _Session:
             self.metrics.step(step, result, self.state.skipped_steps)
         self.saves.follow(step + 1)
         self._judge(step, result)
+        return result.wish
 
     def _judge(self, step: int, result: StepResult) -> None:
         """Nothing for a step that was taken; a skipped one may send the run back to a checkpoint."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from frontier_llm.comm import all_reduce_
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import GradientSync, learning_rate
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.feed import Feed
+from frontier_llm.train.guard import Wish
 
 
 @dataclass(frozen=True)
@@ -26,30 +28,31 @@ class StepResult:
     skipped: bool  # nothing was updated, anywhere: loss or gradient was not finite, or a spike
     spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
     further_losses: Mapping[str, float] = field(default_factory=dict)  # by name, without their weights (train.loss_weights)
+    wish: Wish = field(default_factory=Wish)  # what any rank has been asked for
 
 
-def train_step(state: TrainState) -> StepResult:
-    """One optimizer step over the global batch. Collective over the world.
+def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult:
+    """One optimizer step over the global batch. Collective over the world; `wish()`: what this rank has been asked for meanwhile.
 
-    A loss or gradient that is not finite on any rank reaches every rank through the two sums below, so all take the same
+    A loss or gradient that is not finite on any rank reaches every rank through the one sum below, so all take the same
     decision: weights and optimizer state stay as they are, the step counts as skipped, and fp16's loss scale is halved.
     """
-    optimizer, scaler, config, train = state.optimizer, state.scaler, state.config.optimizer, state.config.train
+    optimizer, scaler, config = state.optimizer, state.scaler, state.config.optimizer
 
     batch = state.feed.step(state.current_step)
     state.sync.begin()
-    local_losses = state.pipeline.run(batch, scaler.scale)
+    losses = state.pipeline.run(batch, scaler.scale)
     state.sync.finish()
 
+    sums = global_sums(state, losses, optimizer.squared_norm_share(), wish())
     # the only time in a step that the host waits for the device
-    squared_norm = all_reduce_(optimizer.squared_norm_share(), state.mesh.world)
-    loss, *further, scaled_norm = torch.cat((global_losses(state, local_losses), squared_norm.sqrt()[None])).tolist()
-    norm = scaled_norm / scaler.scale
-    lr = learning_rate(config, state.current_step, train.steps)
+    loss, *further, squared_norm, stop, save = sums.tolist()
+    norm = math.sqrt(squared_norm) / scaler.scale
+    lr = learning_rate(config, state.current_step, state.config.train.steps)
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     spike = not overflowed and state.spikes.is_spike(loss, norm)
-    terms = dict(zip(train.loss_weights, further, strict=True))
-    result = StepResult(loss, norm, lr, scaler.scale, skipped=overflowed or spike, spike=spike, further_losses=terms)
+    further_losses = dict(zip(list(losses)[1:], further, strict=True))
+    result = StepResult(loss, norm, lr, scaler.scale, overflowed or spike, spike, further_losses, Wish(stop > 0, save > 0))
 
     if result.skipped:
         state.skipped_steps += 1
@@ -61,7 +64,18 @@ def train_step(state: TrainState) -> StepResult:
     return result
 
 
-def local_gradients(state: TrainState, feed: Feed) -> dict[str, torch.Tensor]:
+def global_sums(state: TrainState, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> Tensor:
+    """All that every rank must know of a step, in one sum over the world: [losses …, squared gradient norm, stop, save], fp64.
+
+    Only last stages have a loss, and the tp ranks of one have the same: the first counts, the others add zero times theirs, which is heard
+    where it is not finite.
+    """
+    counted = [loss * (state.mesh.tp.rank == 0) for loss in losses.values()]
+    wishes = [squared_norm.new_full((), float(asked)) for asked in (wish.stop, wish.save)]  # filled on the device: a copy would wait
+    return all_reduce_(torch.stack((*counted, squared_norm, *wishes)), state.mesh.world)
+
+
+def local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
     """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter.
 
     Changes nothing but the gradient buffers; for the native engine alone.
@@ -73,11 +87,3 @@ def local_gradients(state: TrainState, feed: Feed) -> dict[str, torch.Tensor]:
     gradients = sync.gradients
     hit("train.recomputed", next(iter(gradients.values())).view(-1))
     return gradients
-
-
-def global_losses(state: TrainState, local_losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Sums over the world, the loss first: a stage may have some of them, and the tp ranks of one have the same.
-
-    So only tp rank 0 counts; the others add zero times theirs, which is heard where it is not finite.
-    """
-    return all_reduce_(torch.stack(tuple(local_losses.values())) * (state.mesh.tp.rank == 0), state.mesh.world)

@@ -264,7 +264,7 @@ def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, 
     before = state_of(state)
     run = state.pipeline.run
 
-    def spoil(batch: Callable[[int], Any], loss_scale: float) -> torch.Tensor:
+    def spoil(batch: Callable[[int], Any], loss_scale: float) -> dict[str, torch.Tensor]:
         return run(batch, float("nan") if rank == 1 else loss_scale)
 
     state.pipeline.run = spoil  # type: ignore[method-assign]

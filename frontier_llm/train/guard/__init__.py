@@ -2,7 +2,7 @@
 
 Watchdog      sees a rank that died, froze or hangs, and has the first to fail named (`cause`)
 Saves         keeps checkpoints coming, bears one failed save
-Wishes        signals and the files STOP and SAVE, agreed by all ranks
+Wishes        signals and the files STOP and SAVE, told to all ranks by the step's sum
 SpikePolicy   judges each step's loss and gradient norm; Skips decides what follows, Decisions writes it down
 ReplicaCheck  compares the copies of weights that must be bit-equal
 Recompute     computes one step twice on every replica and compares
@@ -16,7 +16,7 @@ from frontier_llm.train.guard.saves import Saves
 from frontier_llm.train.guard.skips import Decisions, Skips
 from frontier_llm.train.guard.spikes import SpikePolicy
 from frontier_llm.train.guard.watchdog import Watchdog
-from frontier_llm.train.guard.wishes import Wishes
+from frontier_llm.train.guard.wishes import Wish, Wishes
 
 __all__ = [
     "Decisions",
@@ -27,6 +27,7 @@ __all__ = [
     "Skips",
     "SpikePolicy",
     "Watchdog",
+    "Wish",
     "Wishes",
     "WrongArithmetic",
     "provenance",

@@ -1,4 +1,4 @@
-"""What people and the scheduler ask of a running job, agreed by all ranks: a signal to any of them, or a file in the run directory."""
+"""What people and the scheduler ask of a running job: a signal to any rank, or a file in the run directory. The step's one sum tells all."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from frontier_llm.comm import Axis, all_reduce_
 
 @dataclass(frozen=True)
 class Wish:
-    """The same on every rank."""
+    """Of one rank, or of all together."""
 
-    stop: bool
-    save: bool
+    stop: bool = False
+    save: bool = False
 
 
 class Wishes:
-    """Asks all ranks at a step boundary."""
+    """What this rank has been asked for."""
 
     def __init__(self, signals: SignalWatcher, run_dir: Path, world: Axis, device: torch.device) -> None:
         self._signals, self._run_dir, self._world, self._device = signals, run_dir, world, device
 
-    def agreed(self) -> Wish:
-        """Collective over the world, one tiny all-reduce."""
+    def own(self) -> Wish:
+        """Of this rank, now. Rank 0 looks for the files too, and takes SAVE away, so that it is asked for once."""
         save_file = self._run_dir / SAVE_FILE
         save = self._world.rank == 0 and save_file.exists()
         if save:
             save_file.unlink(missing_ok=True)
-        return self._ask(save)
+        return Wish(self._stop(), save)
 
     def stop(self) -> bool:
-        """Whether to stop; a wish to save stays for later. Collective over the world."""
-        return self._ask(save=False).stop
+        """Whether any rank has been asked to stop, outside of a step. Collective over the world."""
+        asked = torch.full((), float(self._stop()), device=self._device)
+        return self.heard(Wish(stop=all_reduce_(asked, self._world).item() > 0))
 
-    def _ask(self, save: bool) -> Wish:
-        requested = self._signals.requested
-        stop = requested is not None or (self._world.rank == 0 and (self._run_dir / STOP_FILE).exists())
-        flags = torch.tensor([float(stop), float(save)], device=self._device)
-        stop_any, save_any = all_reduce_(flags, self._world, "max").tolist()
-        if stop_any:
-            log.info(f"stopping on {requested or 'a wish of another rank or the file STOP'}")
-        return Wish(stop_any > 0, save_any > 0)
+    def heard(self, wish: Wish) -> bool:
+        """Whether all ranks' wish is to stop; then it is logged."""
+        if wish.stop:
+            log.info(f"stopping on {self._signals.requested or 'a wish of another rank or the file STOP'}")
+        return wish.stop
+
+    def _stop(self) -> bool:
+        return self._signals.requested is not None or (self._world.rank == 0 and (self._run_dir / STOP_FILE).exists())

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from frontier_llm.comm import all_reduce_, build_mesh
-from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
+from frontier_llm.comm import ledger as ledgers
+from frontier_llm.comm.straggler import SAMPLES, BusyTime, Straggler, StragglerDetector, StragglerWatch
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
@@ -21,60 +22,101 @@ def _noisy(generator: np.random.Generator, ranks: int, usual_s: float) -> np.nda
     return np.where(hiccups, busy * (1 + 0.8 * generator.random(ranks)), busy)
 
 
+def _samples(generator: np.random.Generator, ranks: int, scale: np.ndarray | float = 1.0) -> np.ndarray:
+    """What the ranks tell after an interval: medians over its samples."""
+    return np.median([_noisy(generator, ranks, 1.0) * scale for _ in range(SAMPLES)], axis=0)
+
+
 @pytest.mark.parametrize(("ranks", "stages"), [(64, 4), (8, 8), (2, 1), (16, 1)])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_false_alarm_in_500_simulated_steps(ranks: int, stages: int, seed: int) -> None:
+def test_no_false_alarm_in_500_simulated_intervals(ranks: int, stages: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     detector = StragglerDetector([rank * stages // ranks for rank in range(ranks)])
     scale = np.array([1 + 0.3 * (rank * stages // ranks) for rank in range(ranks)])  # stages differ by design
-    assert [named for _ in range(500) for named in detector.step(list(_noisy(generator, ranks, 1.0) * scale))] == []
+    assert [named for _ in range(500) for named in detector.compare(list(_samples(generator, ranks, scale)))] == []
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(64, 4), (8, 8), (2, 1), (16, 1)])
 @pytest.mark.parametrize("delay_s", [0.2, 1.0])
-def test_a_simulated_straggler_is_named_within_20_steps_and_once(ranks: int, stages: int, delay_s: float) -> None:
+def test_a_simulated_straggler_is_named_in_its_second_interval_and_once(ranks: int, stages: int, delay_s: float) -> None:
     generator = np.random.default_rng(7)
     detector = StragglerDetector([rank * stages // ranks for rank in range(ranks)])
-    slow, begin = ranks // 2, 100
-    found: list[tuple[int, Straggler]] = []
-    for step in range(200):
-        busy = _noisy(generator, ranks, 1.0)
-        busy[slow] += delay_s if step >= begin else 0.0
-        found += [(step, straggler) for straggler in detector.step(list(busy))]
-    assert [straggler.global_rank for _, straggler in found] == [slow]
-    assert begin <= found[0][0] < begin + 20
-    assert found[0][1].excess_s == pytest.approx(delay_s, abs=0.15)
+    slow, begin = ranks // 2, 5
+    named: list[tuple[int, Straggler]] = []
+    for interval in range(20):
+        busy = _samples(generator, ranks)
+        busy[slow] += delay_s if interval >= begin else 0.0
+        named += [(interval, straggler) for straggler in detector.compare(list(busy))]
+    assert [(interval, straggler.global_rank) for interval, straggler in named] == [(begin + 1, slow)]
+    assert named[0][1].excess_s == pytest.approx(delay_s, abs=0.15)
 
 
 def test_a_rank_that_recovers_can_be_named_again() -> None:
     detector = StragglerDetector([0] * 4)
-    phases = [0.0] * 30 + [0.5] * 30 + [0.0] * 30 + [0.5] * 30
-    named = [step for step, extra in enumerate(phases) for _ in detector.step([1.0, 1.0 + extra, 1.001, 0.999])]
-    assert len(named) == 2 and 30 <= named[0] < 50 and 90 <= named[1] < 110
+    phases = [0.0, 0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.5, 0.5]
+    named = [interval for interval, extra in enumerate(phases) for _ in detector.compare([1.0, 1.0 + extra, 1.001, 0.999])]
+    assert named == [4, 8]
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (8, 8)])
 def test_a_machine_that_slows_down_is_no_straggler(ranks: int, stages: int) -> None:
     generator = np.random.default_rng(3)
     detector = StragglerDetector([rank * stages // ranks for rank in range(ranks)])
-    steps = [_noisy(generator, ranks, 1.0) * (1.7 if 100 <= step < 150 else 1.0) for step in range(200)]
-    assert [named for busy in steps for named in detector.step(list(busy))] == []
+    intervals = [_samples(generator, ranks, 1.7 if 20 <= interval < 30 else 1.0) for interval in range(40)]
+    assert [named for busy in intervals for named in detector.compare(list(busy))] == []
 
 
-def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> list[tuple[int, int, str]]:
-    """Real ranks whose compute is a sleep of 20 ms; from `begin` on rank 2 sleeps 200 ms more, and everyone waits for it."""
+def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> tuple[list[tuple[int, int, str]], list[int]]:
+    """Real ranks whose compute is a sleep of 20 ms; from `begin` on rank 2 sleeps 200 ms more, and everyone waits for it.
+
+    (step, rank and host of the named, steps in which the watch has communicated).
+    """
     grid = Grid(1, 1, 4)
     mesh = build_mesh(grid, rank, timeout_s=30.0)
-    watch, named = StragglerWatch(mesh, grid, torch.device("cpu"), f"n{rank}"), []
+    watch, named, talked = StragglerWatch(mesh, grid, torch.device("cpu"), f"n{rank}", 10), [], []
     for step in range(steps):
+        before = mesh.ledger.calls["world", "all_gather"]
         with watch.step() as found:
             time.sleep(0.02 + (0.2 if rank == 2 and step >= begin else 0.0))
             all_reduce_(torch.ones(1000), mesh.dp)
         named += [(step, straggler.global_rank, straggler.host) for straggler in found]
-    return named
+        talked += [step] if mesh.ledger.calls["world", "all_gather"] != before else []
+    return named, talked
 
 
 def test_a_rank_that_sleeps_200_ms_is_named_by_every_rank(ranks: RankPool) -> None:
-    replies = ranks.run(4, _train_with_a_sleeper, 35, 10)
+    replies = ranks.run(4, _train_with_a_sleeper, 30, 10)
     assert all(reply == replies[0] for reply in replies)
-    assert [named for _, *named in replies[0]] == [[2, "n2"]] and 10 <= replies[0][0][0] < 30
+    named, talked = replies[0]
+    assert named == [(29, 2, "n2")] and talked == [9, 19, 29]
+
+
+class _Event:
+    """An event of a device that computes 1 s between two of them, and stands still for 5 s in a wait."""
+
+    now_s = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_s = _Event.now_s
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+def test_on_a_gpu_the_device_tells_what_it_stood_still_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ledger = ledgers.Ledger()
+    busy = BusyTime(ledger, torch.device("cuda"))
+    for _ in range(3):
+        with busy.measured():
+            _Event.now_s += 1.0
+            with ledger.blocked(ledger.add("dp", "all_reduce", 8)):
+                _Event.now_s += 5.0
+                with ledger.blocked(ledger.add("dp.rail", "send", 8)):  # part of the same wait
+                    _Event.now_s += 2.0
+            _Event.now_s += 1.5
+    assert busy.take() == pytest.approx(2.5) and ledger.waits is None

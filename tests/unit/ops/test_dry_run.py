@@ -74,7 +74,7 @@ def test_a_step_is_all_aligned_launches_on_one_device(kernels, model, micro_batc
     source = Source(micro_batch, sequence, documents)
     state = build.build_state(config, make_plan(config, 1), serial_mesh(), torch.device("meta"), source)
     state.sync.begin()
-    loss = state.pipeline.run(state.feed.step(0), 1.0)
+    loss = state.pipeline.run(state.feed.step(0), 1.0)["loss"]
     state.sync.finish()
     norm = state.optimizer.squared_norm_share()
     state.optimizer.step(1e-4, grad_scale=0.5)

@@ -89,7 +89,7 @@ def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tenso
     channels = {name: replace(pp, name=name, group=group) for name in ("forward", "backward")}  # type: ignore[arg-type]
     mesh = Mesh(ones[0], pp, *ones[1:], channels)
     engine = Engine(schedule, [stage], mesh, WeightGradients(), ActivationSpec((1,), torch.float64, torch.device("cpu")))
-    loss = engine.run(lambda microbatch: microbatch, loss_scale=2.0)
+    loss = engine.run(lambda microbatch: microbatch, loss_scale=2.0)["loss"]
     assert outputs.now == 0
     return outputs.peak, torch.zeros(1) if weight.grad is None else weight.grad, float(loss)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import load_run
-from frontier_llm.errors import BackendError
+from frontier_llm.config.load import find_file
+from frontier_llm.errors import BackendError, ConfigError
 from frontier_llm.machine.env import environment
 from frontier_llm.train import join
 
@@ -18,7 +21,8 @@ PLACE = RankEnv(8, 16, 0, 8, 1, "n1", "n0", 23456, "slurm")
 
 
 @pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    threads = torch.get_num_threads()
     for name in (
         [variable.name for variable in environment("frontier", 2)]
         + list(join.LOG_VARIABLES)
@@ -26,7 +30,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
-    return monkeypatch
+    yield monkeypatch
+    torch.set_num_threads(threads)
 
 
 def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +54,29 @@ def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean:
     assert environ("PYTORCH_HIP_ALLOC_CONF") == "max_split_size_mb:512"
 
 
-def test_one_node_and_unknown_machines_forbid_nothing(clean: pytest.MonkeyPatch) -> None:
+def test_threads_are_those_that_are_claimed(clean: pytest.MonkeyPatch) -> None:
+    """torch has read OMP_NUM_THREADS when it was imported."""
+    torch.set_num_threads(3)
+    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
+    assert (environ("OMP_NUM_THREADS"), torch.get_num_threads()) == ("7", 7)
+    clean.setenv("OMP_NUM_THREADS", "2")  # the user's, which torch has read itself
+    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
+    assert torch.get_num_threads() == 7
+
+
+def test_a_machine_file_of_ones_own_has_the_environment_of_its_base_or_is_refused(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = (find_file("frontier", "machines")).read_text()
+    for name, content in (("based", "base: frontier\n"), ("named", f"environment: frontier\n{text}"), ("unknown", text)):
+        (tmp_path / f"{name}.yaml").write_text(content)
+    for name in ("based", "named"):
+        clean.delenv("HSA_FORCE_FINE_GRAIN_PCIE", raising=False)
+        assert join._set_environment(load_run("bench", [f"machine={tmp_path}/{name}.yaml"]), PLACE)
+        assert environ("HSA_FORCE_FINE_GRAIN_PCIE") == "1"
+    with pytest.raises(ConfigError, match=r"no environment is known for machine 'unknown'[\s\S]*`environment:`[\s\S]*frontier"):
+        join._set_environment(load_run("bench", [f"machine={tmp_path}/unknown.yaml"]), PLACE)
+
+
+def test_one_node_and_one_process_forbid_nothing(clean: pytest.MonkeyPatch) -> None:
     assert not join._set_environment(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, 0, "n0", "n0", 23456, "slurm"))
     assert not join._set_environment(load_run("bench", ["machine=frontier"]), None)
 

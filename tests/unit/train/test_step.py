@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frontier_llm.comm import serial_mesh
+from frontier_llm.comm import StragglerWatch, build_mesh, serial_mesh
 from frontier_llm.topology import make_plan
 from frontier_llm.train.build import build_state
+from frontier_llm.train.guard import Wish
 from frontier_llm.train.step import train_step
+from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.play import Source
 
@@ -46,3 +48,32 @@ def test_the_host_reads_the_device_once(family: str, recompute: str, monkeypatch
     with Waits() as waits:
         train_step(state)
     assert len(reads) == 1 and waits.counts == Counter()
+
+
+def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int], Wish]]:
+    """Of steps as the loop makes them, the third with a wish of rank 1: (values read, other waits, calls on the world, what was agreed)."""
+    config = case.config("fp32")
+    plan = make_plan(config, case.world_size)
+    mesh = build_mesh(plan.grid, rank, plan.chunks)
+    state = build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
+    watch, reads, steps = StragglerWatch(mesh, plan.grid, state.device, "n0", 50), [], []
+    tolist = torch.Tensor.tolist
+    torch.Tensor.tolist = lambda tensor: reads.append(tensor) or tolist(tensor)  # type: ignore[method-assign,assign,func-returns-value]
+    try:
+        for step in range(4):
+            mesh.ledger.reset()
+            reads.clear()
+            with Waits() as waits, watch.step():
+                result = train_step(state, lambda step=step: Wish(save=rank == 1 and step == 2))  # type: ignore[misc]
+            world = {operation: calls for (axis, operation), calls in mesh.ledger.calls.items() if axis == "world"}
+            steps.append((len(reads), sum(waits.counts.values()), world, result.wish))
+    finally:
+        torch.Tensor.tolist = tolist  # type: ignore[method-assign]
+    return steps
+
+
+@pytest.mark.parametrize("case", [Case("gpt", dp=2), Case("llama", tp=2)], ids=str)
+def test_an_ordinary_step_has_one_sum_over_the_world_and_one_wait(ranks: RankPool, case: Case) -> None:
+    for steps in ranks.run(case.world_size, _ordinary_steps, case):
+        assert [step[:3] for step in steps] == [(1, 0, {"all_reduce": 1})] * 4
+        assert [step[3] for step in steps] == [Wish(), Wish(), Wish(save=True), Wish()]
