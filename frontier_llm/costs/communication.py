@@ -44,7 +44,8 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic
         traffic.add("dp", "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own samples
     world = plan.grid.world_size
     if world > 1:
-        traffic.add("world", "all_reduce", 4 * 8)  # loss, squared gradient norm, wishes to stop and to save, fp64
+        further = len(config.train.loss_weights)
+        traffic.add("world", "all_reduce", (4 + further) * 8)  # losses, squared gradient norm, wishes to stop and to save, fp64
     return traffic
 
 
@@ -81,6 +82,7 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
             traffic.add("tp", "all_reduce", size, (2 * n + stage.embedding + stage.head) * m)  # input gradients, under the weight gradient
         if stage.head:
             traffic.add("tp", "all_gather", statistics, m)
+            traffic.add("tp", "all_reduce", 8, m * len(config.train.loss_weights) * plan.sequence_parallel)  # further losses, fp64
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:

@@ -36,7 +36,7 @@ class LossTerm:
         share = self.function(x, batch, tp)
         if not sequence_parallel:
             return share
-        return share + (all_reduce_(share.detach().clone(), tp) - share.detach())
+        return share + (all_reduce_(share.detach().double(), tp) - share.detach())
 
 
 _TERMS: dict[str, LossTerm] = {}
