@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -95,7 +95,7 @@ def build_inference_model(
     working = working_dtype(dtype)
     selected = select_ops(ops, device.type, working)
     attention = RememberingAttention(selected.attention)
-    context = LayerContext(mesh.tp, False, replace(selected, attention=attention), WeightGradients(), working)
+    context = LayerContext(mesh.tp, False, selected.but(attention=attention), WeightGradients(), working)
     stage = Stage(source.model, plan.stage_of(mesh.pp.rank, 0), context, device)
     load_weights(source, materialise(stage, device))
     return InferenceModel(source.model, mesh, device, working, stage, attention)

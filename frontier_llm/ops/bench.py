@@ -14,7 +14,7 @@ import torch
 
 from frontier_llm.config.schema import ModelConfig
 from frontier_llm.ops.bench_cases import CASES, Case, Run, Shapes
-from frontier_llm.ops.face import Ops
+from frontier_llm.ops.reference import Ops
 
 _CALLS_ON_GPU = 10
 _HEAD_START_CYCLES = 30_000_000  # about 15 ms
