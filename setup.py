@@ -21,6 +21,9 @@ FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12 says it of its own AVX-512 heade
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
+# What compiles the GPU kernels, on any machine, and reads the code objects; none of it is needed to launch them.
+KERNEL_COMPILERS = ["triton>=3.5,<4", "msgpack", "pyelftools"]
+
 
 def fail(what: str, fix: str) -> None:
     raise SystemExit(f"error: {what}\n  fix: {fix}")
@@ -46,17 +49,17 @@ class BuildOps(Command):
     """`python setup.py build_ops --arch gfx90a[,sm_90]`: the GPU kernels, compiled by Triton; needs no GPU."""
 
     description = "compile the GPU ops ahead of time (Triton; no GPU needed)"
-    user_options: ClassVar = [("arch=", None, "architectures, comma-separated: gfx90a, gfx942, sm_80, sm_90 (default: all)")]
+    user_options: ClassVar = [("arch=", None, "architectures, comma-separated: gfx90a, sm_90 … (default: all)")]
 
     def initialize_options(self) -> None:
-        self.arch = "gfx90a,gfx942,sm_80,sm_90"
+        self.arch = ""
 
     def finalize_options(self) -> None:
         self.architectures = [name.strip() for name in self.arch.split(",") if name.strip()]
 
     def run(self) -> None:
         self.spawn(
-            [sys.executable, "-m", "frontier_llm.ops.triton.build", str(ROOT / "frontier_llm" / "_native" / "gpu"), *self.architectures]
+            [sys.executable, "-m", "frontier_llm.ops.aot.build", str(ROOT / "frontier_llm" / "_native" / "gpu"), *self.architectures]
         )
 
 
@@ -165,8 +168,9 @@ setup(
             "zstandard",
             "megatron-core==0.16.1",
             "mpi4py",
-            "triton>=3.5,<4",  # compiles and interprets the GPU kernels without a GPU
+            *KERNEL_COMPILERS,  # and to interpret the GPU kernels
         ],
+        "kernels": KERNEL_COMPILERS,
         "data": ["pyarrow"],
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],

@@ -135,7 +135,7 @@ EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, 
 }
 
 // Launches a loaded function on that device. `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or float at its start.
-// Triton's kernels take two scratch pointers after them; ours use none (ops/triton/build.py refuses any that does), so they are null.
+// Triton's kernels take two scratch pointers after them; ours use none (ops/aot/build.py refuses any that does), so they are null.
 EXPORT int frontier_gpu_launch(int device, Handle function, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t threads,
                                uint32_t shared_bytes, Handle stream, const char* arguments, int count) {
   static const Handle no_scratch = nullptr;

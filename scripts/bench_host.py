@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -44,14 +45,15 @@ def microseconds(work: Callable[..., object], *arguments: Any, calls: int = 1) -
     return (time.process_time() - begin) / calls * 1e6
 
 
-def recorded_launches(kernels: Any) -> dict[str, tuple[Any, ...]]:
-    """The arguments of every launch of a few ops' forward and backward, by kernel."""
-    calls: dict[str, tuple[Any, ...]] = {}
+def recorded_launches(kernels: Any) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
+    """Every launch of a few ops' forward and backward, and the number of its arguments, by kernel."""
+    calls: dict[str, Callable[[], None]] = {}
+    counts: dict[str, int] = {}
     launch = kernels.launch
 
-    def record(kernel: str, *rest: Any) -> None:
-        calls[kernel] = (kernel, *rest)
-        launch(kernel, *rest)
+    def record(kernel: str, *rest: Any, **arguments: Any) -> None:
+        calls[kernel], counts[kernel] = partial(launch, kernel, *rest, **arguments), len(arguments)
+        calls[kernel]()
 
     kernels.launch, ops = record, GpuOps(kernels)
     x_SBF, q_SBaD = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, 2, 64), (64, 1, 2, 64)))
@@ -64,18 +66,18 @@ def recorded_launches(kernels: Any) -> dict[str, tuple[Any, ...]]:
     for output in outputs:
         output.sum().backward()
     kernels.launch = launch
-    return calls
+    return calls, counts
 
 
 def bench_launches(rounds: int) -> None:
     """Print microseconds per launch by kernel."""
     with tempfile.TemporaryDirectory() as folder, fake_gpu("gfx90a", Path(folder)) as (kernels, _, _):
-        calls = recorded_launches(kernels)
+        calls, counts = recorded_launches(kernels)
         times: dict[str, list[float]] = {kernel: [] for kernel in calls}
         for _, (kernel, call) in product(range(rounds), calls.items()):
-            times[kernel].append(microseconds(kernels.launch, *call, calls=LAUNCHES))
+            times[kernel].append(microseconds(call, calls=LAUNCHES))
     for kernel, measured in times.items():
-        print(f"{kernel:20} {len(calls[kernel]) - 4:2} arguments: {median(measured):5.1f} us per launch, best {min(measured):5.1f}")
+        print(f"{kernel:20} {counts[kernel]:2} arguments: {median(measured):5.1f} us per launch, best {min(measured):5.1f}")
 
 
 def bench_steps(dtype: str, rounds: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from frontier_llm.config import load_run
-from frontier_llm.ops.face import GROUPS
+from frontier_llm.ops.reference import GROUPS
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.step import train_step
 

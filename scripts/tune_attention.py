@@ -5,7 +5,7 @@
     python scripts/tune_attention.py simulate [--out build/tune]                             gfx90a without a GPU: seconds for each candidate
 
 `run` times each candidate inside the whole op, the other kernels as they are shipped. `simulate` executes one block of each in
-frontier_llm/ops/cdna2 and times it there. Both print the best in the words of frontier_llm/ops/kernel_table.py, where they are then written
+tests/cdna2 and times it there. Both print the best in the words of frontier_llm/ops/kernel_table.py, where they are then written
 down: nothing is tuned while training runs.
 """
 
@@ -26,13 +26,14 @@ import torch
 from frontier_llm.errors import FrontierError
 from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops import Scores, kernel_table
-from frontier_llm.ops.cdna2.driver import TracingGpu
-from frontier_llm.ops.cdna2.timing import SIMDS, Rates, Timing
-from frontier_llm.ops.cdna2.timing import time_of as time_of_trace
+from frontier_llm.ops.driver import Argument, Grid
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.manifest import GPU_DIR, read_manifest
-from frontier_llm.ops.prebuilt import Argument, Kernels, PrebuiltKernels
+from frontier_llm.ops.prebuilt import Kernels, PrebuiltKernels
+from tests.cdna2.driver import TracingGpu
+from tests.cdna2.timing import SIMDS, Rates, Timing
+from tests.cdna2.timing import time_of as time_of_trace
 
 Blocks = kernel_table.Blocks
 KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
@@ -57,14 +58,14 @@ def candidates(kernel: str, architecture: str) -> list[Blocks]:
 
 def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Blocks, out: Path) -> str:
     """One candidate into a folder of its own with a manifest; returns what became of it."""
-    from frontier_llm.ops.triton.build import Work, compile_one, write_manifest
+    from frontier_llm.ops.aot.build import Build, compile_one, write_manifest
 
     kernel_table.ATTENTION_BLOCKS[architecture][kernel][variant] = blocks
     name = f"{kernel}-{variant}-{'-'.join(map(str, blocks))}"
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        code = compile_one(Work(architecture, kernel, "bf16", variant, True), folder)
+        code = compile_one(Build(architecture, kernel, "bf16", variant, True), folder)
     except Exception as error:  # too much shared memory, most often
         return f"{name}: {type(error).__name__}"
     machine = ARCHITECTURES[architecture]
@@ -94,9 +95,9 @@ class WithCandidate:
         """A compile-time constant."""
         return (self.candidate if kernel == self.kernel else self.shipped).block(kernel, variant, name)
 
-    def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: tuple[int, int, int], *arguments: Argument) -> None:
+    def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
         """Launch the shipped kernel or the candidate."""
-        (self.candidate if kernel == self.kernel else self.shipped).launch(kernel, dtype, variant, grid, *arguments)
+        (self.candidate if kernel == self.kernel else self.shipped).launch(kernel, dtype, variant, grid, **arguments)
 
 
 def run(shipped: PrebuiltKernels, out: Path, device: str, sequence: int = 2048, tokens: int = 16384, width: int = 2048) -> dict[str, Any]:

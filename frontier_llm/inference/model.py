@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -86,7 +86,7 @@ def build_inference_model(
     working = working_dtype(dtype)
     selected = select_ops(ops, device.type, working)
     attention = RememberingAttention(selected.attention)
-    context = LayerContext(mesh.tp, False, replace(selected, attention=attention), WeightGradients(), working)
+    context = LayerContext(mesh.tp, False, selected.but(attention=attention), WeightGradients(), working)
     (stage,) = build_stages(source.model, plan.stages_of(mesh.pp.rank), context, device)
     load_weights(source, materialise(stage, device))
     return InferenceModel(source.model, mesh, device, working, stage, attention)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frontier_llm.config.schema import ModelConfig
 from frontier_llm.ops import sdpa
-from frontier_llm.ops.face import AdamWUpdate, Ops, Scores
+from frontier_llm.ops.reference import AdamWUpdate, Ops, Scores
 
 SDPA_BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,

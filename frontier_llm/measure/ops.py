@@ -14,7 +14,7 @@ import torch
 from frontier_llm.config.schema import ModelConfig
 from frontier_llm.measure.op_cases import CASES, Case, Run, Shapes
 from frontier_llm.measure.timing import kernel_s
-from frontier_llm.ops.face import Ops
+from frontier_llm.ops.reference import Ops
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .face import AdamWUpdate
+from .reference import AdamWUpdate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

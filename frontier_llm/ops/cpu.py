@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .face import AdamWUpdate, Scores
+from .reference import AdamWUpdate, Scores
 
 _native: Any = torch.ops.frontier_llm
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,6 +18,9 @@ from frontier_llm.ops.native import NATIVE_DIR
 LAUNCHER = NATIVE_DIR / "libgpu_launcher.so"
 SLOT_BYTES = 8  # of each argument, which stands at its slot's start
 
+Argument = Tensor | int | float | None  # of a kernel
+Grid = tuple[int, int, int]
+
 
 class LaunchError(Exception):
     """A code object cannot be loaded or launched so; the text is the driver's own where the driver refused."""
@@ -25,22 +30,30 @@ class LaunchError(Exception):
         self.fix = fix
 
 
+@dataclass(frozen=True)
+class Code:
+    """One code object, and what each of its launches is given."""
+
+    path: Path
+    symbol: str
+    arguments: tuple[str, ...]  # names, in the order of the slots
+    threads: int  # of a block
+    shared_bytes: int
+
+
 class Driver(Protocol):
-    """What runs code objects: a GPU, or in its place a simulator."""
+    """What runs code objects: a GPU, or what stands in its place."""
 
     def device(self) -> int:
         """Index of the device whose memory the kernels read; -1 is the CPU's."""
         ...
 
-    def load(self, device: int, image: bytes, symbol: str, shared_bytes: int) -> int:
-        """A handle of the function in a code object; raises LaunchError. `image` must outlive it."""
+    def load(self, device: int, code: Code, image: bytes) -> int:
+        """A handle of the function in a code object; raises LaunchError. `image`, what the file holds, must outlive it."""
         ...
 
-    def launch(
-        self, device: int, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, slots: bytes,
-        tensors: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, `tensors` those that they point to. Raises LaunchError."""
+    def launch(self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]) -> None:
+        """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, which `arguments` has by name. Raises LaunchError."""
         ...
 
 
@@ -54,22 +67,19 @@ class GpuDriver:
         """Torch's current device."""
         return torch.cuda.current_device()
 
-    def load(self, device: int, image: bytes, symbol: str, shared_bytes: int) -> int:
+    def load(self, device: int, code: Code, image: bytes) -> int:
         """Load a code object on a device."""
         function = ctypes.c_void_p()
-        if self._library.frontier_gpu_load(device, image, symbol.encode(), shared_bytes, ctypes.byref(function)):
-            raise LaunchError(_said(self._library))
+        if self._library.frontier_gpu_load(device, image, code.symbol.encode(), code.shared_bytes, ctypes.byref(function)):
+            raise LaunchError(_last_error(self._library))
         assert function.value is not None
         return function.value
 
-    def launch(
-        self, device: int, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, slots: bytes,
-        tensors: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
+    def launch(self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]) -> None:
         """Launch on torch's current stream."""
-        stream = torch.cuda.current_stream().cuda_stream
-        if self._library.frontier_gpu_launch(device, function, *grid, threads, shared_bytes, stream, slots, len(slots) // SLOT_BYTES):
-            raise LaunchError(_said(self._library))
+        stream, count = torch.cuda.current_stream().cuda_stream, len(slots) // SLOT_BYTES
+        if self._library.frontier_gpu_launch(device, function, *grid, code.threads, code.shared_bytes, stream, slots, count):
+            raise LaunchError(_last_error(self._library))
 
 
 def architecture_of_device(device: int = 0) -> str:
@@ -92,10 +102,10 @@ def _open(vendor: str) -> ctypes.CDLL:
     if library.frontier_gpu_open(int(vendor == "hip")):
         name = "libamdhip64.so" if vendor == "hip" else "libcuda.so.1"
         fix = f"load the {'ROCm' if vendor == 'hip' else 'CUDA'} module, or put the folder of {name} into LD_LIBRARY_PATH"
-        raise BackendError(f"the GPU driver cannot be opened: {_said(library)}", fix, "GPU ops")
+        raise BackendError(f"the GPU driver cannot be opened: {_last_error(library)}", fix, "GPU ops")
     return library
 
 
-def _said(library: ctypes.CDLL) -> str:
+def _last_error(library: ctypes.CDLL) -> str:
     """What went wrong in this thread's last call."""
     return str(library.frontier_gpu_error().decode())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .face import Scores
+from .reference import Scores
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:

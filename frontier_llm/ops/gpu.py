@@ -5,17 +5,17 @@ Shapes and meaning are those of `ops.reference`. `Kernels` runs them: prebuilt c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.face import AdamWUpdate, Scores
 from frontier_llm.ops.gpu_attention import attention as _attention
 from frontier_llm.ops.kernel_table import NORM_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
+from frontier_llm.ops.reference import AdamWUpdate, Scores
 
 # Rows whose partial sums of a weight's or bias' gradient one program keeps: enough programs to fill a GPU, few enough partial sums.
 _ROWS_PER_STRIP = 32
@@ -25,57 +25,57 @@ def _blocks(count: int, block: int) -> int:
     return -(-count // block)
 
 
+class _NormKernels(NamedTuple):
+    """Those of RMSNorm, or (centred) of LayerNorm."""
+
+    kernels: Kernels
+    centred: bool
+
+    def variant(self, columns: int) -> tuple[str, str]:
+        """Suffix of the kernels' names and the variant for rows of this length."""
+        kind, block = "layernorm" if self.centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
+        return ("_long", kind) if block is None else ("", f"{kind}-{block}")
+
+
 class _Norm(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, kernels: Kernels
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, norm: _NormKernels) -> Any:
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         columns, out = x.shape[-1], torch.empty_like(x)
         rows, total = x.numel() // columns, x if residual is None else torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        mean = torch.empty(rows if centred else 0, dtype=torch.float32, device=x.device)
-        low = [None if p is None else p.to(x.dtype).contiguous() for p in (weight, bias)]
-        long, variant = _norm_variant(centred, columns)
-        kernels.launch(
-            f"norm_forward{long}", x.dtype, variant, (rows, 1, 1),
-            x, residual, *low, out, total, mean, scale, columns, eps, int(residual is not None), int(bias is not None),
+        mean = torch.empty(rows if norm.centred else 0, dtype=torch.float32, device=x.device)
+        low_weight, low_bias = (None if p is None else p.to(x.dtype).contiguous() for p in (weight, bias))
+        long, variant = norm.variant(columns)
+        norm.kernels.launch(
+            f"norm_forward{long}", x.dtype, variant, (rows, 1, 1), x=x, residual=residual, weight=low_weight, bias=low_bias, out=out,
+            total=total, mean=mean, scale=scale, columns=columns, eps=eps, has_residual=int(residual is not None), has_bias=int(bias is not None),
         )  # fmt: skip
         ctx.save_for_backward(total, weight, mean, scale)
-        ctx.kernels, ctx.centred, ctx.has_residual, ctx.bias_dtype = (
-            kernels,
-            centred,
-            residual is not None,
-            None if bias is None else bias.dtype,
-        )
+        ctx.norm, ctx.has_residual, ctx.bias_dtype = norm, residual is not None, None if bias is None else bias.dtype
         return (out, total) if residual is not None else out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, mean, scale = ctx.saved_tensors
         grad, grad_total = grad_outputs[0].contiguous(), grad_outputs[1].contiguous() if ctx.has_residual else None
-        columns, rows, dtype, launch = total.shape[-1], scale.numel(), total.dtype, ctx.kernels.launch
+        columns, rows, dtype, kernels = total.shape[-1], scale.numel(), total.dtype, ctx.norm.kernels
         grad_x, low, strips = torch.empty_like(total), weight.to(dtype).contiguous(), _blocks(rows, _ROWS_PER_STRIP)
-        partial = torch.empty(1 + ctx.centred, strips, columns, dtype=torch.float32, device=total.device)
-        inputs = (grad, grad_total, total, low, mean, scale, grad_x)
-        partials = (partial[0], partial[-1], rows, columns, _ROWS_PER_STRIP)
-        long, variant = _norm_variant(ctx.centred, columns)
+        partial = torch.empty(1 + ctx.norm.centred, strips, columns, dtype=torch.float32, device=total.device)
+        inputs = {"grad": grad, "total": total, "mean": mean, "scale": scale, "columns": columns}
+        for_x = {"grad_total": grad_total, "weight": low, "grad_x": grad_x, "has_grad_total": int(ctx.has_residual)}
+        for_weight = {"partial_weight": partial[0], "partial_bias": partial[-1], "rows": rows, "rows_per_program": _ROWS_PER_STRIP}
+        long, variant = ctx.norm.variant(columns)
         if long:
-            launch("norm_backward_long", dtype, variant, (rows, 1, 1), *inputs, columns, int(ctx.has_residual))
-            grid = (_blocks(columns, ctx.kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
-            launch("norm_weight_gradient_long", dtype, variant, grid, grad, total, mean, scale, *partials)
+            kernels.launch("norm_backward_long", dtype, variant, (rows, 1, 1), **inputs, **for_x)
+            grid = (_blocks(columns, kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
+            kernels.launch("norm_weight_gradient_long", dtype, variant, grid, **inputs, **for_weight)
         else:
-            launch("norm_backward", dtype, variant, (strips, 1, 1), *inputs, *partials, int(ctx.has_residual))
+            kernels.launch("norm_backward", dtype, variant, (strips, 1, 1), **inputs, **for_x, **for_weight)
         sums = partial.sum(1)
         grad_bias = None if ctx.bias_dtype is None else sums[1].to(ctx.bias_dtype)
-        return grad_x, grad_x if ctx.has_residual else None, sums[0].to(weight.dtype), grad_bias, None, None, None
-
-
-def _norm_variant(centred: bool, columns: int) -> tuple[str, str]:
-    """Suffix of the kernels' names and the variant for rows of this length."""
-    kind, block = "layernorm" if centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
-    return ("_long", kind) if block is None else ("", f"{kind}-{block}")
+        return grad_x, grad_x if ctx.has_residual else None, sums[0].to(weight.dtype), grad_bias, None, None
 
 
 class _Rope(Function):
@@ -93,8 +93,8 @@ class _Rope(Function):
         angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
         grid = (sequence * batch, _blocks(heads, kernels.block("rope", variant, "BLOCK_HEADS")), 1)
         kernels.launch(
-            "rope", x_SBaD.dtype, variant, grid,
-            x_SBaD, cos_SR, sin_SR, out, sign, batch, heads, head_dim, half, *x_SBaD.stride()[:3], angle_s, angle_b,
+            "rope", x_SBaD.dtype, variant, grid, x=x_SBaD, cos=cos_SR, sin=sin_SR, out=out, sign=sign, batch=batch, heads=heads,
+            head_dim=head_dim, half=half, x_s=x_SBaD.stride(0), x_b=x_SBaD.stride(1), x_a=x_SBaD.stride(2), angle_s=angle_s, angle_b=angle_b,
         )  # fmt: skip
         return out
 
@@ -110,7 +110,8 @@ class _Swiglu(Function):
         ctx.save_for_backward(x_2f)
         ctx.kernels = kernels
         out = torch.empty(*x_2f.shape[:-2], x_2f.shape[-1], dtype=x_2f.dtype, device=x_2f.device)
-        kernels.launch("swiglu_forward", x_2f.dtype, "any", _rows_grid(out, kernels, "swiglu_forward", "any"), x_2f, out, out.shape[-1])
+        grid = _rows_grid(out, kernels, "swiglu_forward", "any")
+        kernels.launch("swiglu_forward", x_2f.dtype, "any", grid, x=x_2f, out=out, columns=out.shape[-1])
         return out
 
     @staticmethod
@@ -118,7 +119,7 @@ class _Swiglu(Function):
         (x_2f,), grad = ctx.saved_tensors, grad_outputs[0].contiguous()
         grad_x = torch.empty_like(x_2f)
         grid = _rows_grid(grad, ctx.kernels, "swiglu_backward", "any")
-        ctx.kernels.launch("swiglu_backward", x_2f.dtype, "any", grid, grad, x_2f, grad_x, grad.shape[-1])
+        ctx.kernels.launch("swiglu_backward", x_2f.dtype, "any", grid, grad=grad, x=x_2f, grad_x=grad_x, columns=grad.shape[-1])
         return grad_x, None
 
 
@@ -133,7 +134,8 @@ class _Gelu(Function):
         ctx.save_for_backward(x, bias)
         ctx.kernels, ctx.variant = kernels, "tanh" if approximate else "erf"
         out, grid = torch.empty_like(x), _rows_grid(x, kernels, "gelu_forward", ctx.variant)
-        kernels.launch("gelu_forward", x.dtype, ctx.variant, grid, x, low, out, x.shape[-1], int(bias is not None))
+        has_bias = int(bias is not None)
+        kernels.launch("gelu_forward", x.dtype, ctx.variant, grid, x=x, bias=low, out=out, columns=x.shape[-1], has_bias=has_bias)
         return out
 
     @staticmethod
@@ -143,10 +145,11 @@ class _Gelu(Function):
         rows = x.numel() // max(1, columns)
         strips = _blocks(rows, _ROWS_PER_STRIP)
         partial = torch.empty(0 if bias is None else strips, columns, dtype=torch.float32, device=x.device)
+        grid = (strips, _blocks(columns, kernels.block("gelu_backward", ctx.variant, "BLOCK")), 1)
+        low = None if bias is None else bias.to(x.dtype).contiguous()
         kernels.launch(
-            "gelu_backward", x.dtype, ctx.variant, (strips, _blocks(columns, kernels.block("gelu_backward", ctx.variant, "BLOCK")), 1),
-            grad, x, None if bias is None else bias.to(x.dtype).contiguous(), grad_x, partial, rows, columns, _ROWS_PER_STRIP,
-            int(bias is not None),
+            "gelu_backward", x.dtype, ctx.variant, grid, grad=grad, x=x, bias=low, grad_x=grad_x, partial_bias=partial, rows=rows,
+            columns=columns, rows_per_program=_ROWS_PER_STRIP, has_bias=int(bias is not None),
         )  # fmt: skip
         return grad_x, None if bias is None else partial.sum(0).to(bias.dtype), None, None
 
@@ -163,15 +166,16 @@ class GpuOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim."""
-        return _Norm.apply(x, None, weight, None, eps, False, self.kernels)
+        return _Norm.apply(x, None, weight, None, eps, _NormKernels(self.kernels, centred=False))
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """LayerNorm over the last dim."""
-        return _Norm.apply(x, None, weight, bias, eps, True, self.kernels)
+        return _Norm.apply(x, None, weight, bias, eps, _NormKernels(self.kernels, centred=True))
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual) in one pass."""
-        return _Norm.apply(x, residual, weight, bias if kind == "layernorm" else None, eps, kind == "layernorm", self.kernels)
+        centred = kind == "layernorm"
+        return _Norm.apply(x, residual, weight, bias if centred else None, eps, _NormKernels(self.kernels, centred))
 
     def rope(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
         """Rotate-half embedding."""
@@ -191,8 +195,8 @@ class GpuOps:
         rows, columns = logits_Nv.shape
         stats_3N = torch.empty(3, rows, dtype=torch.float32, device=logits_Nv.device)
         self.kernels.launch(
-            "cross_entropy_stats", logits_Nv.dtype, "any", (rows, 1, 1),
-            logits_Nv, targets_N.long().contiguous(), stats_3N, rows, columns, logits_Nv.stride(0), first_vocab,
+            "cross_entropy_stats", logits_Nv.dtype, "any", (rows, 1, 1), logits=logits_Nv, targets=targets_N.long().contiguous(),
+            stats=stats_3N, rows=rows, columns=columns, row_stride=logits_Nv.stride(0), first_vocab=first_vocab,
         )  # fmt: skip
         return stats_3N
 
@@ -205,8 +209,9 @@ class GpuOps:
         rows, columns = logits_Nv.shape
         grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
         self.kernels.launch(
-            "cross_entropy_backward", logits_Nv.dtype, "any", grid, logits_Nv, targets_N.long().contiguous(),
-            logsumexp_N.float().contiguous(), grad_loss_N.float().contiguous(), columns, logits_Nv.stride(0), first_vocab,
+            "cross_entropy_backward", logits_Nv.dtype, "any", grid, logits=logits_Nv, targets=targets_N.long().contiguous(),
+            logsumexp=logsumexp_N.float().contiguous(), grad_loss=grad_loss_N.float().contiguous(), columns=columns,
+            row_stride=logits_Nv.stride(0), first_vocab=first_vocab,
         )  # fmt: skip
         return logits_Nv
 
@@ -216,21 +221,25 @@ class GpuOps:
         alias = weights_out.data_ptr() == master.data_ptr()
         grid = (_blocks(master.numel(), self.kernels.block("adamw", "any", "BLOCK")), 1, 1)
         self.kernels.launch(
-            "adamw", weights_out.dtype, "any", grid, master, grad.float(), exp_avg, exp_avg_sq, weights_out, grad_scale, master.numel(),
-            update.step_size, update.beta1, update.beta2, update.eps, update.keep, update.root, int(not alias),
+            "adamw", weights_out.dtype, "any", grid, master=master, grad=grad.float(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
+            weights=weights_out, grad_scale=grad_scale, count=master.numel(), step_size=update.step_size, beta1=update.beta1,
+            beta2=update.beta2, eps=update.eps, keep=update.keep, root=update.root, write_weights=int(not alias),
         )  # fmt: skip
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
         """Sum of x² as a 0-dim fp64 tensor; in a fixed order, so it is reproducible."""
         x, per_program = x.detach().contiguous(), 65536
         partial = torch.empty(_blocks(x.numel(), per_program), dtype=torch.float64, device=x.device)
-        self.kernels.launch("squares", x.dtype, "any", (partial.numel(), 1, 1), x, partial, x.numel(), per_program)
+        self.kernels.launch(
+            "squares", x.dtype, "any", (partial.numel(), 1, 1), x=x, partial=partial, count=x.numel(), per_program=per_program
+        )
         return partial.sum()
 
     def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
         """main_grad += grad."""
         grid = (_blocks(main_grad.numel(), self.kernels.block("accumulate", "any", "BLOCK")), 1, 1)
-        self.kernels.launch("accumulate", grad.dtype, "any", grid, main_grad, grad.detach().contiguous(), main_grad.numel())
+        grad = grad.detach().contiguous()
+        self.kernels.launch("accumulate", grad.dtype, "any", grid, main_grad=main_grad, grad=grad, count=main_grad.numel())
 
     def embedding_backward_(self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
         """Scatter-add of rows in the order of the tokens, by a stable sort and no atomics."""
@@ -239,8 +248,9 @@ class GpuOps:
         grid = (rows_N.numel(), _blocks(columns, self.kernels.block("embedding_backward", "any", "BLOCK")), 1)
         grad = grad_N_H.detach().reshape(-1, columns).contiguous()
         self.kernels.launch(
-            "embedding_backward", grad.dtype, "any", grid, main_grad_vH, rows_N, order_N, grad, rows_N.numel(), columns, vocab_rows
-        )
+            "embedding_backward", grad.dtype, "any", grid, main_grad=main_grad_vH, rows=rows_N, order=order_N, grad=grad,
+            tokens=rows_N.numel(), columns=columns, vocab_rows=vocab_rows,
+        )  # fmt: skip
 
 
 def _rows(logits_Nv: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.face import Scores
-from frontier_llm.ops.kernel_table import HEAD_DIMS
+from frontier_llm.ops.driver import Grid
+from frontier_llm.ops.kernel_table import HEAD_DIMS, ROWS_PER_PAD
 from frontier_llm.ops.prebuilt import Kernels
-
-ROWS_PER_PAD = 128  # of logsumexp, delta and documents; the kernels' _padded
+from frontier_llm.ops.reference import Scores
 
 
 def attention(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
@@ -30,8 +29,8 @@ def attention(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, 
         documents_BS = q_SBaD.new_zeros(batch, sequence) if documents_BS is None else documents_BS
         # numbers of documents within a row are small, so exact in fp32, where a difference and its size are one instruction each
         documents_BS = pad(documents_BS.float(), (0, _padded(sequence) - sequence), value=-1.0)
-        slopes_a = slopes_a.float().contiguous()
-    return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scores.scale, slopes_a, documents_BS, kernels)
+        scores = Scores(scores.scale, slopes_a.float().contiguous(), documents_BS)
+    return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scores, kernels)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -42,28 +41,20 @@ def _readable(x: Tensor) -> Tensor:
 
 class _Attention(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        slopes: Tensor | None,
-        documents: Tensor | None,
-        kernels: Kernels,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: Kernels) -> Tensor:
         q, k, v = _readable(q), _readable(k), _readable(v)
         sequence, batch, heads, head_dim = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         logsumexp = torch.empty(batch, heads, _padded(sequence), dtype=torch.float32, device=q.device)
+        slopes, documents = scores.alibi_slopes_a, scores.documents_BS
         variant = _variant(head_dim, documents is not None)
         grid = (-(-sequence // kernels.block("attention_forward", variant, "BLOCK_M")), batch * heads, 1)
         kernels.launch(
-            "attention_forward", q.dtype, variant, grid, q, k, v, slopes, documents, o, logsumexp, scale, *_sizes(q, k),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+            "attention_forward", q.dtype, variant, grid, q=q, k=k, v=v, slopes=slopes, documents=documents, o=o, logsumexp=logsumexp,
+            scale=scores.scale, sequence=sequence, heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, o, logsumexp, slopes, documents)
-        ctx.scale, ctx.kernels = scale, kernels
+        ctx.scale, ctx.kernels = scores.scale, kernels
         return o
 
     @staticmethod
@@ -71,32 +62,42 @@ class _Attention(Function):
         q, k, v, o, logsumexp, slopes, documents = ctx.saved_tensors
         grad_o, kernels = _readable(grad_outputs[0]), ctx.kernels
         sequence, batch, heads, head_dim = q.shape
-        inputs = (q, k, v, slopes, documents, grad_o, logsumexp)
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_o.stride()[:3])
         delta = torch.empty_like(logsumexp)
         plain, variant = _variant(head_dim, False), _variant(head_dim, documents is not None)
+        inputs = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "slopes": slopes,
+            "documents": documents,
+            "grad_o": grad_o,
+            "logsumexp": logsumexp,
+            "delta": delta,
+        }
+        sizes = {"sequence": sequence, "heads": heads, "head_dim": head_dim, "group": heads // k.shape[2], "scale": ctx.scale}
+        strides = _strides(q=q, k=k, v=v, g=grad_o)
 
-        def blocks(kernel: str, name: str, block: str) -> int:
-            return -(-sequence // kernels.block(kernel, name, block))
+        def grid(kernel: str, name: str, block: str, read_by: int) -> Grid:
+            return -(-sequence // kernels.block(kernel, name, block)), batch * read_by, 1
 
         kernels.launch(
-            "attention_delta", q.dtype, plain, (blocks("attention_delta", plain, "BLOCK_M"), batch * heads, 1),
-            o, grad_o, delta, sequence, heads, head_dim, *o.stride()[:3], *grad_o.stride()[:3],
+            "attention_delta", q.dtype, plain, grid("attention_delta", plain, "BLOCK_M", heads), o=o, grad_o=grad_o, delta=delta,
+            sequence=sequence, heads=heads, head_dim=head_dim, **_strides(o=o, g=grad_o),
         )  # fmt: skip
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         kernels.launch(
-            "attention_grad_kv", q.dtype, variant, (blocks("attention_grad_kv", variant, "BLOCK_N"), batch * k.shape[2], 1),
-            *inputs, delta, grad_k, grad_v, ctx.scale, *_sizes(q, k), *strides, *grad_k.stride()[:3],
+            "attention_grad_kv", q.dtype, variant, grid("attention_grad_kv", variant, "BLOCK_N", k.shape[2]),
+            **inputs, grad_k=grad_k, grad_v=grad_v, **sizes, **strides, **_strides(gk=grad_k),
         )  # fmt: skip
         kernels.launch(
-            "attention_grad_q", q.dtype, variant, (blocks("attention_grad_q", variant, "BLOCK_M"), batch * heads, 1),
-            *inputs, delta, grad_q, ctx.scale, *_sizes(q, k), *strides, *grad_q.stride()[:3],
+            "attention_grad_q", q.dtype, variant, grid("attention_grad_q", variant, "BLOCK_M", heads),
+            **inputs, grad_q=grad_q, **sizes, **strides, **_strides(gq=grad_q),
         )  # fmt: skip
-        return grad_q, grad_k, grad_v, None, None, None, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _padded(sequence: int) -> int:
-    """Positions that per-row statistics have room for: a multiple of every block, so the kernels read them whole and unmasked."""
+    """Positions that per-row statistics have room for, as the kernels' _padded."""
     return -(-sequence // ROWS_PER_PAD) * ROWS_PER_PAD
 
 
@@ -105,5 +106,12 @@ def _variant(head_dim: int, extras: bool) -> str:
     return f"d{padded}{'-extras' if extras else ''}"
 
 
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    return q.shape[0], q.shape[2], q.shape[2] // k.shape[2], q.shape[3]
+_STRIDES = {name: (f"{name}_s", f"{name}_b", f"{name}_a") for name in ("q", "k", "v", "o", "g", "gk", "gq")}
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """Sequence, batch and head stride of each tensor, under the kernels' names for them."""
+    named: dict[str, int] = {}
+    for name, x in tensors.items():
+        named.update(zip(_STRIDES[name], x.stride(), strict=False))  # without the last, which is 1
+    return named

@@ -1,4 +1,4 @@
-"""Every GPU kernel that is built: its arguments, its variants, and the block sizes chosen for each architecture.
+"""Every GPU kernel that is built: its variants, and the block sizes chosen for each architecture. Its arguments are its source's to say.
 
 The build reads this to compile, the runtime to launch: neither tunes nor guesses. A variant is named by
 (kernel, dtype, variant name); `T` among the argument types stands for the dtype. No torch and no Triton here.
@@ -6,9 +6,12 @@ The build reads this to compile, the runtime to launch: neither tunes nor guesse
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -23,6 +26,7 @@ class Architecture:
     core_shared_bytes: int
     block_overhead_bytes: int  # shared memory that the driver keeps for itself per block
     max_waves: int  # per SIMD
+    options: tuple[tuple[str, int], ...] = ()  # for Triton's compiler
 
     def waves_per_simd(self, warps: int, registers: int, shared_bytes: int) -> float:
         """Waves of one kernel that a SIMD holds at a time: what registers, shared memory and the hardware's limit leave."""
@@ -33,7 +37,7 @@ class Architecture:
 
 # AMD CDNA2 and CDNA3 instruction set guides; CUDA C++ programming guide, table of compute capabilities
 ARCHITECTURES: dict[str, Architecture] = {
-    "gfx90a": Architecture("hip", "gfx90a", 64, 65536, 65536, 0, 8),
+    "gfx90a": Architecture("hip", "gfx90a", 64, 65536, 65536, 0, 8, options=(("kpack", 2),)),
     "gfx942": Architecture("hip", "gfx942", 64, 65536, 65536, 0, 8),
     "sm_80": Architecture("cuda", 80, 32, 166912, 167936, 1024, 16),
     "sm_90": Architecture("cuda", 90, 32, 232448, 233472, 1024, 16),
@@ -53,7 +57,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a Triton function. `by16`: the aligned build assumes a multiple of 16 (bytes of an address, or the integer itself)."""
+    """One argument of a Triton function, in whose signature it stands as Triton writes types: "*T:16", "i32" …
+
+    `by16` (":16"): the aligned build assumes a multiple of 16 (bytes of an address, or the integer itself).
+    """
 
     name: str
     kind: str  # "*T" points to the kernel's dtype, "*fp32" …, "i32", "i64", "fp32"
@@ -64,127 +71,40 @@ class Argument:
 class Kernel:
     """One Triton function: its arguments in order, without the constants.
 
-    Each variant is built once assuming its `by16` arguments (16-byte accesses: as fast as memory) and, unless `aligned_only`, once without.
+    Each variant is built once assuming its `by16` arguments (16-byte accesses: as fast as memory) and, except for attention, once without.
     The launcher looks at the arguments and takes the one that fits.
     """
 
     name: str
     module: str  # of frontier_llm.ops.triton
     arguments: tuple[Argument, ...]
-    dtypes: tuple[str, ...] = DTYPES
-    aligned_only: bool = False
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What T stands for. Attention's products are of 16-bit numbers."""
+        return ("bf16", "fp16") if self.module == "attention" else DTYPES
 
     @property
     def builds(self) -> tuple[bool, ...]:
-        """The alignments it is built for."""
-        return (True,) if self.aligned_only else (True, False)
+        """The alignments it is built for. What attention cannot read in 16-byte accesses is copied first."""
+        return (True,) if self.module == "attention" else (True, False)
 
     def signature(self, dtype: str) -> dict[str, str]:
         """Argument types with T put in."""
         return {argument.name: argument.kind.replace("T", dtype) for argument in self.arguments}
 
 
-def _arguments(text: str) -> tuple[Argument, ...]:
-    """'x:*T:16 rows:i32', which is also how Triton writes signatures."""
-    items = (item.split(":") for item in text.split())
-    return tuple(Argument(name, kind, by16=rest == ["16"]) for name, kind, *rest in items)
-
-
-def _attention(name: str, arguments: str) -> Kernel:
-    return Kernel(name, "attention", _arguments(arguments), ("bf16", "fp16"), aligned_only=True)
-
-
-_ATTENTION_INPUTS = "q:*T:16 k:*T:16 v:*T:16 slopes:*fp32 documents:*fp32:16"
-_SIZES = "sequence:i32 heads:i32 group:i32 head_dim:i32:16"
-
-
-def _strides(*tensors: str) -> str:
-    """Sequence, batch and head stride of each."""
-    return " ".join(f"{tensor}_{dim}:i32:16" for tensor in tensors for dim in ("s", "b", "a"))
-
-
-_NORM_FORWARD = (
-    "x:*T:16 residual:*T:16 weight:*T:16 bias:*T:16 out:*T:16 total:*T:16 mean:*fp32 scale:*fp32 "
-    "columns:i32:16 eps:fp32 has_residual:i32 has_bias:i32"
-)
-_NORM_BACKWARD = "grad:*T:16 grad_total:*T:16 total:*T:16 weight:*T:16 mean:*fp32 scale:*fp32 grad_x:*T:16"
-_PARTIALS = "partial_weight:*fp32:16 partial_bias:*fp32:16 rows:i32 columns:i32:16 rows_per_program:i32"
-
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel("norm_forward", "norm", _arguments(_NORM_FORWARD)),
-        Kernel("norm_forward_long", "norm", _arguments(_NORM_FORWARD)),
-        Kernel(
-            "norm_backward",
-            "norm",
-            _arguments(f"{_NORM_BACKWARD} {_PARTIALS} has_grad_total:i32"),
-        ),
-        Kernel("norm_backward_long", "norm", _arguments(f"{_NORM_BACKWARD} columns:i32:16 has_grad_total:i32")),
-        Kernel("norm_weight_gradient_long", "norm", _arguments(f"grad:*T:16 total:*T:16 mean:*fp32 scale:*fp32 {_PARTIALS}")),
-        Kernel(
-            "rope",
-            "pointwise",
-            _arguments(
-                "x:*T:16 cos:*fp32:16 sin:*fp32:16 out:*T:16 sign:fp32 batch:i32 heads:i32 head_dim:i32:16 half:i32:16 "
-                "x_s:i32:16 x_b:i32:16 x_a:i32:16 angle_s:i32:16 angle_b:i32:16"
-            ),
-        ),
-        Kernel("swiglu_forward", "pointwise", _arguments("x:*T:16 out:*T:16 columns:i32:16")),
-        Kernel("swiglu_backward", "pointwise", _arguments("grad:*T:16 x:*T:16 grad_x:*T:16 columns:i32:16")),
-        Kernel("gelu_forward", "pointwise", _arguments("x:*T:16 bias:*T:16 out:*T:16 columns:i32:16 has_bias:i32")),
-        Kernel(
-            "gelu_backward",
-            "pointwise",
-            _arguments(
-                "grad:*T:16 x:*T:16 bias:*T:16 grad_x:*T:16 partial_bias:*fp32:16 rows:i32 columns:i32:16 rows_per_program:i32 has_bias:i32"
-            ),
-        ),
-        Kernel(
-            "cross_entropy_stats",
-            "loss",
-            _arguments("logits:*T:16 targets:*i64 stats:*fp32 rows:i32 columns:i32 row_stride:i32:16 first_vocab:i32"),
-        ),
-        Kernel(
-            "cross_entropy_backward",
-            "loss",
-            _arguments("logits:*T:16 targets:*i64 logsumexp:*fp32:16 grad_loss:*fp32 columns:i32 row_stride:i32:16 first_vocab:i32"),
-        ),
-        Kernel(
-            "adamw",
-            "optimizer",
-            _arguments(
-                "master:*fp32:16 grad:*fp32:16 exp_avg:*fp32:16 exp_avg_sq:*fp32:16 weights:*T:16 grad_scale:*fp32 count:i64:16 "
-                "step_size:fp32 beta1:fp32 beta2:fp32 eps:fp32 keep:fp32 root:fp32 write_weights:i32"
-            ),
-        ),
-        Kernel("squares", "optimizer", _arguments("x:*T:16 partial:*fp64 count:i64:16 per_program:i32:16")),
-        Kernel("accumulate", "optimizer", _arguments("main_grad:*fp32:16 grad:*T:16 count:i64:16")),
-        Kernel(
-            "embedding_backward",
-            "optimizer",
-            _arguments("main_grad:*fp32:16 rows:*i64 order:*i64 grad:*T:16 tokens:i32 columns:i32:16 vocab_rows:i32"),
-        ),
-        _attention(
-            "attention_forward",
-            f"{_ATTENTION_INPUTS} o:*T:16 logsumexp:*fp32:16 scale:fp32 {_SIZES} {_strides('q', 'k', 'v', 'o')}",
-        ),
-        _attention(
-            "attention_delta",
-            f"o:*T:16 grad_o:*T:16 delta:*fp32:16 sequence:i32 heads:i32 head_dim:i32:16 {_strides('o', 'g')}",
-        ),
-        _attention(
-            "attention_grad_kv",
-            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32:16 delta:*fp32:16 grad_k:*T:16 grad_v:*T:16 scale:fp32 {_SIZES} "
-            f"{_strides('q', 'k', 'v', 'g', 'gk')}",
-        ),
-        _attention(
-            "attention_grad_q",
-            f"{_ATTENTION_INPUTS} grad_o:*T:16 logsumexp:*fp32:16 delta:*fp32:16 grad_q:*T:16 scale:fp32 {_SIZES} "
-            f"{_strides('q', 'k', 'v', 'g', 'gq')}",
-        ),
-    )
-}
+@cache
+def all_kernels() -> dict[str, Kernel]:
+    """Every kernel by name: the public functions of the sources, whose signatures are the one place where arguments have order and type."""
+    found = {}
+    for path in sorted((Path(__file__).parent / "triton").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                declared = [(x.arg, str(x.annotation.value)) for x in node.args.args if isinstance(x.annotation, ast.Constant)]
+                arguments = tuple(Argument(name, kind.removesuffix(":16"), kind.endswith(":16")) for name, kind in declared)
+                found[node.name] = Kernel(node.name, path.stem, arguments)
+    return found
 
 
 class Blocks(NamedTuple):
@@ -240,6 +160,7 @@ _HOPPER: _AttentionBlocks = {
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
+ROWS_PER_PAD = 128  # of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
 NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.errors import BackendError, Problem
+from frontier_llm.errors import BackendError, Problem, suggest
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.native import NATIVE_DIR
 
@@ -25,7 +25,7 @@ TRITON_FROM, TRITON_BEFORE = (3, 5), (4, 0)
 
 def build_command(architecture: str) -> str:
     """What the user types to build the kernels of an architecture."""
-    return f"pip install --no-deps triton && python setup.py build_ops --arch {architecture}"
+    return f"pip install --no-deps msgpack pyelftools triton && python setup.py build_ops --arch {architecture}"
 
 
 def check_triton(version: str, architecture: str, where: str) -> None:
@@ -33,7 +33,7 @@ def check_triton(version: str, architecture: str, where: str) -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not TRITON_FROM <= numbers < TRITON_BEFORE:
         wanted = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
-        fix = build_command(architecture).replace("--no-deps triton", f"--no-deps 'triton{wanted}'")
+        fix = build_command(architecture).replace("triton &&", f"'triton{wanted}' &&")
         raise BackendError(f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}", fix, where)
 
 
@@ -43,8 +43,7 @@ def source_digest() -> str:
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for path in [*sorted((here / "triton").glob("*.py")), here / "kernel_table.py"]:
-        if path.name != "build.py":
-            digest.update(path.read_bytes())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -84,3 +83,27 @@ def _has_digest(path: Path, digest: str) -> bool:
         return hashlib.sha256(path.read_bytes()).hexdigest() == digest
     except OSError:
         return False
+
+
+def prebuilt_architectures() -> dict[str, str]:
+    """State of the code objects of each architecture."""
+    states = {}
+    for architecture in ARCHITECTURES:
+        try:
+            manifest = read_manifest(architecture)
+            states[architecture] = f"{len(manifest['kernels'])} kernels, Triton {manifest['tools']['triton']}"
+        except BackendError as error:
+            states[architecture] = f"no: {error.problems[0].what}; build: {error.problems[0].fix}"
+    return states
+
+
+def kernel_report(architecture: str) -> list[dict[str, Any]]:
+    """The built code objects of an architecture with the facts of their compilation; raises BackendError when there are none.
+
+    waves_per_simd is the occupancy that registers and shared memory allow (at most 8 on CDNA, 16 on NVIDIA).
+    """
+    machine = ARCHITECTURES.get(architecture)
+    if machine is None:
+        raise BackendError(f"no GPU ops are built for {architecture!r}", suggest(architecture, ARCHITECTURES), "ARCHITECTURE")
+    lines = read_manifest(architecture)["kernels"]
+    return [{**line, "waves_per_simd": machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])} for line in lines]

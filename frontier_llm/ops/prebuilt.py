@@ -6,8 +6,9 @@ What exists comes from `ops.manifest`; what runs it is `ops.driver`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +16,9 @@ import torch
 from torch import Tensor
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.driver import Driver, GpuDriver, LaunchError
+from frontier_llm.ops.driver import Argument, Code, Driver, GpuDriver, Grid, LaunchError, architecture_of_device
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 from frontier_llm.ops.manifest import GPU_DIR, build_command, read_manifest
-
-Argument = Tensor | int | float | None
 
 _SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are Q
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -35,27 +34,17 @@ class Kernels(Protocol):
         """A compile-time constant of a variant: what the grid is computed from."""
         ...
 
-    def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: tuple[int, int, int], *arguments: Argument) -> None:
-        """Run a variant over `grid` with the arguments in the order of `kernel_table`."""
+    def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
+        """Run a variant over `grid` with the arguments that its source names."""
         ...
-
-
-@dataclass(frozen=True)
-class _Code:
-    """One code object as the launcher wants it."""
-
-    path: Path
-    symbol: str
-    threads: int
-    shared_bytes: int
-    constants: dict[str, int]
 
 
 @dataclass(frozen=True)
 class _Variant:
     """A variant's code objects (by whether they assume alignment) and what they take."""
 
-    codes: dict[bool, _Code]
+    codes: dict[bool, Code]
+    constants: dict[str, int]
     arguments: tuple[tuple[str, torch.dtype | None], ...]  # name, and what a pointer points to; None: a number
     by16: tuple[int, ...]  # which of them the aligned code assumes to be multiples of 16
     layout: struct.Struct
@@ -87,10 +76,11 @@ class PrebuiltKernels:
         self.architecture, self.tools = architecture, manifest["tools"]
         self._variants: dict[tuple[str, str, str], _Variant] = {}
         for line in manifest["kernels"]:
-            key = line["kernel"], line["dtype"], line["variant"]
-            variant = self._variants.setdefault(key, _variant(line["arguments"]))
-            variant.codes[line["aligned"]] = _code(folder, line)
-        self._constants = {(k, v): next(iter(variant.codes.values())).constants for (k, _, v), variant in self._variants.items()}
+            variant = self._variants.setdefault((line["kernel"], line["dtype"], line["variant"]), _variant(line))
+            names = tuple(name for name, _ in variant.arguments)
+            code = Code(folder / line["file"], line["symbol"], names, line["threads"], line["shared_bytes"])
+            variant.codes[line["aligned"]] = code
+        self._constants = {(kernel, name): variant.constants for (kernel, _, name), variant in self._variants.items()}
         self._functions: dict[tuple[int, Path], int] = {}
         self._images: list[bytes] = []  # no driver promises to have copied a code object that it has loaded
         self._driver = driver or GpuDriver(ARCHITECTURES[architecture].backend)
@@ -99,22 +89,23 @@ class PrebuiltKernels:
         """A compile-time constant of a variant."""
         return self._constants[kernel, variant][name]
 
-    def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: tuple[int, int, int], *arguments: Argument) -> None:
+    def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
         """Launch on the driver's device; raises BackendError with the driver's own words."""
         if 0 in grid:
             return
         try:
-            self._launch(kernel, dtype, variant, grid, arguments)
+            chosen = self._variants.get((kernel, _DTYPE_NAMES.get(dtype, ""), variant))
+            if chosen is None:
+                raise LaunchError("there is no code object for this", "use bf16 or fp16, or set ops.* to sdpa or reference")
+            self._launch(chosen, grid, arguments)
         except LaunchError as error:
             where = f"GPU launch of {kernel} ({_DTYPE_NAMES.get(dtype, dtype)}, {variant}) on grid {grid}"
             raise BackendError(str(error), error.fix, where) from error
 
-    def _launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
-        chosen = self._variants.get((kernel, _DTYPE_NAMES.get(dtype, ""), variant))
-        if chosen is None:
-            raise LaunchError("there is no code object for this", "use bf16 or fp16, or set ops.* to sdpa or reference")
+    def _launch(self, chosen: _Variant, grid: Grid, arguments: Mapping[str, Argument]) -> None:
         device = self._driver.device()
-        values = [address_or_number(*declared, value, device) for declared, value in zip(chosen.arguments, arguments, strict=True)]
+        assert len(arguments) == len(chosen.arguments), (arguments.keys(), chosen.arguments)
+        values = [address_or_number(name, pointed, arguments[name], device) for name, pointed in chosen.arguments]
         unaligned = [chosen.arguments[index][0] for index in chosen.by16 if values[index] % 16]
         code = chosen.codes.get(not unaligned)
         if code is None:
@@ -123,20 +114,27 @@ class PrebuiltKernels:
         function = self._functions.get((device, code.path))
         if function is None:
             function = self._functions[device, code.path] = self._load(device, code)
-        tensors = {name: value for (name, _), value in zip(chosen.arguments, arguments, strict=True) if isinstance(value, Tensor)}
-        self._driver.launch(device, function, grid, code.threads, code.shared_bytes, slots, tensors)
+        self._driver.launch(device, function, code, grid, slots, arguments)
 
-    def _load(self, device: int, code: _Code) -> int:
+    def _load(self, device: int, code: Code) -> int:
         image = code.path.read_bytes()
         try:
-            function = self._driver.load(device, image, code.symbol, code.shared_bytes)
+            function = self._driver.load(device, code, image)
         except LaunchError as error:
             raise BackendError(str(error), build_command(self.architecture), str(code.path)) from error
         self._images.append(image)
         return function
 
 
-def _packed(variant: _Variant, values: Sequence[int | float], grid: tuple[int, int, int]) -> bytes:
+@cache
+def kernels_of_this_gpu() -> PrebuiltKernels:
+    """Those of torch's first GPU; raises BackendError where there is none, or nothing was built for it."""
+    if not torch.cuda.is_available():
+        raise BackendError("torch sees no GPU")
+    return PrebuiltKernels(architecture_of_device())
+
+
+def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> bytes:
     """SLOT_BYTES per argument; raises LaunchError for a number or a grid that the kernel cannot have."""
     if grid[0] > _MOST_BLOCKS[0] or grid[1] > _MOST_BLOCKS[1] or grid[2] > _MOST_BLOCKS[2]:
         raise LaunchError(f"a grid has at most {_MOST_BLOCKS} blocks", "take a smaller batch.micro_batch")
@@ -147,12 +145,9 @@ def _packed(variant: _Variant, values: Sequence[int | float], grid: tuple[int, i
         raise LaunchError(f"a number does not fit its type ({error}): {named}", "take a smaller batch.micro_batch") from error
 
 
-def _variant(arguments: list[tuple[str, str, bool]]) -> _Variant:
-    kinds = [kind for _, kind, _ in arguments]
-    layout = struct.Struct("<" + "".join("Q" if kind.startswith("*") else _SLOT[kind] for kind in kinds))
+def _variant(line: Mapping[str, Any]) -> _Variant:
+    """What a line of the manifest says of all code objects of its variant."""
+    arguments: list[tuple[str, str, bool]] = line["arguments"]
+    layout = struct.Struct("<" + "".join("Q" if kind.startswith("*") else _SLOT[kind] for _, kind, _ in arguments))
     by16 = tuple(index for index, (_, _, assumed) in enumerate(arguments) if assumed)
-    return _Variant({}, tuple((name, POINTED[kind] if kind.startswith("*") else None) for name, kind, _ in arguments), by16, layout)
-
-
-def _code(folder: Path, line: dict[str, Any]) -> _Code:
-    return _Code(folder / line["file"], line["symbol"], line["threads"], line["shared_bytes"], line["constants"])
+    return _Variant({}, line["constants"], tuple((name, POINTED.get(kind)) for name, kind, _ in arguments), by16, layout)

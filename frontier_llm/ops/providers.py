@@ -7,17 +7,16 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import metadata
+from typing import NamedTuple
 
 import torch
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import native, reference
-from frontier_llm.ops.driver import architecture_of_device
-from frontier_llm.ops.face import GROUPS, Op
 from frontier_llm.ops.manifest import build_command
-from frontier_llm.ops.prebuilt import PrebuiltKernels
+from frontier_llm.ops.prebuilt import kernels_of_this_gpu
+from frontier_llm.ops.reference import GROUPS, Op
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 LOW = HALVES | {torch.float32}
@@ -25,7 +24,18 @@ ALL = LOW | {torch.float64}
 CPU, GPU = frozenset({"cpu"}), frozenset({"cuda"})  # "cuda" is also ROCm's name in torch
 
 
-@dataclass(frozen=True)
+class Refusal(NamedTuple):
+    """Why a back-end cannot serve, and what to run where that would mend it."""
+
+    why: str
+    build: str = ""
+
+    def __str__(self) -> str:
+        reason = self.why.splitlines()[0]
+        return f"{reason}; build: {self.build}" if self.build else reason
+
+
+@dataclass(frozen=True, kw_only=True)
 class Provider:
     """One back-end. `missing` says why it cannot be used ('' when it can), `load` gives its functions by op name."""
 
@@ -33,21 +43,22 @@ class Provider:
     groups: tuple[str, ...]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    version: Callable[[], str]
-    missing: Callable[[], str]
     load: Callable[[], Mapping[str, Op]]
+    version: Callable[[], str] = lambda: f"torch {torch.__version__}"
+    missing: Callable[[], str] = lambda: ""
     build: str = ""  # what to run to get it
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
-    def refusal(self, group: str, device_type: str, dtype: torch.dtype) -> str:
-        """Why this provider cannot serve `group` there, or ''."""
+    def refusal(self, group: str, device_type: str, dtype: torch.dtype) -> Refusal | None:
+        """Why this provider cannot serve `group` there."""
         if group not in self.groups:
-            return f"{self.name} has no {group}"
+            return Refusal(f"{self.name} has no {group}")
         if device_type not in self.devices:
-            return f"{self.name} does not run on {device_type}"
+            return Refusal(f"{self.name} does not run on {device_type}")
         if dtype not in self.group_dtypes.get(group, self.dtypes):
-            return f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}"
-        return self.missing()
+            return Refusal(f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}")
+        missing = self.missing()
+        return Refusal(missing, self.build) if missing else None
 
 
 def functions_of(implementation: object) -> dict[str, Op]:
@@ -64,42 +75,23 @@ def _module(name: str) -> Callable[[], Mapping[str, Op]]:
     return lambda: functions_of(importlib.import_module(f"frontier_llm.ops.{name}"))
 
 
-def _torch_version() -> str:
-    return f"torch {torch.__version__}"
-
-
-def _always() -> str:
+def _triton_missing() -> str:
+    try:
+        kernels_of_this_gpu()
+    except BackendError as error:
+        return str(error)
     return ""
 
 
-@cache
-def _prebuilt_kernels() -> PrebuiltKernels | str:
-    """The kernels of this machine's GPU, or why there are none."""
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
-    try:
-        return PrebuiltKernels(architecture_of_device())
-    except BackendError as error:
-        return str(error)
-
-
-def _triton_missing() -> str:
-    found = _prebuilt_kernels()
-    return found if isinstance(found, str) else ""
-
-
 def _triton_version() -> str:
-    found = _prebuilt_kernels()
-    assert not isinstance(found, str)
-    return f"prebuilt for {found.architecture} by Triton {found.tools['triton']}"
+    kernels = kernels_of_this_gpu()
+    return f"prebuilt for {kernels.architecture} by Triton {kernels.tools['triton']}"
 
 
 def _load_triton() -> Mapping[str, Op]:
     from frontier_llm.ops.gpu import GpuOps
 
-    found = _prebuilt_kernels()
-    assert not isinstance(found, str)
-    return functions_of(GpuOps(found))
+    return functions_of(GpuOps(kernels_of_this_gpu()))
 
 
 def _flash_attn_missing() -> str:
@@ -132,49 +124,49 @@ def _package_version(name: str) -> str:
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider("reference", tuple(GROUPS), CPU | GPU, ALL, _torch_version, _always, _module("reference")),
-        Provider("sdpa", ("attention",), CPU | GPU, ALL, _torch_version, _always, _module("sdpa")),
-        Provider("torch", ("linear",), GPU, LOW, _torch_version, _always, _module("torch_linear")),
+        Provider(name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference")),
+        Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa")),
+        Provider(name="torch", groups=("linear",), devices=GPU, dtypes=LOW, load=_module("torch_linear")),
         Provider(
-            "cpu",
-            tuple(GROUPS),
-            CPU,
-            frozenset({torch.float32, torch.bfloat16}),
-            lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
-            native.load_cpu_library,
-            _module("cpu"),
-            native.BUILD_COMMAND,
+            name="cpu",
+            groups=tuple(GROUPS),
+            devices=CPU,
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            load=_module("cpu"),
+            version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
+            missing=native.load_cpu_library,
+            build=native.BUILD_COMMAND,
         ),
         Provider(
-            "triton",
-            tuple(group for group in GROUPS if group != "linear"),
-            GPU,
-            LOW,
-            _triton_version,
-            _triton_missing,
-            _load_triton,
-            build_command("gfx90a"),
-            {"attention": HALVES},
+            name="triton",
+            groups=tuple(group for group in GROUPS if group != "linear"),
+            devices=GPU,
+            dtypes=LOW,
+            load=_load_triton,
+            version=_triton_version,
+            missing=_triton_missing,
+            build=build_command("gfx90a"),
+            group_dtypes={"attention": HALVES},
         ),
         Provider(
-            "flash_attn",
-            ("attention",),
-            GPU,
-            HALVES,
-            lambda: _package_version("flash_attn"),
-            _flash_attn_missing,
-            _module("flash_attn_provider"),
-            "scripts/build_flash_attn_rocm.sh",
+            name="flash_attn",
+            groups=("attention",),
+            devices=GPU,
+            dtypes=HALVES,
+            load=_module("flash_attn_provider"),
+            version=lambda: _package_version("flash_attn"),
+            missing=_flash_attn_missing,
+            build="scripts/build_flash_attn_rocm.sh",
         ),
         Provider(
-            "apex",
-            ("norm", "adamw"),
-            GPU,
-            LOW,
-            lambda: _package_version("apex"),
-            apex_missing,
-            _module("apex_provider"),
-            "scripts/build_apex_rocm.sh",
+            name="apex",
+            groups=("norm", "adamw"),
+            devices=GPU,
+            dtypes=LOW,
+            load=_module("apex_provider"),
+            version=lambda: _package_version("apex"),
+            missing=apex_missing,
+            build="scripts/build_apex_rocm.sh",
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""Every op in plain torch: the meaning of the face, and what each other back-end is tested against in float64.
+"""The face of the fused ops: each in plain torch, which says what it means and what every other back-end is tested against in float64.
 
 Statistics and sums are taken in fp32 (fp64 for fp64 inputs) and the result is rounded once to the input's type, which is
 also what the fused back-ends do. Differentiable ops get their backward from autograd.
@@ -7,13 +7,55 @@ also what the fused back-ends do. Differentiable ops get their backward from aut
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .dtypes import statistics_dtype
-from .face import AdamWUpdate, Scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a query scores the keys of its own and earlier positions: scale * q·k.
+
+    ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). Positions see each other only within one document id.
+    """
+
+    scale: float
+    alibi_slopes_a: Tensor | None = None
+    documents_BS: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AdamWUpdate:
+    """One update of AdamW (arXiv:1711.05101). grad * grad_scale is the gradient: the inverse loss scale times the clip factor."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int  # from 1
+    grad_scale: Tensor | float = 1.0
+
+    @property
+    def step_size(self) -> float:
+        """What exp_avg is multiplied by: the learning rate, exp_avg's bias corrected."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root(self) -> float:
+        """What sqrt(exp_avg_sq) is multiplied by to correct its bias."""
+        return float(1 - self.beta2**self.step) ** -0.5
+
+    @property
+    def keep(self) -> float:
+        """What decay leaves of a weight."""
+        return 1 - self.lr * self.weight_decay
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
@@ -171,3 +213,47 @@ def embedding_backward_(main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Ten
         column_N, mine_N = _local_targets(token_ids_N.reshape(-1), first_vocab, main_grad_vH.shape[0])
         rows_NH = grad_N_H.reshape(-1, grad_N_H.shape[-1]).to(main_grad_vH.dtype)
         main_grad_vH.index_add_(0, column_N, torch.where(mine_N[:, None], rows_NH, 0))
+
+
+Op = Callable[..., Any]  # of a back-end
+GROUPS: dict[str, tuple[str, ...]] = {}  # the ops that each flag of `OpsConfig` chooses a back-end for
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
+    GROUPS[group] = (*GROUPS.get(group, ()), meaning.__name__)
+    return staticmethod(meaning)
+
+
+class Ops:
+    """One function per op, chosen once, with the parameters and the meaning of the one above: what model, tensor_parallel and optim call.
+
+    A trailing underscore says that the first argument is written in place; those ops take no part in autograd.
+    """
+
+    attention = _op("attention", attention)
+    rms_norm = _op("norm", rms_norm)
+    layer_norm = _op("norm", layer_norm)
+    add_norm = _op("norm", add_norm)
+    rope = _op("rope", rope)
+    swiglu = _op("activation", swiglu)
+    gelu = _op("activation", gelu)
+    cross_entropy_stats = _op("cross_entropy", cross_entropy_stats)
+    cross_entropy_backward_ = _op("cross_entropy", cross_entropy_backward_)
+    adamw_ = _op("adamw", adamw_)
+    sum_of_squares = _op("adamw", sum_of_squares)
+    linear = _op("linear", linear)
+    linear_input_gradient = _op("linear", linear_input_gradient)
+    accumulate_weight_gradient_ = _op("linear", accumulate_weight_gradient_)
+    accumulate_ = _op("accumulate", accumulate_)
+    embedding_backward_ = _op("accumulate", embedding_backward_)
+
+    def __init__(self, **functions: Op) -> None:
+        if functions.keys() != {op for ops in GROUPS.values() for op in ops}:
+            raise TypeError(f"a function for each op is wanted, not {sorted(functions)}")
+        vars(self).update(functions)
+
+    def but(self, **functions: Op) -> Ops:
+        """These ops, some of them replaced."""
+        return Ops(**{**vars(self), **functions})

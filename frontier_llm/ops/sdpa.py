@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dtypes import statistics_dtype
-from .face import Scores
-from .reference import score_bias
+from .reference import Scores, score_bias
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:

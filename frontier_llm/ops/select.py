@@ -1,17 +1,20 @@
-"""Chooses each op's back-end once, at start-up, and says in the log which, which version, and why."""
+"""Chooses each op's back-end once, at start-up, and says in the log which, which version, and why; lists what there is to choose from."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from frontier_llm import log
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError, Problem
-from frontier_llm.ops.face import GROUPS, Op, Ops
+from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.no_jit import forbid_jit
 from frontier_llm.ops.providers import PROVIDERS, Provider
+from frontier_llm.ops.reference import GROUPS, Op, Ops
 
 # What `auto` tries, best first. apex is only taken when asked for: the prebuilt kernels do the same in fewer passes.
 PREFERENCE: dict[str, tuple[str, ...]] = {
@@ -21,7 +24,7 @@ PREFERENCE: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenBackend:
     """One flag's outcome: which provider, and why that one."""
 
     group: str
@@ -29,27 +32,24 @@ class Choice:
     why: str
 
 
-def choose(group: str, wanted: str, device_type: str, dtype: torch.dtype) -> Choice | Problem:
+def choose(group: str, wanted: str, device_type: str, dtype: torch.dtype) -> ChosenBackend | Problem:
     """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there."""
     if wanted != "auto":
         provider = PROVIDERS[wanted]
         refusal = provider.refusal(group, device_type, dtype)
-        if not refusal:
-            return Choice(group, provider, f"asked for by ops.{group}")
-        build = f"{provider.build}, or " if provider.build and refusal == provider.missing() else ""
-        return Problem(f"ops.{group}={wanted}", refusal, f"{build}ops.{group}=auto")
+        if refusal is None:
+            return ChosenBackend(group, provider, f"asked for by ops.{group}")
+        return Problem(f"ops.{group}={wanted}", refusal.why, f"{refusal.build}, or ops.{group}=auto".removeprefix(", or "))
     if dtype == torch.float64:
-        return Choice(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
+        return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    for name in PREFERENCE[device_type]:
-        provider = PROVIDERS[name]
+    for provider in (PROVIDERS[name] for name in PREFERENCE[device_type]):
         if group not in provider.groups:
             continue
         refusal = provider.refusal(group, device_type, dtype)
-        if not refusal:
-            return Choice(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
-        build = f"; build: {provider.build}" if provider.build else ""
-        passed_over.append(f"{name} ({refusal.splitlines()[0]}{build})")
+        if refusal is None:
+            return ChosenBackend(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
+        passed_over.append(f"{provider.name} ({refusal})")
     raise AssertionError("the reference serves everything")
 
 
@@ -65,13 +65,29 @@ def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype) -> Ops:
     if problems:
         raise BackendError(problems)
     functions: dict[str, Op] = {}
-    said: dict[str, list[str]] = {}
+    groups_by_choice: dict[str, list[str]] = {}
     for outcome in outcomes:
-        assert isinstance(outcome, Choice)
+        assert isinstance(outcome, ChosenBackend)
         table = outcome.provider.load()
         functions |= {op: table[op] for op in GROUPS[outcome.group]}
         choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
-        said.setdefault(choice, []).append(outcome.group)
-    for choice, groups in said.items():
+        groups_by_choice.setdefault(choice, []).append(outcome.group)
+    for choice, groups in groups_by_choice.items():
         log.info(f"ops {', '.join(groups)}: {choice}")
     return Ops(**functions)
+
+
+def backends(dtype_name: str) -> list[dict[str, Any]]:
+    """One row per op, device and back-end that has the op: status is the version, or why it cannot be used and what builds it."""
+    dtype = working_dtype(dtype_name)
+    rows = []
+    for group, device in itertools.product(GROUPS, PREFERENCE):
+        taken = choose(group, "auto", device, dtype)
+        assert isinstance(taken, ChosenBackend)
+        for provider in PROVIDERS.values():
+            if group in provider.groups and device in provider.devices:
+                refusal = provider.refusal(group, device, dtype)
+                row = {"op": group, "device": device, "backend": provider.name, "available": refusal is None}
+                row["chosen"] = taken.provider is provider and (device == "cpu" or torch.cuda.is_available())
+                rows.append({**row, "status": provider.version() if refusal is None else f"no: {refusal}"})
+    return rows

@@ -8,10 +8,12 @@ fp16 probabilities are lifted by 2^14 before they are multiplied, and the produc
 subnormal in long rows (below 6.1e-5), and MI200's matrix instructions take subnormals for zero (docs/numerics.md).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
+
+from frontier_llm.ops.kernel_table import ROWS_PER_PAD
+
+_PAD = tl.constexpr(ROWS_PER_PAD)
 
 
 @triton.jit
@@ -51,8 +53,8 @@ def _logits(products, scale2, tilt, row, column, row_document, column_document, 
 
 @triton.jit
 def _padded(sequence):
-    """Positions for which logsumexp, delta and documents have room, so that blocks need no mask there: ROWS_PER_PAD of gpu_attention.py."""
-    return tl.cdiv(sequence, 128) * 128
+    """Positions for which logsumexp, delta and documents have room, so that blocks need no mask there."""
+    return tl.cdiv(sequence, _PAD) * _PAD
 
 
 @triton.jit
@@ -78,9 +80,12 @@ def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_d
 
 
 @triton.jit
-def attention_forward(q, k, v, slopes, documents, o, logsumexp, scale, sequence, heads, group, head_dim,
-                      q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, o_s, o_b, o_a,
-                      EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def attention_forward(
+    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", o: "*T:16", logsumexp: "*fp32:16", scale: "fp32",
+    sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16",
+    k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16", o_s: "i32:16", o_b: "i32:16", o_a: "i32:16",
+    EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, and infinite past the sequence."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
     b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
@@ -115,8 +120,10 @@ def attention_forward(q, k, v, slopes, documents, o, logsumexp, scale, sequence,
 
 
 @triton.jit
-def attention_delta(o, grad_o, delta, sequence, heads, head_dim, o_s, o_b, o_a, g_s, g_b, g_a,
-                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def attention_delta(
+    o: "*T:16", grad_o: "*T:16", delta: "*fp32:16", sequence: "i32", heads: "i32", head_dim: "i32:16", o_s: "i32:16", o_b: "i32:16",
+    o_a: "i32:16", g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """delta [B, a, padded S] = rowsum(o * grad_o), 0 past the sequence."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
@@ -151,9 +158,13 @@ def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g
 
 
 @triton.jit
-def attention_grad_kv(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_k, grad_v, scale, sequence, heads, group, head_dim,
-                      q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, g_s, g_b, g_a, gk_s, gk_b, gk_a,
-                      EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def attention_grad_kv(
+    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
+    delta: "*fp32:16", grad_k: "*T:16", grad_v: "*T:16", scale: "fp32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16",
+    q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16",
+    v_a: "i32:16", g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gk_s: "i32:16", gk_b: "i32:16", gk_a: "i32:16", EXTRAS: tl.constexpr,
+    SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """grad_k and grad_v of BLOCK_N positions of one key/value head: all query heads that read it, all later queries.
 
     grad_k and grad_v have the same strides.
@@ -211,9 +222,13 @@ def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, firs
 
 
 @triton.jit
-def attention_grad_q(q, k, v, slopes, documents, grad_o, logsumexp, delta, grad_q, scale, sequence, heads, group, head_dim,
-                     q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_a, g_s, g_b, g_a, gq_s, gq_b, gq_a,
-                     EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def attention_grad_q(
+    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
+    delta: "*fp32:16", grad_q: "*T:16", scale: "fp32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16",
+    q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16",
+    g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gq_s: "i32:16", gq_b: "i32:16", gq_a: "i32:16", EXTRAS: tl.constexpr,
+    SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """grad_q of BLOCK_M queries of one head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)

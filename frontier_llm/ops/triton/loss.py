@@ -4,8 +4,6 @@ Vocabularies are no multiples of 16 (GPT-2's has 50257 words), but rows are padd
 a mask, in 16-byte accesses; the mask of the last block would forbid them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -18,7 +16,10 @@ def _seen(value, top, total):
 
 
 @triton.jit
-def cross_entropy_stats(logits, targets, stats, rows, columns, row_stride, first_vocab, BLOCK: tl.constexpr):
+def cross_entropy_stats(
+    logits: "*T:16", targets: "*i64", stats: "*fp32", rows: "i32", columns: "i32", row_stride: "i32:16", first_vocab: "i32",
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """stats [3, rows]: max, sum of exp(logit - max) in one pass, logit of the target or 0."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * row_stride
@@ -44,7 +45,10 @@ def _gradient(value, column, target, logsumexp, grad_loss):
 
 
 @triton.jit
-def cross_entropy_backward(logits, targets, logsumexp, grad_loss, columns, row_stride, first_vocab, BLOCK: tl.constexpr):
+def cross_entropy_backward(
+    logits: "*T:16", targets: "*i64", logsumexp: "*fp32:16", grad_loss: "*fp32", columns: "i32", row_stride: "i32:16",
+    first_vocab: "i32", BLOCK: tl.constexpr
+):  # fmt: skip
     """logits = (exp(logits - logsumexp) - onehot) * grad_loss, in place."""
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK

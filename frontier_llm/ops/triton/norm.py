@@ -3,8 +3,6 @@
 Rows of at most BLOCK columns are read once and kept in registers; the `_long` kernels walk longer rows several times.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -28,8 +26,10 @@ def _affine(value, centre, inverse, weight, bias, column, inside, has_bias):
 
 
 @triton.jit
-def norm_forward(x, residual, weight, bias, out, total, mean, scale, columns, eps, has_residual, has_bias,
-                 CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def norm_forward(
+    x: "*T:16", residual: "*T:16", weight: "*T:16", bias: "*T:16", out: "*T:16", total: "*T:16", mean: "*fp32", scale: "*fp32",
+    columns: "i32:16", eps: "fp32", has_residual: "i32", has_bias: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """out = norm(x + residual) * weight + bias and total = x + residual; rows are contiguous, statistics go to mean and scale."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -47,8 +47,10 @@ def norm_forward(x, residual, weight, bias, out, total, mean, scale, columns, ep
 
 
 @triton.jit
-def norm_forward_long(x, residual, weight, bias, out, total, mean, scale, columns, eps, has_residual, has_bias,
-                      CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def norm_forward_long(
+    x: "*T:16", residual: "*T:16", weight: "*T:16", bias: "*T:16", out: "*T:16", total: "*T:16", mean: "*fp32", scale: "*fp32",
+    columns: "i32:16", eps: "fp32", has_residual: "i32", has_bias: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """`norm_forward` for rows longer than a block."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
@@ -84,8 +86,11 @@ def norm_forward_long(x, residual, weight, bias, out, total, mean, scale, column
 
 
 @triton.jit
-def norm_backward(grad, grad_total, total, weight, mean, scale, grad_x, partial_weight, partial_bias, rows, columns, rows_per_program,
-                  has_grad_total, CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def norm_backward(
+    grad: "*T:16", grad_total: "*T:16", total: "*T:16", weight: "*T:16", mean: "*fp32", scale: "*fp32", grad_x: "*T:16",
+    partial_weight: "*fp32:16", partial_bias: "*fp32:16", rows: "i32", columns: "i32:16", rows_per_program: "i32",
+    has_grad_total: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """A strip of rows: grad_x = scale * (p - mean(p) - n * mean(p n)) (+ grad_total) with n the normed row and p = grad * weight.
 
     The strip's share of grad_weight and grad_bias goes to one row of partial_* (fp32 [strips, columns]); the caller adds them, in order.
@@ -117,8 +122,10 @@ def norm_backward(grad, grad_total, total, weight, mean, scale, grad_x, partial_
 
 
 @triton.jit
-def norm_backward_long(grad, grad_total, total, weight, mean, scale, grad_x, columns, has_grad_total,
-                       CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def norm_backward_long(
+    grad: "*T:16", grad_total: "*T:16", total: "*T:16", weight: "*T:16", mean: "*fp32", scale: "*fp32", grad_x: "*T:16",
+    columns: "i32:16", has_grad_total: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """grad_x as `norm_backward`, for one row longer than a block."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
@@ -150,8 +157,10 @@ def norm_backward_long(grad, grad_total, total, weight, mean, scale, grad_x, col
 
 
 @triton.jit
-def norm_weight_gradient_long(grad, total, mean, scale, partial_weight, partial_bias, rows, columns, rows_per_program,
-                              CENTRED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def norm_weight_gradient_long(
+    grad: "*T:16", total: "*T:16", mean: "*fp32", scale: "*fp32", partial_weight: "*fp32:16", partial_bias: "*fp32:16", rows: "i32",
+    columns: "i32:16", rows_per_program: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """BLOCK columns of one strip of rows of grad_weight and grad_bias, fp32 [strips, columns]."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

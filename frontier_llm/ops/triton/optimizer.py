@@ -1,14 +1,15 @@
 """Passes over flat fp32 buffers: AdamW, the gradient norm, gradient sums; all bound by memory, so each reads and writes once."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def adamw(master, grad, exp_avg, exp_avg_sq, weights, grad_scale, count, step_size, beta1, beta2, eps, keep, root,
-          write_weights, BLOCK: tl.constexpr):  # fmt: skip
+def adamw(
+    master: "*fp32:16", grad: "*fp32:16", exp_avg: "*fp32:16", exp_avg_sq: "*fp32:16", weights: "*T:16", grad_scale: "*fp32",
+    count: "i64:16", step_size: "fp32", beta1: "fp32", beta2: "fp32", eps: "fp32", keep: "fp32", root: "fp32", write_weights: "i32",
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """AdamW with decoupled decay. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), keep = 1 - lr * decay.
 
     grad_scale is read from device memory: the clip factor is known there without a synchronisation.
@@ -27,7 +28,7 @@ def adamw(master, grad, exp_avg, exp_avg_sq, weights, grad_scale, count, step_si
 
 
 @triton.jit
-def squares(x, partial, count, per_program, BLOCK: tl.constexpr):
+def squares(x: "*T:16", partial: "*fp64", count: "i64:16", per_program: "i32:16", BLOCK: tl.constexpr):
     """Sum of squares of one stretch, fp32 lanes of at most per_program / BLOCK terms, then fp64 [programs]."""
     start = tl.program_id(0).to(tl.int64) * per_program
     sums = tl.zeros([BLOCK], tl.float32)
@@ -39,7 +40,7 @@ def squares(x, partial, count, per_program, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def accumulate(main_grad, grad, count, BLOCK: tl.constexpr):
+def accumulate(main_grad: "*fp32:16", grad: "*T:16", count: "i64:16", BLOCK: tl.constexpr):
     """main_grad (fp32) += grad."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -48,7 +49,10 @@ def accumulate(main_grad, grad, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def embedding_backward(main_grad, rows, order, grad, tokens, columns, vocab_rows, BLOCK: tl.constexpr):
+def embedding_backward(
+    main_grad: "*fp32:16", rows: "*i64", order: "*i64", grad: "*T:16", tokens: "i32", columns: "i32:16", vocab_rows: "i32",
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """main_grad[row] += grad of its tokens. `rows` is sorted and `order` says whose gradient each entry is.
 
     The program at the first entry of a run of equal rows adds the whole run, in the tokens' order, so the sum is reproducible.

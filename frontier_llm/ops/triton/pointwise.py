@@ -1,14 +1,15 @@
 """RoPE, SwiGLU and GELU with its bias; each reads its inputs once and writes its outputs once."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def rope(x, cos, sin, out, sign, batch, heads, head_dim, half, x_s, x_b, x_a, angle_s, angle_b,
-         BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
+def rope(
+    x: "*T:16", cos: "*fp32:16", sin: "*fp32:16", out: "*T:16", sign: "fp32", batch: "i32", heads: "i32", head_dim: "i32:16",
+    half: "i32:16", x_s: "i32:16", x_b: "i32:16", x_a: "i32:16", angle_s: "i32:16", angle_b: "i32:16", BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr
+):  # fmt: skip
     """One position: every head's first 2 * half dims rotated by the angle (sign -1 turns back), the rest copied."""
     position = tl.program_id(0)
     s, b = (position // batch).to(tl.int64), (position % batch).to(tl.int64)
@@ -30,7 +31,7 @@ def rope(x, cos, sin, out, sign, batch, heads, head_dim, half, x_s, x_b, x_a, an
 
 
 @triton.jit
-def swiglu_forward(x, out, columns, BLOCK: tl.constexpr):
+def swiglu_forward(x: "*T:16", out: "*T:16", columns: "i32:16", BLOCK: tl.constexpr):
     """out [rows, columns] = silu(gate) * up for x [rows, 2, columns]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +42,7 @@ def swiglu_forward(x, out, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_backward(grad, x, grad_x, columns, BLOCK: tl.constexpr):
+def swiglu_backward(grad: "*T:16", x: "*T:16", grad_x: "*T:16", columns: "i32:16", BLOCK: tl.constexpr):
     """The gradient of both halves of x."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -56,7 +57,7 @@ def swiglu_backward(grad, x, grad_x, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gelu_forward(x, bias, out, columns, has_bias, TANH: tl.constexpr, BLOCK: tl.constexpr):
+def gelu_forward(x: "*T:16", bias: "*T:16", out: "*T:16", columns: "i32:16", has_bias: "i32", TANH: tl.constexpr, BLOCK: tl.constexpr):
     """out = gelu(x + bias)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -72,8 +73,10 @@ def gelu_forward(x, bias, out, columns, has_bias, TANH: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def gelu_backward(grad, x, bias, grad_x, partial_bias, rows, columns, rows_per_program, has_bias,
-                  TANH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def gelu_backward(
+    grad: "*T:16", x: "*T:16", bias: "*T:16", grad_x: "*T:16", partial_bias: "*fp32:16", rows: "i32", columns: "i32:16",
+    rows_per_program: "i32", has_bias: "i32", TANH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """BLOCK columns of a strip of rows: grad_x = grad * gelu'(x + bias), and its column sums to one row of partial_bias [strips, columns]."""
     strip = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -15,8 +15,8 @@ from frontier_llm.errors import BackendError
 from frontier_llm.measure.ops import Timing, compare, gemm_rate
 from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops import select_ops
-from frontier_llm.ops.face import GROUPS
-from frontier_llm.ops.listing import kernel_report
+from frontier_llm.ops.manifest import kernel_report
+from frontier_llm.ops.reference import GROUPS
 
 
 def test_list_names_every_op_and_one_choice_each(capsys):
@@ -37,7 +37,7 @@ def test_bench_times_both_sides_and_survives_a_broken_op():
     def broken(*_args):
         raise BackendError("no such kernel", "build it")
 
-    ops = replace(select_ops(OpsConfig(), "cpu", torch.float32), swiglu=broken)
+    ops = select_ops(OpsConfig(), "cpu", torch.float32).but(swiglu=broken)
     timings = {(timing.op, timing.way): timing for timing in compare(ops, tiny, 1, torch.float32, "cpu", rounds=1)}
     for op in ("attention", "attention_alibi", "rms_norm", "gelu", "cross_entropy", "adamw", "weight_gradient"):
         assert timings[op, "ours"].seconds > 0 and timings[op, "eager"].seconds > 0

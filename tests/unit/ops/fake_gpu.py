@@ -20,7 +20,7 @@ import torch
 from frontier_llm.ops import driver as gpu_driver
 from frontier_llm.ops import manifest as built
 from frontier_llm.ops import prebuilt
-from frontier_llm.ops.kernel_table import ARCHITECTURES, KERNELS, variants
+from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
 
 skipped = [
     pytest.mark.skipif(not gpu_driver.LAUNCHER.exists(), reason="scripts/build_native.sh"),
@@ -47,7 +47,7 @@ def write_code_objects(folder, architecture):
     """A manifest as the build writes it, with every kernel's real arguments and an image that only the fake driver takes."""
     machine, lines = ARCHITECTURES[architecture], []
     (folder / "code").write_bytes(IMAGE)
-    for kernel in KERNELS.values():
+    for kernel in all_kernels().values():
         for dtype in kernel.dtypes:
             for name, variant in variants(kernel.name, architecture).items():
                 for aligned in kernel.builds:

@@ -20,7 +20,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "triton" 
 
 from triton.runtime import interpreter  # noqa: E402
 
-from frontier_llm.ops.kernel_table import KERNELS, variants  # noqa: E402
+from frontier_llm.ops.kernel_table import all_kernels, variants  # noqa: E402
 from frontier_llm.ops.prebuilt import POINTED, address_or_number  # noqa: E402
 
 # What the interpreter does for tensors on a GPU, which here would copy all of them onto themselves.
@@ -96,20 +96,21 @@ class InterpretedKernels:
     def block(self, kernel, variant, name):
         return variants(kernel, self.architecture)[variant].constants[name]
 
-    def launch(self, kernel, dtype, variant, grid, *arguments):
-        table = KERNELS[kernel]
+    def launch(self, kernel, dtype, variant, grid, /, **arguments):
+        table = all_kernels()[kernel]
         signature = table.signature({torch.float16: "fp16", torch.float32: "fp32"}[dtype])
-        values = [address_or_number(name, POINTED.get(kind), a, -1) for (name, kind), a in zip(signature.items(), arguments, strict=True)]
-        if table.aligned_only:
-            assert not [a.name for a, value in zip(table.arguments, values, strict=True) if a.by16 and value % 16]
+        assert arguments.keys() == signature.keys()
+        values = {name: address_or_number(name, POINTED.get(kind), arguments[name], -1) for name, kind in signature.items()}
+        if False not in table.builds:
+            assert not [argument.name for argument in table.arguments if argument.by16 and values[argument.name] % 16]
         function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{table.module}"), kernel)
         tensors = {
-            name: torch.empty(0, dtype=POINTED[kind]) if a is None else a
-            for (name, kind), a in zip(signature.items(), arguments, strict=True)
+            name: torch.empty(0, dtype=POINTED[kind]) if arguments[name] is None else arguments[name]
+            for name, kind in signature.items()
             if kind.startswith("*")
         }
         pointers = {name: _Pointer(index, x.dtype) for index, (name, x) in enumerate(tensors.items())}
-        named = dict(zip(signature, arguments, strict=True)) | pointers | variants(kernel, self.architecture)[variant].constants
+        named = arguments | pointers | variants(kernel, self.architecture)[variant].constants
         real, builder = interpreter._interpreter, interpreter.interpreter_builder
         set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
         interpreter._interpreter = _Memory(kernel, tensors)

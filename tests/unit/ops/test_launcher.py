@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 import threading
 
@@ -13,7 +14,6 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import AdamWUpdate, Scores
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import ARCHITECTURES
-from frontier_llm.ops.prebuilt import _Code
 from tests.unit.ops.fake_gpu import DEVICE, STREAM, checked_address, fake_gpu, skipped
 
 pytestmark = skipped
@@ -67,7 +67,7 @@ def test_long_integers_and_device_scalars(gpu):
     assert as_float(record.slots[7]) == pytest.approx(1.0) and as_float(record.slots[8]) == pytest.approx(0.9)
     assert record.slots[13] & 0xFFFFFFFF == 1
     watch(driver, 3)
-    kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), master, grad, 2**40 + 16)
+    kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main_grad=master, grad=grad, count=2**40 + 16)
     assert record.slots[2] == 2**40 + 16
 
 
@@ -91,10 +91,10 @@ def test_alignment_is_looked_at_when_it_is_launched(gpu, count, offset, symbol):
 def test_a_kernel_that_wants_alignment_refuses_anything_else(gpu):
     kernels, *_ = gpu
     q = torch.zeros(16, 1, 1, 64, dtype=torch.bfloat16)
-    strides = (64, 64, 64)
+    arguments = {"o": q, "grad_o": q, "delta": torch.zeros(16), "sequence": 16, "heads": 1, "head_dim": 72}
+    strides = {"o_s": 64, "o_b": 64, "o_a": 64, "g_s": 64, "g_b": 72, "g_a": 64}
     with pytest.raises(BackendError, match=r"head_dim, g_b: not a multiple of 16(.|\n)*"):
-        arguments = (q, q, torch.zeros(16), 16, 1, 72, *strides, 64, 72, 64)
-        kernels.launch("attention_delta", torch.bfloat16, "d64", (1, 1, 1), *arguments)
+        kernels.launch("attention_delta", torch.bfloat16, "d64", (1, 1, 1), **arguments, **strides)
 
 
 def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
@@ -121,14 +121,17 @@ def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
     with pytest.raises(BackendError, match=r"attention_forward \(fp32, d64\)(.|\n)*no code object for this(.|\n)*ops\.\* to sdpa"):
         GpuOps(kernels).attention(q, q, q, Scores(0.125))
     with pytest.raises(BackendError, match=r"main_grad is torch\.float64 on cpu, the kernel reads torch\.float32"):
-        kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main.double(), main, 64)
+        kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main_grad=main.double(), grad=main, count=64)
     with pytest.raises(BackendError, match=r"on cpu, the kernel reads torch\.float32 on the current device \(0\)"):
         checked_address("grad", torch.float32, main, 0)
     with pytest.raises(BackendError, match=r"does not fit its type(.|\n)*columns 4294967296"):
-        kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), main, main, 2**32)
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), x=main, out=main, columns=2**32)
     with pytest.raises(BackendError, match=r"grid has at most"):
-        kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), main, main, 64)
-    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), main, main, 64)  # nothing to do
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), x=main, out=main, columns=64)
+    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), x=main, out=main, columns=64)  # nothing to do
+    for wrong in ({"x": main, "out": main}, {"x": main, "out": main, "rows": 1}, {"x": main, "out": main, "columns": 64, "rows": 1}):
+        with pytest.raises((AssertionError, KeyError)):
+            kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), **wrong)
     assert record.launches == launches
 
 
@@ -142,19 +145,19 @@ def test_what_the_driver_says_is_said(gpu):
     fail.value = 0
     code = next(iter(kernels._variants["accumulate", "fp32", "any"].codes.values()))
     with pytest.raises(BackendError, match=r"absent: some error \(code 500\)(.|\n)*build_ops"):
-        kernels._load(DEVICE, _Code(code.path, "absent", 1, 0, {}))
+        kernels._load(DEVICE, dataclasses.replace(code, symbol="absent"))
     with pytest.raises(BackendError, match="device 64"):
         kernels._load(64, code)
     if kernels.architecture == "sm_90":
         fail = ctypes.c_int.in_dll(driver, "fail_attribute")
         fail.value = 1
         with pytest.raises(BackendError, match="more shared memory than this device gives a block"):
-            kernels._load(DEVICE, _Code(code.path, code.symbol, 1, 100_000, {}))
+            kernels._load(DEVICE, dataclasses.replace(code, shared_bytes=100_000))
         fail.value = 0
     broken = code.path.parent / "broken"
     broken.write_bytes(b"text")
     with pytest.raises(BackendError, match=r"the driver refuses the code object: some error \(code 200\)"):
-        kernels._load(DEVICE, _Code(broken, "accumulate", 1, 0, {}))
+        kernels._load(DEVICE, dataclasses.replace(code, path=broken))
 
 
 def test_another_thread_gets_its_device_first(gpu):

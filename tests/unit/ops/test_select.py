@@ -15,9 +15,9 @@ from torch import Tensor
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import Scores, native, providers, reference, sdpa, select, select_ops
-from frontier_llm.ops.face import GROUPS, Ops
 from frontier_llm.ops.gpu import GpuOps
-from frontier_llm.ops.listing import backends
+from frontier_llm.ops.reference import GROUPS, Ops
+from frontier_llm.ops.select import backends
 
 
 @pytest.fixture
@@ -30,13 +30,15 @@ def without_cpu_library(monkeypatch):
 
 def test_every_op_of_the_face_belongs_to_one_group_and_has_a_reference():
     grouped = [op for ops in GROUPS.values() for op in ops]
-    assert sorted(grouped) == sorted(Ops.__dataclass_fields__)
-    assert all(callable(getattr(reference, op)) for op in grouped)
+    assert sorted(grouped) == sorted(name for name, value in vars(Ops).items() if isinstance(value, staticmethod))
+    assert all(getattr(Ops, op) is getattr(reference, op) for op in grouped)
+    with pytest.raises(TypeError, match="a function for each op"):
+        Ops(rms_norm=reference.rms_norm)
 
 
 def test_fp64_is_always_the_reference(capsys):
     ops = select_ops(OpsConfig(), "cpu", torch.float64)
-    assert all(getattr(ops, op) is getattr(reference, op) for op in Ops.__dataclass_fields__)
+    assert all(getattr(ops, op) is getattr(reference, op) for op in vars(ops))
     (line,) = capsys.readouterr().err.splitlines()
     assert "reference (torch" in line and all(group in line for group in GROUPS)
 
@@ -133,7 +135,7 @@ def test_triton_without_a_gpu_says_so():
 def test_a_choice_on_gpu_always_ends_somewhere(group):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         outcome = select.choose(group, "auto", "cuda", dtype)
-        assert isinstance(outcome, select.Choice)
+        assert isinstance(outcome, select.ChosenBackend)
 
 
 def test_apex_of_pypi_is_recognised_and_refused(monkeypatch, tmp_path):

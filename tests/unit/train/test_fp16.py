@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +42,7 @@ def flushing(ops: Ops) -> Ops:
     def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
         ops.accumulate_weight_gradient_(main_grad_ok, flushed(grad_output_No), flushed(x_Nk))
 
-    return replace(ops, linear=linear, linear_input_gradient=linear_input_gradient, accumulate_weight_gradient_=accumulate_weight_gradient_)
+    return ops.but(linear=linear, linear_input_gradient=linear_input_gradient, accumulate_weight_gradient_=accumulate_weight_gradient_)
 
 
 class Source:

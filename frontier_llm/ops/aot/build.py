@@ -1,0 +1,204 @@
+"""Ahead-of-time build: every variant of `kernel_table` into a code object, with a manifest; needs Triton, but no GPU and no driver.
+
+    python setup.py build_ops --arch gfx90a,sm_90
+
+writes frontier_llm/_native/gpu/<arch>/*.hsaco|cubin and manifest.json. Only this module and the sources in ops/triton import Triton.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import re
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.errors import BackendError, suggest
+from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
+from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, source_digest
+
+
+@dataclass(frozen=True)
+class CodeObject:
+    """One line of the manifest: all that the launcher needs, and what the compiler used."""
+
+    kernel: str
+    dtype: str
+    variant: str
+    aligned: bool  # built for `by16` arguments that are multiples of 16
+    symbol: str
+    file: str
+    sha256: str
+    arguments: list[list[Any]]  # (name, type, by16) in launch order
+    constants: dict[str, int]
+    warps: int
+    threads: int  # of a block
+    shared_bytes: int
+    registers: int  # this and spills: see code_object.Declared
+    spills: int
+    matrix_instructions: int  # MFMA, MMA or WGMMA in the code
+    matrix_flops: int  # of them, per warp
+
+
+@dataclass(frozen=True)
+class Build:
+    """One thing to compile."""
+
+    architecture: str
+    kernel: str
+    dtype: str
+    variant: str
+    aligned: bool
+
+    @property
+    def name(self) -> str:
+        """What its file is called, without the suffix."""
+        return f"{self.kernel}-{self.dtype}-{self.variant}{'' if self.aligned else '-unaligned'}"
+
+
+def all_builds(architectures: list[str]) -> list[Build]:
+    """Everything to build; raises BackendError for an unknown architecture."""
+    for architecture in architectures:
+        if architecture not in ARCHITECTURES:
+            raise BackendError(f"unknown architecture {architecture!r}", suggest(architecture, ARCHITECTURES), "build_ops --arch")
+    return [
+        Build(architecture, kernel.name, dtype, variant, aligned)
+        for architecture in architectures
+        for kernel in all_kernels().values()
+        for dtype in kernel.dtypes
+        for variant in variants(kernel.name, architecture)
+        for aligned in kernel.builds
+    ]
+
+
+def compile_one(item: Build, folder: Path) -> CodeObject:
+    """Compile one variant into `folder`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from frontier_llm.ops.aot.code_object import check_launch, read
+
+    architecture = ARCHITECTURES[item.architecture]
+    amd = architecture.backend == "hip"
+    kernel, variant = all_kernels()[item.kernel], variants(item.kernel, item.architecture)[item.variant]
+    function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel.name)
+    signature = kernel.signature(item.dtype)
+    by16 = {
+        (function.arg_names.index(argument.name),): [["tt.divisibility", 16]]
+        for argument in kernel.arguments
+        if item.aligned and argument.by16
+    }
+    ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
+    source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=by16)
+    options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True, **dict(architecture.options)}
+    triton.knobs.compilation.disable_line_info = True  # they name the folder of the sources: no two machines would build the same file
+    triton.knobs.amd.use_in_thread_transpose = amd  # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
+    if variant.matrix:
+        options["matrix_instr_nonkdim"] = variant.matrix
+    compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
+    suffix = "hsaco" if amd else "cubin"
+    binary: bytes = compiled.asm[suffix]
+    declared, symbol, threads = read(binary), compiled.metadata.name, compiled.metadata.num_warps * architecture.wave
+    check_launch(declared, item.architecture, symbol, list(signature.values()), threads, compiled.metadata.shared)
+    check_extras(compiled.metadata)
+    file = f"{item.name}.{suffix}"
+    (folder / file).write_bytes(binary)
+    assembly: str = compiled.asm["amdgcn" if amd else "ptx"]
+    return CodeObject(
+        kernel=kernel.name,
+        dtype=item.dtype,
+        variant=item.variant,
+        aligned=item.aligned,
+        symbol=symbol,
+        file=file,
+        sha256=hashlib.sha256(binary).hexdigest(),
+        arguments=[[argument.name, signature[argument.name], argument.by16] for argument in kernel.arguments],
+        constants=dict(variant.constants),
+        warps=variant.warps,
+        threads=threads,
+        shared_bytes=compiled.metadata.shared,
+        registers=declared.registers,
+        spills=declared.spills,
+        matrix_instructions=len(_MATRIX.findall(assembly)),
+        matrix_flops=sum(_flops(*found.groups()) for found in _MATRIX.finditer(assembly)),
+    )
+
+
+_MATRIX = re.compile(r"\bv_mfma_f32_(?P<amd>\d+x\d+x\d+)|\b(?P<group>wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+
+
+def _flops(amd: str | None, group: str, *nvidia: str) -> int:
+    sides = amd.split("x") if amd else nvidia
+    return 2 * math.prod(map(int, sides)) // (4 if group == "wgmma.mma_async" else 1)  # one for the four warps of a group
+
+
+def check_extras(metadata: Any) -> None:
+    """Refuses what csrc/gpu_launcher.cpp does not give: cluster or cooperative launches, tensor-memory descriptors, scratch memory."""
+    extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tensordesc_meta")
+    asked = [name for name in extras if getattr(metadata, name, None)]
+    if asked or getattr(metadata, "num_ctas", 1) != 1:
+        what = f"the kernel wants {', '.join(asked) or 'clusters of blocks'}, which the launcher does not give"
+        raise BackendError(what, "use the Triton that docs/ops.md names")
+
+
+def build(architectures: list[str], destination: Path, jobs: int | None = None) -> dict[str, list[CodeObject]]:
+    """Compile everything for the architectures and write their manifests; returns the code objects by architecture.
+
+    Raises BackendError when Triton is missing, naming how to get it.
+    """
+    all_builds(architectures)  # refuses unknown names before anything is compiled
+    named = ",".join(architectures)
+    try:
+        triton, *_ = (importlib.import_module(name) for name in ("triton", "msgpack", "elftools"))
+    except ImportError as error:
+        raise BackendError(f"the GPU ops are compiled by Triton, which is not all here: {error}", build_command(named)) from error
+    check_triton(triton.__version__, named, str(triton.__file__))
+    built: dict[str, list[CodeObject]] = {}
+    with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for architecture in architectures:
+            folder, items = destination / architecture, all_builds([architecture])
+            folder.mkdir(parents=True, exist_ok=True)
+            built[architecture] = list(pool.map(compile_one, items, [folder] * len(items), chunksize=4))
+            write_manifest(folder, architecture, built[architecture])
+    return built
+
+
+def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> None:
+    """manifest.json, complete or not there: written beside and renamed."""
+    manifest: dict[str, Any] = {
+        "version": MANIFEST_VERSION,
+        "architecture": architecture,
+        "tools": {"triton": metadata.version("triton")},
+        "sources_sha256": source_digest(),
+        "kernels": [asdict(code) for code in codes],
+    }
+    partial = folder / "manifest.json.tmp"
+    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    partial.rename(folder / "manifest.json")
+    keep = {code.file for code in codes} | {"manifest.json"}
+    for path in folder.iterdir():
+        if path.name not in keep:
+            path.unlink()
+
+
+def main() -> None:
+    """`python -m frontier_llm.ops.aot.build DESTINATION [ARCH…]`: what setup.py build_ops runs."""
+    import sys
+
+    destination, *architectures = sys.argv[1:]
+    for architecture, codes in build(architectures or list(ARCHITECTURES), Path(destination)).items():
+        size = sum((Path(destination) / architecture / code.file).stat().st_size for code in codes)
+        print(f"{architecture}: {len(codes)} kernels, {size / 1e6:.1f} MB, {sum(code.spills > 0 for code in codes)} with spilled registers")
+
+
+if __name__ == "__main__":
+    main()

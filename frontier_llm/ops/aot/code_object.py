@@ -1,0 +1,167 @@
+"""What a code object itself says of its kernel, and whether that is what the launcher gives it.
+
+Read from the ELF file: AMD's metadata note (msgpack) or NVIDIA's .nv.info sections. Needs no Triton and no vendor's tool. Only the build and
+the tests read code objects; a launch takes what the build wrote into the manifest.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from elftools.common.exceptions import ELFError
+from elftools.construct import ConstructError
+from elftools.elf.elffile import ELFFile
+
+from frontier_llm.errors import BackendError
+from frontier_llm.ops.kernel_table import ARCHITECTURES
+
+_NT_AMDGPU_METADATA = 32
+# NVIDIA's attributes: of a kernel, then of the whole file (each there begins with the symbol's index)
+_PARAMETER, _THREADS, _PARAMETER_BANK = 0x17, 0x10, 0x0A
+_REGISTERS, _STACK = 0x2F, 0x12
+_WITH_PAYLOAD, _GLOBAL_SPACE = 4, 4
+_BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # a pointer has 8
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One argument in the buffer that the driver fills."""
+
+    offset: int
+    size_bytes: int
+    pointer: bool
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A kernel's own account of how it must be launched and of what it uses."""
+
+    architecture: str
+    symbol: str
+    parameters: tuple[Slot, ...]
+    parameters_bytes: int  # what the driver copies; on AMD without the hidden ones (hidden_block_count_x …), which it fills itself
+    threads: int  # of a block
+    wave: int
+    registers: int  # of a thread; AMD: vector registers with the accumulation registers
+    spills: int  # AMD: registers; NVIDIA: words on a thread's stack
+
+
+def read(image: bytes) -> Declared:
+    """The only kernel of a code object. Raises BackendError for a file that does not say what is asked of it."""
+    try:
+        elf = ELFFile(io.BytesIO(image))
+        machine = elf["e_machine"]
+        if machine == "EM_AMDGPU":
+            return _read_amd(elf)
+        if machine == "EM_CUDA":
+            return _read_nvidia(elf)
+    except (ELFError, ConstructError, ValueError, KeyError, IndexError, struct.error) as error:
+        raise BackendError(f"a code object that cannot be read: {type(error).__name__}: {error}") from error
+    raise BackendError("not a code object of AMD's or NVIDIA's")
+
+
+def check_launch(declared: Declared, architecture: str, symbol: str, kinds: Sequence[str], threads: int, shared_bytes: int) -> None:
+    """The kernel wants what csrc/gpu_launcher.cpp gives: these arguments and two scratch pointers, in blocks that the machine can have.
+
+    `kinds` are the arguments' types in launch order. Raises BackendError that names every difference.
+    """
+    machine = ARCHITECTURES[architecture]
+    pointers = [kind.startswith("*") for kind in kinds] + [True, True]
+    given, end = [], 0
+    for pointer, size in zip(pointers, [*(_BYTES.get(kind, 8) for kind in kinds), 8, 8], strict=True):
+        offset = -(-end // size) * size
+        given.append(Slot(offset, size, pointer))
+        end = offset + size
+    asked = {
+        "architecture": (declared.architecture, architecture),
+        "symbol": (declared.symbol, symbol),
+        "threads of a block": (declared.threads, threads),
+        "threads of a wave": (declared.wave, machine.wave),
+        "number of arguments": (len(declared.parameters), len(given)),
+        "bytes of all arguments": (declared.parameters_bytes, end),
+    }
+    for index, (wanted, ours) in enumerate(zip(declared.parameters, given, strict=False)):
+        asked[f"argument {index} ({[*kinds, 'scratch', 'scratch'][index]})"] = (wanted, ours)
+    differences = [
+        f"{what}: the code object says {theirs}, the launcher gives {ours}" for what, (theirs, ours) in asked.items() if theirs != ours
+    ]
+    if shared_bytes > machine.block_shared_bytes:
+        differences.append(f"{shared_bytes} bytes of shared memory: a block has at most {machine.block_shared_bytes}")
+    if differences:
+        raise BackendError("; ".join(differences), "use the Triton that docs/ops.md names", f"code object of {symbol}")
+
+
+def sections(elf: ELFFile) -> dict[str, bytes]:
+    """Content of each section by name; of those that take no room in the file, nothing."""
+    return {section.name: section.data() for section in elf.iter_sections() if section["sh_type"] != "SHT_NOBITS"}
+
+
+def amd_metadata(elf: ELFFile) -> dict[str, Any]:
+    """What LLVM's "User Guide for AMDGPU Backend" calls the code object's metadata."""
+    note = sections(elf)[".note"]
+    owner_bytes, size, kind = struct.unpack_from("<3I", note)
+    if kind != _NT_AMDGPU_METADATA:
+        raise ValueError(f"a note of kind {kind}")
+    begin = 12 + -(-owner_bytes // 4) * 4
+    metadata: dict[str, Any] = msgpack.unpackb(note[begin : begin + size])
+    return metadata
+
+
+def _read_amd(elf: ELFFile) -> Declared:
+    metadata = amd_metadata(elf)
+    (kernel,) = metadata["amdhsa.kernels"]
+    own = [argument for argument in kernel[".args"] if not argument[".value_kind"].startswith("hidden_")]
+    parameters = tuple(Slot(a[".offset"], a[".size"], a[".value_kind"] == "global_buffer") for a in own)
+    if kernel[".uses_dynamic_stack"] or kernel[".group_segment_fixed_size"]:
+        raise ValueError("a kernel with a dynamic stack, or with shared memory that is not the launcher's to give")
+    return Declared(
+        architecture=metadata["amdhsa.target"].rpartition("-")[2],
+        symbol=kernel[".symbol"].removesuffix(".kd"),
+        parameters=parameters,
+        parameters_bytes=max(parameter.offset + parameter.size_bytes for parameter in parameters),
+        threads=kernel[".max_flat_workgroup_size"],
+        wave=kernel[".wavefront_size"],
+        registers=kernel[".vgpr_count"],
+        spills=kernel[".vgpr_spill_count"] + kernel[".sgpr_spill_count"],
+    )
+
+
+def _read_nvidia(elf: ELFFile) -> Declared:
+    content = sections(elf)
+    (symbol,) = (name.removeprefix(".nv.info.") for name in content if name.startswith(".nv.info."))
+    flags, abi = elf["e_flags"], elf["e_ident"]["EI_ABIVERSION"]
+    found: dict[int, list[bytes]] = {}
+    for name in (".nv.info", f".nv.info.{symbol}"):
+        for attribute, payload in _attributes(content[name]):
+            found.setdefault(attribute, []).append(payload)
+    parameters = {}
+    for payload in found[_PARAMETER]:
+        _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
+        parameters[ordinal] = Slot(offset, packed >> 18, packed >> 8 & 0xF == _GLOBAL_SPACE)
+    ((registers,), (stack,)) = (struct.unpack("<4xI", *found[attribute]) for attribute in (_REGISTERS, _STACK))
+    x, y, z = struct.unpack("<3I", *found[_THREADS])
+    return Declared(
+        architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",  # its place changed with ABI 8
+        symbol=symbol,
+        parameters=tuple(parameters[ordinal] for ordinal in range(len(parameters))),
+        parameters_bytes=struct.unpack("<4xHH", *found[_PARAMETER_BANK])[1],
+        threads=x * y * z,
+        wave=32,
+        registers=registers,
+        spills=stack // 4,
+    )
+
+
+def _attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
+    """(attribute, payload) of an .nv.info section; those whose value is in the header come with those two bytes."""
+    at = 0
+    while at < len(section):
+        form, attribute, value = struct.unpack_from("<BBH", section, at)
+        size = value if form == _WITH_PAYLOAD else 0
+        yield attribute, section[at + 4 : at + 4 + size] if size else section[at + 2 : at + 4]
+        at += 4 + size

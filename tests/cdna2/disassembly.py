@@ -1,0 +1,129 @@
+"""A code object as a list of instructions: llvm-objdump's text, taken apart, and the kernel descriptor."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
+
+from frontier_llm.errors import BackendError
+from frontier_llm.ops.aot.code_object import sections
+
+_LINE = re.compile(r"^\s+(?P<text>[a-z]\S*(?: .*?)?)\s*// (?P<address>[0-9A-F]+): (?P<words>[0-9A-F ]+)")
+_ENCODING = re.compile(r"_(e32|e64|sdwa|dpp)$")
+_BRANCH = re.compile(r"s_c?branch_?\w*$")
+_PRESERVE_DENORMALS = 0xF0  # of the float mode's 8 bits: round to nearest even, subnormals as they are, in every type
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of the disassembly. `mnemonic` is without the encoding's suffix; `words` are the machine code."""
+
+    address: int
+    mnemonic: str
+    encoding: str
+    operands: tuple[str, ...]
+    modifiers: dict[str, str]
+    text: str
+    target: int = -1  # index of the instruction that a branch leads to
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """What the kernel asks the command processor to put into registers (LLVM: Kernel Descriptor for GFX90A)."""
+
+    vector_registers: int  # of both kinds
+    accumulation_offset: int  # where the accumulation registers begin
+    kernarg_register: int  # first of two scalar registers with the arguments' address
+    group_id_registers: tuple[int, ...]  # of the grid's x, y, z as far as they are asked for
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A kernel that can be run."""
+
+    symbol: str
+    instructions: tuple[Instruction, ...]
+    descriptor: Descriptor
+
+
+def disassemble(image: bytes, symbol: str) -> Program:
+    """The kernel of a gfx90a code object. Raises BackendError without llvm-objdump, or for what the simulator does not know."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.hsaco"
+        path.write_bytes(image)
+        command = [find_objdump(), "-d", "--mcpu=gfx90a", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode:
+        raise BackendError(f"llvm-objdump cannot read it: {done.stderr.strip()}", "take LLVM 14 or later", f"code object of {symbol}")
+    return Program(symbol, parse(done.stdout), _descriptor(image, symbol))
+
+
+@cache
+def find_objdump() -> str:
+    """Path of llvm-objdump; raises BackendError that says what to install."""
+    compiler = shutil.which("hipcc")  # ROCm's module puts its bin folder on PATH, but not always LLVM's
+    rocm = [Path(compiler).resolve().parents[1]] if compiler else []
+    for path in (None, *(str(folder / "llvm" / "bin") for folder in (*rocm, Path("/opt/rocm")))):
+        for name in ("llvm-objdump", *(f"llvm-objdump-{version}" for version in range(25, 13, -1))):
+            if found := shutil.which(name, path=path):
+                return found
+    raise BackendError(
+        "llvm-objdump is neither on PATH nor in ROCm", "apt-get install llvm, or load the rocm module", "simulator of gfx90a"
+    )
+
+
+def parse(listing: str) -> tuple[Instruction, ...]:
+    """The instructions of a disassembly, branches resolved."""
+    lines = [line for line in map(_LINE.match, listing.splitlines()) if line]
+    index = {int(line["address"], 16): position for position, line in enumerate(lines)}
+    return tuple(_instruction(line["text"], int(line["address"], 16), line["words"].split(), index) for line in lines)
+
+
+def _instruction(text: str, address: int, words: list[str], index: dict[int, int]) -> Instruction:
+    name, _, rest = text.partition(" ")
+    encoding = _ENCODING.search(name)
+    tokens, operands = rest.split(), []
+    while tokens:
+        operands.append(tokens[0].removesuffix(","))
+        if not tokens.pop(0).endswith(","):
+            break
+    target = -1
+    if _BRANCH.match(name):
+        offset = int(words[0], 16) & 0xFFFF
+        target = index[address + 4 + 4 * ((offset ^ 0x8000) - 0x8000)]
+    if name == "s_waitcnt":
+        operands, tokens = [], [token.replace("(", ":").removesuffix(")") for token in rest.split()]
+    modifiers = {name: value for name, _, value in (token.partition(":") for token in tokens)}
+    base = name[: encoding.start()] if encoding else name
+    return Instruction(address, base, encoding[1] if encoding else "", tuple(operands), modifiers, text, target)
+
+
+def _descriptor(image: bytes, symbol: str) -> Descriptor:
+    data = sections(ELFFile(io.BytesIO(image))).get(".rodata", b"")
+    if len(data) != 64:
+        raise BackendError(f"{len(data)} bytes where a kernel descriptor of 64 should be", where=f"code object of {symbol}")
+    rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<3I2H", data, 44)
+    # private segment buffer, dispatch pointer, queue pointer come before the arguments' address
+    before = sum(size for bit, size in enumerate((4, 2, 2)) if properties >> bit & 1)
+    user = rsrc2 >> 1 & 0x1F
+    known = {
+        "float mode": (rsrc1 >> 12 & 0xFF, _PRESERVE_DENORMALS),
+        "kernel code properties (private segment buffer, arguments' address)": (properties & ~1, 8),
+        "scalar registers that the arguments are loaded into": (user - before - 2, preload & 0x7F),
+        "work-item ids in v0": (rsrc2 >> 11 & 3, 0),
+        "private segment": (rsrc2 & 1, 0),
+    }
+    unknown = [f"{what}: {found:#x}, the simulator knows {ours:#x}" for what, (found, ours) in known.items() if found != ours]
+    if unknown:
+        raise BackendError("; ".join(unknown), where=f"code object of {symbol}")
+    ids = tuple(user + place for place in range(sum(rsrc2 >> bit & 1 for bit in (7, 8, 9))))
+    return Descriptor(8 * ((rsrc1 & 0x3F) + 1), 4 * ((rsrc3 & 0x3F) + 1), before, ids)

@@ -1,0 +1,71 @@
+"""Loads that have not arrived: which registers may not be touched before which wait."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.cdna2.access import Access
+from tests.cdna2.disassembly import Instruction
+from tests.cdna2.fault import Violation
+from tests.cdna2.state import Array, Waves
+
+_COUNTERS = ("vm", "lgkm")
+
+
+class InFlight:
+    """Memory instructions end in the order of their issue, so a wait for all but n ends all but the last n; only scalar loads end in any order."""
+
+    def __init__(self, count: int) -> None:
+        self._issued = {counter: np.zeros(count, np.int64) for counter in _COUNTERS}
+        self._ended = {counter: np.zeros(count, np.int64) for counter in _COUNTERS}
+        self._last_scalar: Array = np.zeros(count, np.int64)
+        self._last_local: Array = np.zeros(count, np.int64)
+        # by register and counter, per wave: the number of the load's issue; waves that parted load one register in different ways
+        self.registers: dict[tuple[bool, int], dict[str, Array]] = {}
+
+    def check(self, waves: Waves, touched: frozenset[tuple[bool, int]], by: Access | None) -> None:
+        """Raises Violation when a chosen wave touches a register whose load has not been waited for."""
+        for register in touched & self.registers.keys():
+            for counter, issue in self.registers[register].items():
+                if by and register in by.loads and by.counter == counter and not by.scalar:
+                    continue  # the later of two loads arrives later
+                early = issue[waves.chosen] > self._ended[counter][waves.chosen]
+                if early.any():
+                    name = f"{'v' if register[0] else 's'}{register[1]}"
+                    raise Violation(f"{name} is touched while its load is in flight: an s_waitcnt is missing", int(np.argmax(early)))
+
+    def issue(self, waves: Waves, access: Access) -> None:
+        """The chosen waves begin an access."""
+        issued = self._issued[access.counter]
+        issued[waves.chosen] += 1
+        if access.scalar:
+            self._last_scalar[waves.chosen] = issued[waves.chosen]
+        elif access.counter == "lgkm":
+            self._last_local[waves.chosen] = issued[waves.chosen]
+        for register in access.loads:
+            issue = self.registers.setdefault(register, {}).setdefault(access.counter, np.zeros_like(issued))
+            issue[waves.chosen] = issued[waves.chosen]
+
+    def wait(self, waves: Waves, instruction: Instruction) -> None:
+        """s_waitcnt."""
+        for name, text in instruction.modifiers.items():
+            counter = name.removesuffix("cnt")
+            if counter == "exp":
+                continue
+            left, chosen = int(text), waves.chosen
+            ended = self._issued[counter][chosen] - left
+            if counter == "lgkm" and left:
+                ended = np.where(self._last_scalar[chosen] > self._ended[counter][chosen], 0, ended)
+            self._ended[counter][chosen] = np.maximum(self._ended[counter][chosen], ended)
+        for register, issues in list(self.registers.items()):
+            left_over = {counter: issue for counter, issue in issues.items() if (issue > self._ended[counter]).any()}
+            if left_over:
+                self.registers[register] = left_over
+            else:
+                del self.registers[register]
+
+    def check_barrier(self, waves: Waves) -> None:
+        """Raises Violation when LDS accesses may still be under way: the barrier would order nothing."""
+        early = self._last_local[waves.chosen] > self._ended["lgkm"][waves.chosen]
+        if early.any():
+            raise Violation("a barrier while LDS accesses are in flight: s_waitcnt lgkmcnt(0) is missing", int(np.argmax(early)))

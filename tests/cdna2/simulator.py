@@ -1,0 +1,242 @@
+"""Runs a kernel over a grid: many waves step together, always those that are furthest behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from tests.cdna2 import matrix, scalar, vector
+from tests.cdna2.access import Access, Places, access
+from tests.cdna2.disassembly import Descriptor, Instruction, Program
+from tests.cdna2.fault import Fault, Violation
+from tests.cdna2.global_memory import Memory
+from tests.cdna2.in_flight import InFlight
+from tests.cdna2.local_memory import LocalMemory
+from tests.cdna2.operands import Unknown, operand
+from tests.cdna2.state import LANES, VCC, Array, Waves
+
+WAVES_AT_ONCE: Final = 64  # what numpy works on at a time: large enough to hide its overhead, small enough for the caches
+STEPS_AT_MOST: Final = 20_000_000  # of one lot of workgroups: an endless loop ends here
+_CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
+    "s_branch": lambda waves: np.ones(len(waves.waves), bool),
+    "s_cbranch_scc0": lambda waves: ~waves.scc[waves.chosen],
+    "s_cbranch_scc1": lambda waves: waves.scc[waves.chosen],
+    "s_cbranch_vccz": lambda waves: waves.mask(VCC) == 0,
+    "s_cbranch_vccnz": lambda waves: waves.mask(VCC) != 0,
+    "s_cbranch_execz": lambda waves: ~waves.lanes.any(axis=1),
+    "s_cbranch_execnz": lambda waves: waves.lanes.any(axis=1),
+}
+_CLASSES: Final = (("v_mfma", "mfma"), ("v_", "valu"), ("s_waitcnt", "waits"), ("s_barrier", "barriers"), ("s_load", "smem"),
+                   ("s_", "salu"), ("ds_", "lds"), ("global_", "vmem"), ("buffer_", "vmem"))  # fmt: skip
+
+
+@dataclass
+class Counts:
+    """Instructions that were executed, by class and in all waves together, and the bytes that active lanes moved."""
+
+    waves: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def per_wave(self) -> dict[str, float]:
+        """Instructions of each class that a wave executes on average."""
+        return {name: count / self.waves for name, count in self.instructions.items()}
+
+
+def class_of(mnemonic: str) -> str:
+    """valu, salu, mfma, vmem, smem, lds, waits or barriers."""
+    return next(name for prefix, name in _CLASSES if mnemonic.startswith(prefix))
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """An instruction that can be executed. `control`: it moves the program counter."""
+
+    instruction: Instruction
+    touched: frozenset[tuple[bool, int]]
+    step: scalar.Step | None = None
+    access: Access | None = None
+    control: bool = False
+
+
+def run(
+    program: Program, grid: tuple[int, int, int], threads: int, shared_bytes: int, kernarg: bytes, memory: Memory, *,
+    trace: list[int] | None = None, workgroups: int | None = None,
+) -> Counts:  # fmt: skip
+    """Execute a kernel; `kernarg` is the buffer of its arguments. Raises Fault.
+
+    `trace` gets the indexes of the instructions that the first wave executes. With `workgroups` only so many of the grid's first are executed.
+    """
+    compiled = _compiled(program)
+    arguments = np.frombuffer(bytearray(kernarg), np.uint8)
+    address = memory.add("the arguments", arguments)
+    counts, waves_per_group, groups = Counts(), threads // LANES, workgroups or math.prod(grid)
+    lot = max(1, WAVES_AT_ONCE // waves_per_group)
+    for first in range(0, groups, lot):
+        ids = np.unravel_index(np.arange(first, min(first + lot, groups)), grid[::-1])[::-1]
+        waves = _start(program.descriptor, ids, waves_per_group, shared_bytes, address)
+        _Lot(program, compiled, waves, memory, counts, trace if first == 0 else None, first).execute()
+    return counts
+
+
+@lru_cache(maxsize=256)
+def _compiled(program: Program) -> list[_Compiled]:
+    return [_compile(instruction, program.descriptor) for instruction in program.instructions]
+
+
+def _compile(instruction: Instruction, descriptor: Descriptor) -> _Compiled:
+    name = instruction.mnemonic
+    if name == "s_waitcnt" and not instruction.modifiers.keys() <= {"vmcnt", "lgkmcnt", "expcnt"}:
+        raise Fault("unknown to the simulator: counters", where=instruction.text)
+    if name in _CONDITIONS or name in ("s_barrier", "s_endpgm", "s_waitcnt", "s_nop"):
+        return _Compiled(instruction, frozenset(), control=name not in ("s_nop", "s_waitcnt"))
+    try:
+        touched = frozenset().union(*(_touched(text, descriptor) for text in instruction.operands))
+        if memory_access := access(instruction, descriptor):
+            return _Compiled(instruction, touched, access=memory_access)
+        for kind in (scalar, matrix, vector):
+            if step := kind.step(instruction, descriptor):
+                return _Compiled(instruction, touched, step)
+        raise Unknown("instruction")
+    except (Unknown, ValueError, KeyError) as error:
+        raise Fault(f"unknown to the simulator: {error}", where=instruction.text) from error
+
+
+def _touched(text: str, descriptor: Descriptor) -> frozenset[tuple[bool, int]]:
+    return operand(text, descriptor).rows if text != "off" and not text.startswith("0x") else frozenset()
+
+
+def _start(descriptor: Descriptor, ids: tuple[Any, ...], waves_per_group: int, shared_bytes: int, kernarg: int) -> Waves:
+    """The registers as the command processor leaves them: without preloaded arguments, which the kernel's first instructions load."""
+    waves = Waves(descriptor.vector_registers, len(ids[0]), waves_per_group, shared_bytes)
+    waves.scalar[descriptor.kernarg_register] = kernarg & 0xFFFFFFFF
+    waves.scalar[descriptor.kernarg_register + 1] = kernarg >> 32
+    for register, of_axis in zip(descriptor.group_id_registers, ids, strict=False):
+        waves.scalar[register] = np.repeat(of_axis, waves_per_group)
+    thread = np.arange(waves_per_group * LANES, dtype=np.uint32).reshape(1, waves_per_group, LANES)
+    waves.vector[0] = np.broadcast_to(thread, (len(ids[0]), waves_per_group, LANES)).reshape(-1, LANES)
+    return waves
+
+
+class _Lot:
+    """The workgroups that run together."""
+
+    def __init__(
+        self, program: Program, compiled: list[_Compiled], waves: Waves, memory: Memory, counts: Counts, trace: list[int] | None, first: int
+    ) -> None:
+        self.program, self.compiled, self.waves, self.counts, self.trace, self.first = program, compiled, waves, counts, trace, first
+        groups = waves.count // waves.waves_per_group
+        self.places = Places(memory, LocalMemory(groups, waves.waves_per_group, waves.shared_bytes))
+        self.in_flight = InFlight(waves.count)
+        self.at: Array = np.zeros(waves.count, np.int64)
+        self.waiting: Array = np.zeros(waves.count, bool)
+        self.ended: Array = np.zeros(waves.count, bool)
+        self.steps = 0
+
+    def execute(self) -> None:
+        """Until every wave has ended."""
+        executed = [0] * len(self.compiled)
+        with np.errstate(all="ignore"):
+            while not self.ended.all():
+                self._step_together(executed)
+        self.counts.waves += self.waves.count
+        for compiled, times in zip(self.compiled, executed, strict=True):
+            if times:
+                name = class_of(compiled.instruction.mnemonic)
+                self.counts.instructions[name] = self.counts.instructions.get(name, 0) + times
+
+    def _step_together(self, executed: list[int]) -> None:
+        """Choose the waves that are furthest behind and run them until they reach others, part, wait or end."""
+        able = ~(self.waiting | self.ended)
+        if not able.any():
+            self._fail(
+                Violation("a barrier that not all waves of the workgroup reach", int(np.argmax(self.waiting))), np.arange(self.waves.count)
+            )
+        at = int(self.at[able].min())
+        chosen = np.flatnonzero(able & (self.at == at))
+        others = self.at[able & (self.at > at)]
+        limit = int(others.min()) if len(others) else len(self.compiled)
+        self.waves.choose(chosen)
+        traced = self.trace if self.trace is not None and chosen[0] == 0 else None
+        while at < limit:
+            compiled = self.compiled[at]
+            executed[at] += len(chosen)
+            self.steps += 1
+            if traced is not None:
+                traced.append(at)
+            try:
+                if self.steps > STEPS_AT_MOST:
+                    raise Violation(f"no end after {STEPS_AT_MOST} steps")
+                if not compiled.control:
+                    self._straight(compiled)
+                    at += 1
+                    continue
+                following = self._control(compiled.instruction, at)
+            except Violation as violation:
+                self._fail(violation, chosen, compiled.instruction)
+            if following is None:
+                return
+            at = following
+        self.at[chosen] = at
+
+    def _straight(self, compiled: _Compiled) -> None:
+        if self.in_flight.registers and not compiled.touched.isdisjoint(self.in_flight.registers):
+            self.in_flight.check(self.waves, compiled.touched, compiled.access)
+        if compiled.step:
+            compiled.step(self.waves)
+        elif compiled.access:
+            compiled.access.step(self.waves, self.places)
+            self.in_flight.issue(self.waves, compiled.access)
+            self._count_bytes(compiled)
+        elif compiled.instruction.mnemonic == "s_waitcnt":
+            self.in_flight.wait(self.waves, compiled.instruction)
+
+    def _control(self, instruction: Instruction, at: int) -> int | None:
+        """Where all chosen waves go on; None when they part, wait or end, and `self.at` says where each one is."""
+        chosen = self.waves.waves
+        if instruction.mnemonic == "s_endpgm":
+            self.ended[chosen] = True
+            return None
+        if instruction.mnemonic == "s_barrier":
+            self.in_flight.check_barrier(self.waves)
+            self._wait_for_group(chosen, at + 1)
+            return None
+        taken = _CONDITIONS[instruction.mnemonic](self.waves)
+        if taken.all():
+            return instruction.target
+        if not taken.any():
+            return at + 1
+        self.at[chosen] = np.where(taken, instruction.target, at + 1)
+        return None
+
+    def _wait_for_group(self, chosen: Array, following: int) -> None:
+        self.at[chosen], self.waiting[chosen] = following, True
+        by_group = self.waiting.reshape(-1, self.waves.waves_per_group)
+        there = by_group.all(axis=1)
+        positions = self.at.reshape(by_group.shape)[there]
+        if (positions != positions[:, :1]).any():
+            raise Violation("waves of one workgroup wait at different barriers")
+        by_group[there] = False
+        self.places.local.epoch[there] += 1
+
+    def _count_bytes(self, compiled: _Compiled) -> None:
+        assert compiled.access
+        name, lanes = compiled.instruction.mnemonic, int(self.waves.lanes.sum())
+        kind = class_of(name)
+        kind += {"vmem": " stored" if "store" in name else " loaded", "lds": " written" if "write" in name else " read"}.get(kind, "")
+        size = compiled.access.size * (len(self.waves.waves) if compiled.access.scalar else lanes)
+        self.counts.bytes_moved[kind] = self.counts.bytes_moved.get(kind, 0) + size
+
+    def _fail(self, violation: Violation, chosen: Array, instruction: Instruction | None = None) -> None:
+        wave = int(chosen[violation.wave])
+        group, inside = divmod(wave, self.waves.waves_per_group)
+        where = f"{self.program.symbol}, workgroup {self.first + group}, wave {inside}"
+        where += "" if violation.lane is None else f", lane {violation.lane}"
+        where += f", at {instruction.address:#x}: {instruction.text}" if instruction else ""
+        raise Fault(violation.what, where=where) from violation

@@ -1,0 +1,153 @@
+"""How long a compute unit takes for a kernel: the instructions that one wave executed, issued again under the machine's rates.
+
+A model, not a measurement. One SIMD is simulated with as many waves as it holds, each a copy of the traced one, and a quarter of what the four
+SIMDs of a compute unit share. A wave issues in order; waves overlap where they want different units, and the oldest one goes first. Waits for
+results of vector and matrix instructions are in the code (gfx90a's compiler puts s_nop there), those for memory at s_waitcnt. Not modelled:
+bank conflicts, misses of the instruction cache, waves of a workgroup that arrive at a barrier at different times.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tests.cdna2.access import access
+from tests.cdna2.disassembly import Instruction, Program
+from tests.cdna2.state import LANES
+
+SIMDS: Final = 4  # of a compute unit
+_QUARTER_RATE = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_f|v_mul_(lo|hi)_|v_mad_[ui]64_")
+_MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a compute unit of the MI250X, in cycles of its clock.
+
+    Matrix rate: 191.5 TFLOP/s per GCD of 110 compute units at 1.7 GHz (AMD, CDNA 2 white paper) are 1024 FLOP per cycle. LDS: 128 bytes per cycle, vector L1:
+    64. The latencies are assumptions: an LDS access of some 64 cycles, a load that hits L2 some 500 under load.
+    """
+
+    matrix_flops: int = 1024
+    lds_bytes: int = 128
+    cache_bytes: int = 64
+    lds_latency: int = 64
+    memory_latency: int = 500
+    scalar_latency: int = 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Cycles per wave of a SIMD that always has its full number of waves, and the shares of that time in which its units are busy."""
+
+    cycles: float
+    matrix_share: float
+    vector_share: float
+    lds_share: float
+
+
+@dataclass(frozen=True)
+class _Issue:
+    """What an instruction asks of the SIMD: its unit, the cycles for which it keeps the unit and the wave, and when its result is there."""
+
+    unit: str = ""
+    busy: float = 0
+    holds: int = 4
+    latency: int = 0
+    counter: str = ""  # "vm" or "lgkm": its end is waited for there
+    waits: tuple[tuple[str, int], ...] = ()
+
+
+def time_of(program: Program, trace: Sequence[int], waves_per_simd: int, rates: Rates | None = None) -> Timing:
+    """Issue a traced wave's instructions on a SIMD that holds `waves_per_simd` of them (`Architecture.waves_per_simd`)."""
+    known = {index: _issue(program, program.instructions[index], rates or Rates()) for index in set(trace)}
+    issues = [known[index] for index in trace]
+    simd = _Simd([_Wave(issues) for _ in range(max(1, waves_per_simd))])
+    simd.play()
+    total = max(wave.ready for wave in simd.waves)
+    shares = {unit: busy / total for unit, busy in simd.busy.items()}
+    return Timing(total / len(simd.waves), *(shares.get(unit, 0.0) for unit in ("matrix", "vector", "lds")))
+
+
+def matrix_flops(instruction: Instruction) -> int:
+    """FLOPs of a matrix instruction; 0 for every other."""
+    found = _MATRIX.match(instruction.mnemonic)
+    return 2 * math.prod(map(int, found.groups())) if found else 0
+
+
+def _issue(program: Program, instruction: Instruction, rates: Rates) -> _Issue:
+    name = instruction.mnemonic
+    if flops := matrix_flops(instruction):
+        return _Issue("matrix", flops * SIMDS / rates.matrix_flops)
+    if name == "s_nop":
+        return _Issue(holds=4 * (int(instruction.operands[0], 0) + 1))
+    if name == "s_waitcnt":
+        waits = ((counter.removesuffix("cnt"), int(left)) for counter, left in instruction.modifiers.items())
+        return _Issue(waits=tuple(wait for wait in waits if wait[0] != "exp"))
+    if name.startswith("v_"):
+        cycles = 16 if _QUARTER_RATE.match(name) else 4
+        return _Issue("vector", cycles, cycles)
+    if made := access(instruction, program.descriptor):
+        if made.scalar:
+            return _Issue("scalar", 4, latency=rates.scalar_latency, counter="lgkm")
+        if made.counter == "lgkm":
+            return _Issue("lds", LANES * made.size * SIMDS / rates.lds_bytes, latency=rates.lds_latency, counter="lgkm")
+        return _Issue("memory", LANES * made.size * SIMDS / rates.cache_bytes, latency=rates.memory_latency, counter="vm")
+    return _Issue("scalar", 4)
+
+
+@dataclass
+class _Wave:
+    issues: list[_Issue]
+    at: int = 0
+    ready: float = 0.0
+    under_way: dict[str, deque[float]] = field(default_factory=lambda: {"vm": deque(), "lgkm": deque()})
+
+    @property
+    def ended(self) -> bool:
+        return self.at == len(self.issues)
+
+    def wait(self, waits: Sequence[tuple[str, int]]) -> None:
+        """Until at most so many accesses of a counter are under way."""
+        for counter, left in waits:
+            queue = self.under_way[counter]
+            while len(queue) > left:
+                self.ready = max(self.ready, queue.popleft())
+
+
+class _Simd:
+    def __init__(self, waves: list[_Wave]) -> None:
+        self.waves = waves
+        self.free: dict[str, float] = dict.fromkeys(("matrix", "vector", "lds", "memory", "scalar"), 0.0)
+        self.busy: dict[str, float] = dict.fromkeys(self.free, 0.0)
+
+    def play(self) -> None:
+        """Until every wave has ended; of those that could issue first, the oldest does."""
+        while waves := [wave for wave in self.waves if not wave.ended]:
+            wave = min(waves, key=lambda wave: (self._start(wave), self.waves.index(wave)))
+            self._issue(wave)
+
+    def _start(self, wave: _Wave) -> float:
+        issue = wave.issues[wave.at]
+        if not issue.unit:
+            return wave.ready
+        # a matrix instruction passes through the vector units' issue port
+        return max(wave.ready, self.free[issue.unit], self.free["vector"] if issue.unit == "matrix" else 0.0)
+
+    def _issue(self, wave: _Wave) -> None:
+        issue, start = wave.issues[wave.at], self._start(wave)
+        wave.at += 1
+        wave.ready = start + issue.holds
+        if issue.unit:
+            self.free[issue.unit] = start + issue.busy
+            self.busy[issue.unit] += issue.busy
+        if issue.unit == "matrix":
+            self.free["vector"] = start + issue.holds
+            self.busy["vector"] += issue.holds
+        if issue.counter:
+            wave.under_way[issue.counter].append(start + issue.busy + issue.latency)
+        wave.wait(issue.waits)

@@ -1,0 +1,77 @@
+"""The machine code that is shipped for gfx90a, executed: every bf16 code object here, all of them by `scripts/check_gfx90a.py --all`."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from frontier_llm.ops import Scores, check, manifest
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.kernel_table import variants
+from frontier_llm.ops.prebuilt import PrebuiltKernels
+from scripts.check_gfx90a import simulate
+from tests.cdna2 import Fault, Memory, disassemble, run
+from tests.cdna2.driver import SimulatedGpu, TracingGpu, as_bytes
+from tests.cdna2.timing import matrix_flops
+
+
+def test_every_bf16_code_object_computes_what_the_reference_does(objects):
+    results = list(simulate(objects, ["bf16"]))
+    assert not [result for result in results if not result["ok"]]
+    shipped = {line["file"] for line in manifest.read_manifest("gfx90a", objects)["kernels"] if line["dtype"] == "bf16"}
+    assert shipped <= {file for result in results for file in result["files"]}
+    assert all(result["instructions"] > 0 for result in results)
+
+
+@pytest.mark.parametrize("kernel", ["attention_forward", "attention_grad_kv", "attention_grad_q"])
+@pytest.mark.parametrize("variant", ["d64", "d64-extras", "d128", "d128-extras", "d256", "d256-extras"])
+def test_attention_computes_no_product_twice(objects, kernel, variant):
+    """Warps that outnumber the tiles of their block's rows compute the same: 4 warps on 64 rows with 32 x 32 instructions did, at half the speed."""
+    blocks = variants(kernel, "gfx90a")[variant]
+    dim, outer = blocks.constants["BLOCK_D"], blocks.constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
+    q, k, v = (torch.randn(2 * outer, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    extras = (torch.ones(1), torch.zeros(1, 2 * outer)) if blocks.constants["EXTRAS"] else ()
+    gpu = TracingGpu()
+    out = GpuOps(PrebuiltKernels("gfx90a", objects, gpu)).attention(q, k, v, Scores(dim**-0.5, *extras))
+    if kernel != "attention_forward":
+        out.backward(out.detach())
+    program, trace = gpu.traces[kernel]
+    executed = blocks.warps * sum(matrix_flops(program.instructions[place]) for place in trace)
+    products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[kernel]
+    assert executed == 2 * products * dim * outer * 2 * outer  # the first workgroup has the longest way
+
+
+def test_attention_in_fp16_reads_views_where_they_lie(objects):
+    driver = SimulatedGpu()
+    ops = GpuOps(PrebuiltKernels("gfx90a", objects, driver))
+    fused = check.normal(33, 2, 2, 3, 64, dtype=torch.float16)
+    q, k, v = fused.unbind(3)
+    wide = [x.double() for x in (q, k, v)]
+    got, expected = ops.attention(q, k, v, Scores(0.125)), check.reference.attention(*wide, Scores(0.125))
+    assert check.units(got, expected) < 1.0
+    (launch,) = driver.launches
+    assert launch.symbol == "attention_forward" and launch.counts.instructions["mfma"] > 0
+    assert as_bytes(q).ctypes.data == fused.data_ptr()
+
+
+def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
+    kernels = PrebuiltKernels("gfx90a", objects, SimulatedGpu())
+    both = torch.zeros(2, 1504)  # on the host one begins where the other ends
+    with pytest.raises(Fault, match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes"):
+        kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[1], count=1520)
+    kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[0], count=1504)  # the same memory twice
+
+
+def test_the_two_ways_into_a_kernel_are_one(objects):
+    """Newer firmware loads the first arguments itself and enters 256 bytes later; the prologue must have loaded the same."""
+    program = disassemble((objects / "accumulate-fp16-any.hsaco").read_bytes(), "accumulate")
+    trace, count = [], 1024
+    main_grad, grad, memory = np.zeros(count, np.float32), np.ones(count, np.float16), Memory()
+    addresses = [memory.add(name, x.view(np.uint8)) for name, x in (("main", main_grad), ("grad", grad))]
+    counts = run(program, (1, 1, 1), 256, 0, struct.pack("<QQqQQ", *addresses, count, 0, 0), memory, trace=trace)
+    assert (main_grad == 1).all() and len(trace) == sum(counts.instructions.values()) / counts.waves
+    executed = [program.instructions[place].address - program.instructions[0].address for place in trace]
+    assert 256 in executed and all(address < 32 or address >= 256 for address in executed)
