@@ -42,7 +42,7 @@ _ROCM = (
         "GPU_MAX_HW_QUEUES",
         "8",
         "a hardware queue for each communicator: with the default of 4, streams share queues, and a receive that is posted ahead holds "
-        "up what its sender waits for (schedule/queues.py)",
+        "up what its sender waits for",
         "ROCm/rocm-systems#8916, ROCm/rccl#2191",
     ),
     Variable(

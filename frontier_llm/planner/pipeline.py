@@ -108,7 +108,7 @@ def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...],
     def duration(stage: int, action: Action) -> float:
         return seconds[action.kind, action.position]
 
-    return simulate(build(name, pp, m, v), duration, message)
+    return simulate(build(name, pp, m, v, messages=False), duration, message)
 
 
 def _contended(timeline: Timeline, w: Workload, rates: Rates) -> Timeline:

@@ -156,7 +156,7 @@ def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, tight: n
         plan = simulate_layout(model, _plain(w), rates)
         if plan.peak_bytes > rates.memory_bytes:
             continue  # exact stages hold more than the even spread assumed
-        spent += sum(len(actions) for actions in plan.played.timeline.schedule.actions)
+        spent += plan.played.timeline.schedule.length
         plans.append(plan)
     return sorted(plans, key=_preference)
 

@@ -165,6 +165,16 @@ class Schedule:
         """The lists without communication."""
         return tuple(tuple(action for action in actions if action.kind in _COMPUTES) for actions in self.actions)
 
+    @property
+    def length(self) -> int:
+        """Actions of all ranks in a training step, both sides of each message included, whether `actions` has them or not."""
+        crossings = sum(
+            self.placement.sent_by(kind, position) is not None
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            for position in range(len(self.placement.rank_of))
+        )
+        return sum(map(len, self.compute)) + 2 * crossings * self.microbatches
+
     def label(self, action: Action) -> str:
         """'F3' for people; 'F3.1' where ranks hold several virtual stages and this is a rank's second."""
         chunk = self.placement.rank_of[: action.position].count(self.placement.rank_of[action.position])

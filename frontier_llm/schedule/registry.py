@@ -76,11 +76,11 @@ def _unknown(name: str) -> Problem:
 
 
 @lru_cache(maxsize=32)
-def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: bool = True) -> Schedule:
     """The schedule `name` for `stages` pipeline ranks, `microbatches` per step and replica, `chunks` virtual stages per rank.
 
     Any count of microbatches >= 1 is legal for every schedule of the package. Raises LayoutError for an unknown name, a size below 1,
-    or chunks that the schedule does not take.
+    or chunks that the schedule does not take. Without `messages` it can be simulated, but not played.
     """
     wrong = [
         Problem(f"schedule {what}", f"{size} is below 1", "use 1 or more")
@@ -93,7 +93,8 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedul
         raise LayoutError(wrong)
     placement = _RULES[name].placement(stages, chunks)
     orders = [_RULES[name].order(placement, microbatches, rank) for rank in range(stages)]
-    return Schedule(name, placement, microbatches, with_messages(placement, orders))
+    actions = with_messages(placement, orders) if messages else tuple(map(tuple, orders))
+    return Schedule(name, placement, microbatches, actions)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
 from frontier_llm.comm.group import Sending
-from frontier_llm.pipeline import ActivationSpec, Engine
+from frontier_llm.pipeline import ActivationSpec, Engine, StageOutput
 from frontier_llm.pipeline.engine import SENDS_AHEAD
 from frontier_llm.schedule import Schedule, build, forward_only
 from frontier_llm.tensor_parallel import WeightGradients
@@ -76,6 +76,13 @@ class Add(Function):
         return grads[0], grads[0], None
 
 
+def mesh_of(rank: int, group: Neighbour) -> Mesh:
+    ones = [single(name) for name in ("tp", "dp", "world", "tied")]
+    pp = Axis("pp", rank, STAGES, tuple(range(STAGES)))
+    channels = {name: replace(pp, name=name, group=group) for name in ("forward", "backward")}  # type: ignore[arg-type]
+    return Mesh(ones[0], pp, *ones[1:], channels)
+
+
 def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:
     """(most outputs alive at once, the weight's gradient, the loss) of one rank among neighbours that always send at once."""
     outputs, weight, group = Living(), torch.ones(1, dtype=torch.float64, requires_grad=True), Neighbour(prompt)
@@ -84,10 +91,7 @@ def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tenso
         y = Add.apply(torch.ones(1, dtype=torch.float64) if x is None else x, weight, outputs)
         return y.sum() if rank == STAGES - 1 else y
 
-    ones = [single(name) for name in ("tp", "dp", "world", "tied")]
-    pp = Axis("pp", rank, STAGES, tuple(range(STAGES)))
-    channels = {name: replace(pp, name=name, group=group) for name in ("forward", "backward")}  # type: ignore[arg-type]
-    mesh = Mesh(ones[0], pp, *ones[1:], channels)
+    mesh = mesh_of(rank, group)
     engine = Engine(schedule, [stage], mesh, WeightGradients(), ActivationSpec((1,), torch.float64, torch.device("cpu")))
     loss = engine.run(lambda microbatch: microbatch, loss_scale=2.0)["loss"]
     assert outputs.now == 0
@@ -114,3 +118,24 @@ def test_an_evaluation_keeps_nothing_of_earlier_microbatches(rank: int) -> None:
 def test_the_last_stage_scales_its_loss_gradient() -> None:
     _, gradient, loss = play(build("1f1b", STAGES, MICROBATCHES), STAGES - 1)
     assert gradient.item() == 2.0 * MICROBATCHES and loss == 2.0 * MICROBATCHES
+
+
+@pytest.mark.parametrize("rank", range(STAGES))
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_further_loss_of_any_stage_joins_its_backward(name: str, rank: int) -> None:
+    """With its weight in the gradient, without it in the sum; the input's gradient has both parts."""
+    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    group = Neighbour(prompt=True)
+
+    def stage(x: Tensor | None, microbatch: Any) -> StageOutput:
+        y = (torch.ones(1, dtype=torch.float64) if x is None else x) + weight
+        return StageOutput(y.sum() if rank == STAGES - 1 else y, {"further": 3 * y.sum()})
+
+    engine = Engine(build(name, STAGES, MICROBATCHES), [stage], mesh_of(rank, group), WeightGradients(),
+                    ActivationSpec((1,), torch.float64, torch.device("cpu")), loss_weights={"further": 0.25, "absent": 1.0})  # fmt: skip
+    sums = {key: float(value) for key, value in engine.run(lambda microbatch: microbatch, loss_scale=2.0).items()}
+    y = 2.0
+    assert sums == {"loss": y * MICROBATCHES if rank == STAGES - 1 else 0.0, "further": 3 * y * MICROBATCHES, "absent": 0.0}
+    assert weight.grad is not None
+    own = 2.0 if rank == STAGES - 1 else 1.0  # the scale, or what the neighbour sends
+    assert weight.grad.item() == MICROBATCHES * (own + 2.0 * 0.25 * 3)

@@ -177,6 +177,14 @@ def test_one_stage_communicates_nothing(name: str) -> None:
     assert schedule.actions == schedule.compute
 
 
+@given(schedules())
+@settings(max_examples=50)
+def test_a_schedule_for_simulation_has_the_same_compute(schedule: Schedule) -> None:
+    bare = build(schedule.name, schedule.stages, schedule.microbatches, schedule.chunks, messages=False)
+    assert bare.compute == schedule.compute == bare.actions
+    assert bare.length == schedule.length == sum(map(len, schedule.actions))
+
+
 @given(st.permutations(range(4)), st.permutations(range(4)))
 def test_communication_fits_any_order_of_compute(forwards: list[int], backwards: list[int]) -> None:
     """All forwards in any order, then all backwards in any other, the same on each stage: still legal."""

@@ -1,0 +1,143 @@
+"""What enters by the documented doors: a schedule with another placement and a second loss, against the serial run; and the order of
+communication, entry by entry, against what the ranks' ledgers have."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from frontier_llm import schedule
+from frontier_llm.comm import Axis
+from frontier_llm.model import Microbatch, losses
+from frontier_llm.schedule import Action, Collectives, Kind, Placement, ScheduleRule, build, calls, check_order, posted_ahead, steps
+from frontier_llm.schedule.order import Call
+from frontier_llm.topology import make_plan
+from frontier_llm.train.step import train_step
+from tests.harness.pool import RankPool
+from tests.parity.cases import Case, pairwise
+from tests.parity.compare import differences, gather
+from tests.parity.play import Played, play
+from tests.parity.play import build as build_case
+
+# ------------------------------------------------------------------------------------------------------------ doors
+
+
+def v_placement(stages: int, chunks: int) -> Placement:
+    """Down the ranks and up again: the embedding and the head are both on rank 0."""
+    return Placement((*range(stages), *reversed(range(stages))))
+
+
+def v_order(placement: Placement, microbatches: int, rank: int) -> list[Action]:
+    """Two microbatches at a time, all forwards and then all backwards."""
+    down, up = placement.positions_of(rank)
+    order = []
+    for first in range(0, microbatches, 2):
+        pair = range(first, min(first + 2, microbatches))
+        order += [Action(Kind.FORWARD, microbatch, position) for position in (down, up) for microbatch in pair]
+        order += [Action(Kind.BACKWARD, microbatch, position) for position in (up, down) for microbatch in pair]
+    return order
+
+
+def small_activations(x_SBH: torch.Tensor, batch: Microbatch, tp: Axis) -> torch.Tensor:
+    """Mean square of what the last block returns, a share for each position."""
+    return x_SBH.square().mean(-1).sum() / batch.global_targets
+
+
+schedule.register("toy-v", ScheduleRule(v_order, v_placement, chunks=(2,)))
+losses.register("small-activations", losses.LossTerm(small_activations))
+
+
+def play_here(rank: int, case: Case) -> Played:
+    """In a module that registers the toys on the ranks too. What the toys move, `costs` does not know."""
+    return play(rank, case)._replace(traffic=[])
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize(("tp", "overlap"), [(1, True), (2, False)])
+def test_a_v_is_trained_as_one_rank_trains(ranks: RankPool, family: str, tp: int, overlap: bool) -> None:
+    """Tied embeddings: one tensor on rank 0, no sum over pipeline ranks; and untied."""
+    case = Case(family, tp=tp, pp=2, schedule="toy-v", overlap_messages=overlap, settings=("parallel.chunks=2",))
+    assert make_plan(case.config(), case.world_size).placement.ends == (0,)
+    serial = gather(ranks.run(1, play_here, case.serial()))
+    assert differences(gather(ranks.run(case.world_size, play_here, case)), serial) == []
+
+
+def play_with_term(rank: int, case: Case) -> tuple[Played, list[float]]:
+    """And the term's values, as the step reports them, of further steps."""
+    played = play_here(rank, case)
+    state = build_case(rank, case)
+    return played, [train_step(state).further_losses["small-activations"] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}], ids=str
+)
+def test_a_second_loss_is_trained_and_reported_as_one_rank_does(ranks: RankPool, parallel: dict) -> None:
+    weights = ("train.loss_weights={small-activations: 0.5}",)
+    case, one, without = Case("llama", **parallel, settings=weights), Case("llama", settings=weights), Case("llama")
+    serial = ranks.run(1, play_with_term, one)
+    here = ranks.run(case.world_size, play_with_term, case)
+    assert differences(gather([played for played, _ in here]), gather([serial[0][0]])) == []
+    for _, values in here:
+        assert values == pytest.approx(serial[0][1], rel=1e-9)
+    plain = differences(gather([serial[0][0]]), gather(ranks.run(1, play_here, without)))
+    assert any("gradient of layers.0" in line for line in plain), "the term has to pull"
+
+
+# ------------------------------------------------------------------------------------------------- order and ledger
+
+
+class Recorded(NamedTuple):
+    """One rank's ledger in a step, and how many entries it had when each action began."""
+
+    calls: list[Call]
+    begins: list[tuple[Action | None, int]]
+
+
+def record(rank: int, case: Case) -> Recorded:
+    state = build_case(rank, case)
+    train_step(state)  # the second step also has what the first one's weights still had under way
+    begins: list[tuple[Action | None, int]] = []
+    entries = state.mesh.ledger.recent = deque()
+    state.pipeline.on_action = lambda action: begins.append((action, len(entries)))
+    train_step(state)
+    return Recorded([(call.axis, call.operation) for call in entries], begins)
+
+
+def learned(recorded: dict[int, Recorded]) -> Collectives:
+    """What one rank of each pipeline stage has beside the messages: of the first action of a kind, and wherever dp sums start."""
+    inside: dict[tuple[Kind, int], list[Call]] = {}
+    instead: dict[Action, list[Call]] = {}
+    behind = {}
+    for stage, (entries, begins) in recorded.items():
+        before = entries[: begins[0][1]]
+        for (action, first), (_, end) in itertools.pairwise(begins):
+            if action is None or not action.kind.computes:
+                continue
+            own = [call for call in entries[first:end] if call[0] != "dp"]
+            assert inside.setdefault((action.kind, action.position), own) == own, f"{action} communicates unlike its kind"
+            if len(own) < end - first:
+                instead[action] = entries[first:end]
+        behind[stage] = entries[begins[-1][1] :]
+    return Collectives(inside, instead, before, behind)
+
+
+@pytest.mark.parametrize("case", [case for case in pairwise() if case.world_size > 1], ids=str)
+def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool, case: Case) -> None:
+    plan = make_plan(case.config(), case.world_size)
+    recorded = ranks.run(case.world_size, record, case)
+    places = [plan.grid.coordinates(rank) for rank in range(case.world_size)]
+    first = {place["pp"]: recorded[rank] for rank, place in enumerate(places) if place["tp"] == place["dp"] == 0}
+    collectives = learned(first)
+    strict = build(case.schedule, case.pp, plan.microbatches, case.chunks)
+    check_order(steps(strict, collectives, case.tp, case.dp))
+    played = strict
+    if case.overlap_messages:
+        played = replace(strict, actions=tuple(tuple(posted_ahead(actions)) for actions in strict.actions))
+    for place, (entries, _) in zip(places, recorded, strict=True):
+        assert entries == list(calls(played, place["pp"], collectives)), place
