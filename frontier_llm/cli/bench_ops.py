@@ -53,14 +53,14 @@ def ops(args: argparse.Namespace) -> int:
 
 def _lines(timings: list[Timing]) -> Iterator[str]:
     """One line per op: ours beside eager torch."""
-    yield (f"{'op':<22} {'ours':>9} {'eager':>9} {'gain':>6}   rate of ours")
+    yield f"{'op':<22} {'ours':>9} {'eager':>9} {'gain':>6}   rate of ours"
     for op, ways in groupby(timings, lambda timing: timing.op):
         timed = {timing.way: timing for timing in ways}
         for timing in timed.values():
             if timing.error and timing.way in ("ours", "eager", "all"):
-                yield (f"{op:<22} {timing.way}: {timing.error}")
+                yield f"{op:<22} {timing.way}: {timing.error}"
         ours, eager = timed.get("ours"), timed.get("eager")
         if ours and eager and not ours.error and not eager.error:
             rate = f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s" if ours.flops else f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
             times = f"{format_seconds(ours.seconds):>9} {format_seconds(eager.seconds):>9} {eager.seconds / ours.seconds:5.2f}x"
-            yield (f"{op:<22} {times}   {rate}")
+            yield f"{op:<22} {times}   {rate}"

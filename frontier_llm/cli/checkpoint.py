@@ -6,17 +6,20 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli import interchange
 from frontier_llm.cli.arguments import JSON, Command, aligned, command, option, show
 from frontier_llm.cli.progress import Progress
 from frontier_llm.errors import FrontierError
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from frontier_llm.checkpoint.inspect import Difference
 
 
 @command(
@@ -83,27 +86,25 @@ def _diff(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import compare
 
     result = compare(args.first, args.second)
-    if args.json:
-        print(json.dumps({**asdict(result), "same_state": result.same_state}, indent=1))
-        return int(not result.same_state)
-    tensors = [
-        (tensor.name, tensor.kind, f"{tensor.differing:,} of {tensor.elements:,}", f"{tensor.largest:.3g}") for tensor in result.tensors
-    ]
-    _section("progress, configuration, environment", map(str, result.changes))
-    _section(f"only in {args.first.name}", result.only_first)
-    _section(f"only in {args.second.name}", result.only_second)
-    _section("reshaped", result.reshaped)
-    if tensors:
-        print("tensors")
-        print(aligned([("  name", "kind", "elements that differ", "by at most"), *((f"  {name}", *rest) for name, *rest in tensors)]))
-    print("weights and optimizer state are bit-equal" if result.same_state else "weights or optimizer state differ")
+    show(args, {**asdict(result), "same_state": result.same_state}, lambda: "\n".join(_difference_lines(result, args)))
     return int(not result.same_state)
 
 
-def _section(title: str, lines: Iterable[str]) -> None:
-    text = "\n".join(f"  {shorten(line, 160, placeholder=' …')}" for line in lines)
-    if text:
-        print(f"{title}\n{text}")
+def _difference_lines(result: Difference, args: argparse.Namespace) -> Iterator[str]:
+    sections = {
+        "progress, configuration, environment": map(str, result.changes),
+        f"only in {args.first.name}": result.only_first,
+        f"only in {args.second.name}": result.only_second,
+        "reshaped": result.reshaped,
+    }
+    for title, lines in sections.items():
+        if text := "\n".join(f"  {shorten(line, 160, placeholder=' …')}" for line in lines):
+            yield f"{title}\n{text}"
+    if result.tensors:
+        rows = [(f"  {one.name}", one.kind, f"{one.differing:,} of {one.elements:,}", f"{one.largest:.3g}") for one in result.tensors]
+        yield "tensors"
+        yield aligned([("  name", "kind", "elements that differ", "by at most"), *rows])
+    yield "weights and optimizer state are bit-equal" if result.same_state else "weights or optimizer state differ"
 
 
 checkpoint = Command(

@@ -26,7 +26,9 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.topology import make_plan, plan_problems
 
     problems = [*plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
-    problems += _tensorboard_problems(config)
+    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        fix = "pip install tensorboard, or set train.tensorboard=false"
+        problems.append(Problem("train.tensorboard", "tensorboard is not installed", fix))
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
         raise ConfigError(problems)
@@ -97,12 +99,6 @@ def _named_file_problems(config: RunConfig) -> list[Problem]:
     except FrontierError as error:
         problems += [replace(problem, where="comm.algorithms") for problem in error.problems]
     return problems
-
-
-def _tensorboard_problems(config: RunConfig) -> list[Problem]:
-    if not config.train.tensorboard or importlib.util.find_spec("tensorboard") is not None:
-        return []
-    return [Problem("train.tensorboard", "tensorboard is not installed", "pip install tensorboard, or set train.tensorboard=false")]
 
 
 def _run_dir_problems(run_dir: Path) -> list[Problem]:
