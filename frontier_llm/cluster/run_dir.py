@@ -138,8 +138,9 @@ def record(run_dir: Path, attempt: Attempt) -> None:
 
 
 def take(run_dir: Path, job_id: str, host: str) -> int:
-    """Record a new start and return its number. What keeps an old rank from writing is the checkpoints' own lock."""
-    number = holder(run_dir).get("incarnation", 0) + 1
+    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old rank from writing."""
+    locks = (run_dir / "checkpoints" / "incarnations").glob("[0-9]*.json")  # also of starts without a supervisor
+    number = max([holder(run_dir).get("incarnation", 0), *(int(path.stem) for path in locks)]) + 1
     text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
     write_atomically(run_dir / "incarnation.json", json.dumps(text) + "\n")
     return int(number)
