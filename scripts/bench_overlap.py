@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_timeline import Timeline, draw, write_chrome_trace
 from simulated_link import Link, linked
 
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import barrier, build_mesh, connect, disconnect
-from frontier_llm.comm.timeline import Timeline, draw, write_chrome_trace
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.topology import make_plan

@@ -1,6 +1,6 @@
 """One run per directory: the lock of the newest incarnation, and how a stale one is kept from writing.
 
-`incarnations/00000003.json` says who the third start of the run is. The highest number is the holder; taking over is creating the next
+`incarnations/00000003.json` says who the third start of the run is. The highest number is the holder; taking over is creating a higher
 number by link(2), which is atomic on local file systems, Lustre and NFS and needs no flock. A holder that finds a number above its own has
 been replaced (its node was declared dead while its processes lived on, as Slurm does) and must not write any more.
 """
@@ -73,9 +73,12 @@ def _process_start(pid: int) -> str | None:
 class RunLock:
     """The right to write into a directory. Held by rank 0 for the whole run."""
 
-    def __init__(self, directory: Path, holder: Holder) -> None:
-        """Take the lock. Raises CheckpointError naming the live holder."""
-        self._folder, self._holder = directory / "incarnations", holder
+    def __init__(self, directory: Path, holder: Holder, incarnation: int = 0) -> None:
+        """Take the lock under the next number, or `incarnation` where the supervisor has counted further: there is one count of starts.
+
+        Raises CheckpointError naming the live holder.
+        """
+        self._folder, self._holder, self._counted = directory / "incarnations", holder, incarnation
         self._folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._acquire()
         self._stop = threading.Event()
@@ -85,8 +88,11 @@ class RunLock:
     def _path(self, incarnation: int) -> Path:
         return self._folder / f"{incarnation:08}.json"
 
+    def _numbers(self) -> list[int]:
+        return [int(entry.name[:8]) for entry in os.scandir(self._folder) if _is_incarnation(entry.name)]
+
     def _newest(self) -> int:
-        return max((int(entry.name[:8]) for entry in os.scandir(self._folder) if _is_incarnation(entry.name)), default=0)
+        return max(self._numbers(), default=0)
 
     def _acquire(self) -> int:
         building = self._folder / f"new.{self._holder.host}.{self._holder.pid}"
@@ -97,13 +103,15 @@ class RunLock:
                 newest = self._newest()
                 if newest:
                     self._check_dead(self._path(newest), building)
+                mine = max(newest + 1, self._counted)
                 try:
-                    os.link(building, self._path(newest + 1))
+                    os.link(building, self._path(mine))
                 except FileExistsError:
                     continue  # another start was quicker: look at it
-                if newest > 1:
-                    self._path(newest - 1).unlink(missing_ok=True)  # the last two are enough to see who replaced whom
-                return newest + 1
+                for older in self._numbers():  # the last two are enough to see who replaced whom
+                    if older < newest:
+                        self._path(older).unlink(missing_ok=True)
+                return mine
         finally:
             building.unlink(missing_ok=True)
 
@@ -140,10 +148,9 @@ class RunLock:
 
     def check(self) -> None:
         """Raises Superseded when a newer incarnation has taken over. Called right before every change of the directory."""
-        successor = self._path(self.incarnation + 1)
-        mine = self._path(self.incarnation)
-        if successor.exists() or not mine.exists():
-            holder = _read(successor)
+        newest = self._newest()
+        if newest > self.incarnation or not self._path(self.incarnation).exists():
+            holder = _read(self._path(newest)) if newest > self.incarnation else None
             who = holder.describe() if holder else "another start of the run"
             raise Superseded(
                 f"incarnation {self.incarnation} has been replaced by {who} and must not write any more",
@@ -156,7 +163,7 @@ class RunLock:
         self._stop.set()
         self._heart.join()
         path = self._path(self.incarnation)
-        if not path.exists() or self._path(self.incarnation + 1).exists():
+        if not path.exists() or self._newest() > self.incarnation:
             return
         building = self._folder / f"release.{self.incarnation}"
         replace_durably(path, building, replace(self._holder, released=True).to_bytes())

@@ -20,7 +20,7 @@ from typing import Any
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
-from frontier_llm.checkpoint.lock import RunLock, Superseded, this_process
+from frontier_llm.checkpoint.lock import Holder, RunLock, Superseded, this_process
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.save import Save, Writer
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
@@ -47,13 +47,14 @@ class CheckpointManager:
         environment: Mapping[str, str] | None = None,
         job: str = "",
         restart: int = 0,
+        incarnation: int = 0,
         allow_changes: Collection[str] = (),
     ) -> None:
         """Take the run directory's lock and clear what an interrupted save has left.
 
         keep: newest checkpoints that stay, ≥ 2; keep_every: checkpoints at its multiples stay for good (0 = none).
         environment: versions, code commit, device; shown when it differs on resume. job, restart: the scheduler's identity of this job
-        and how often it was requeued, so that a requeued job takes its own lock over at once.
+        and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the supervisor's count of starts, 0 = none.
         allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
         Raises CheckpointError when another live job holds the directory or it cannot be written.
         """
@@ -63,7 +64,7 @@ class CheckpointManager:
         self._environment, self._allow_changes = dict(environment or {}), tuple(allow_changes)
         self._device = optimizer.device
         self._lock: RunLock | None = None
-        self.incarnation = int(self._from_rank_0(lambda: self._open(job, restart)))
+        self.incarnation = int(self._from_rank_0(lambda: self._open(this_process(job, restart), incarnation)))
         self._writer = Writer(
             directory,
             mesh,
@@ -77,11 +78,11 @@ class CheckpointManager:
         )
         self._save: Save | None = None
 
-    def _open(self, job: str, restart: int) -> int:
+    def _open(self, holder: Holder, incarnation: int) -> int:
         """Rank 0: lock and clean."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(self.directory, this_process(job, restart))
+            self._lock = RunLock(self.directory, holder, incarnation)
             for path in folder.clean(self.directory):
                 log.info(f"removed {path.name}, left by an interrupted save")
         except OSError as error:

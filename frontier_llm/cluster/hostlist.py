@@ -1,4 +1,7 @@
-"""Slurm's host list syntax, both ways: `frontier[00001-00003,00010]` ↔ four names. Pure: asks no `scontrol` and no DNS."""
+"""Slurm's host list syntax, both ways: `frontier[00001-00003,00010]` ↔ four names. Pure: asks no `scontrol` and no DNS.
+
+Our own, because python-hostlist is under the GPL and ClusterShell brings a whole administration framework for these two functions.
+"""
 
 from __future__ import annotations
 

@@ -270,9 +270,10 @@ def _die_with_parent() -> None:
 
 
 def main(words: list[str]) -> int:
-    """RANKS CONFIG [key=value …], from launch/local.sh."""
+    """RANKS CONFIG [key=value …] [flags of train], from launch/local.sh."""
+    overrides = [word for word in words[2:] if "=" in word and not word.startswith("-")]
     try:
-        run_dir = Path(load_run(words[1], words[2:]).train.run_dir)
+        run_dir = Path(load_run(words[1], overrides).train.run_dir)
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

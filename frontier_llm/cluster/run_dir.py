@@ -1,6 +1,6 @@
 """What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
 
-LATEST or checkpoints/LATEST   name of the last durable checkpoint
+checkpoints/LATEST             name of the last durable checkpoint
 metrics.jsonl                  one line per step, evaluation, save, start and rewind; the last two name the layout
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the only start that may write (the fence)
@@ -64,14 +64,9 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 
 def latest_step(run_dir: Path) -> int:
     """Step of the last durable checkpoint, 0 without one."""
-    for pointer in (run_dir / "checkpoints" / "LATEST", run_dir / "LATEST"):
-        try:
-            text = pointer.read_text(encoding="utf-8")
-        except OSError:
-            continue
-        if digits := re.findall(r"\d+", text):
-            return int(digits[-1])
-    return 0
+    pointer = run_dir / "checkpoints" / "LATEST"
+    digits = re.findall(r"\d+", pointer.read_text(encoding="utf-8")) if pointer.is_file() else []
+    return int(digits[-1]) if digits else 0
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -138,8 +133,9 @@ def record(run_dir: Path, attempt: Attempt) -> None:
 
 
 def take(run_dir: Path, job_id: str, host: str) -> int:
-    """Record a new start and return its number. What keeps an old rank from writing is the checkpoints' own lock."""
-    number = holder(run_dir).get("incarnation", 0) + 1
+    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old rank from writing."""
+    locks = (run_dir / "checkpoints" / "incarnations").glob("[0-9]*.json")  # also of starts without a supervisor
+    number = max([holder(run_dir).get("incarnation", 0), *(int(path.stem) for path in locks)]) + 1
     text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
     write_atomically(run_dir / "incarnation.json", json.dumps(text) + "\n")
     return int(number)
@@ -192,14 +188,17 @@ def slow_hosts(run_dir: Path) -> list[Slow]:
 
 def add_bad_hosts(run_dir: Path, hosts: list[str]) -> None:
     """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
-    if hosts:
-        write_atomically(run_dir / "bad_nodes.json", json.dumps(sorted({*bad_hosts(run_dir), *hosts})) + "\n")
+    _add(run_dir / "bad_nodes.json", bad_hosts(run_dir), hosts)
 
 
 def distrust(run_dir: Path, hosts: list[str]) -> None:
     """Never use hosts again."""
+    _add(run_dir / "untrusted_nodes.json", untrusted_hosts(run_dir), hosts)
+
+
+def _add(path: Path, known: list[str], hosts: list[str]) -> None:
     if hosts:
-        write_atomically(run_dir / "untrusted_nodes.json", json.dumps(sorted({*untrusted_hosts(run_dir), *hosts})) + "\n")
+        write_atomically(path, json.dumps(sorted({*known, *hosts})) + "\n")
 
 
 def crash_loop(run_dir: Path, limit: int = 3) -> bool:

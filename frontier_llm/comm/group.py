@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -12,9 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from frontier_llm.errors import RankFailure
-
-EXPLAIN_S = 3.0  # the ranks of a group time out within a second of each other
-CLOSED_S = 1.0  # and notice a closed connection at once, if they notice it
 
 # torch 2.13 renames these and warns at every call of the old names; 2.10 has only those
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,18 +91,18 @@ class Group(Collectives, Protocol):
 
 
 class _Watched:
-    """Work of torch.distributed whose failure is explained by the group that started it."""
+    """Work of torch.distributed whose failure names its axis and ranks."""
 
-    def __init__(self, group: TorchGroup, what: str, peer: int | None, parts: Sequence[Any]) -> None:
-        self._group, self._what, self._peer, self._parts = group, what, peer, parts
+    def __init__(self, parts: Sequence[Any], explain: Callable[[Exception], RankFailure]) -> None:
+        self._parts, self._explain = parts, explain
 
     def wait(self) -> None:
-        """See Pending. Raises RankFailure naming axis and rank."""
+        """See Pending. Raises RankFailure."""
         try:
             for part in self._parts:
                 part.wait()
         except RuntimeError as error:
-            raise self._group.explain(self._what, error, self._peer) from error
+            raise self._explain(error) from error
 
     def is_done(self) -> bool:
         """See Sending."""
@@ -117,25 +112,28 @@ class _Watched:
 class TorchGroup:
     """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share a host.
 
-    Its errors say neither axis nor rank ("Connection closed by peer", "Timed out"), so each rank that fails tells the others
-    through the store how many calls it has made: those that say nothing, or are behind, are named. A message concerns its two ranks alone,
-    and is counted between them.
+    Its errors say neither operation nor axis ("Connection closed by peer", "Timed out"): ours do. Who failed first is not decided here
+    (train/guard/cause.py).
     """
 
-    def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str, store: dist.Store) -> None:
-        self.process_group, self._ranks, self._name, self._store = process_group, ranks, name, store
-        self._calls: Counter[int | None] = Counter()  # by peer; None = with all
+    def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str) -> None:
+        self.process_group, self._ranks, self._name = process_group, ranks, name
         self._rank = ranks.index(dist.get_rank())
         # else torch takes the GPU of this number among the node's, whichever the rank has chosen
         self._device_ids = [torch.cuda.current_device()] if dist.get_backend(process_group) == "nccl" else None
 
     def _watch(self, what: str, start: Callable[[], Any], peer: int | None = None) -> _Watched:
-        self._calls[peer] += 1
+        def explain(error: Exception) -> RankFailure:
+            place = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]})"
+            others = f"among {listed(self._ranks)}" if peer is None else f"with {named(self._name, [peer], self._ranks)}"
+            fix = "failure.json in the run directory names the rank that failed first; raise train.timeout_s only if it is merely slow"
+            return RankFailure(f"{place} {others}, failed: {str(error).splitlines()[0]}", fix=fix)
+
         try:
             work = start()
         except RuntimeError as error:
-            raise self.explain(what, error, peer) from error
-        return _Watched(self, what, peer, work if isinstance(work, list) else [work])
+            raise explain(error) from error
+        return _Watched(work if isinstance(work, list) else [work], explain)
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """See Group."""
@@ -178,36 +176,3 @@ class TorchGroup:
             dist.P2POp(dist.irecv, incoming, self._ranks[source], self.process_group),
         ]
         return self._watch("exchange", lambda: dist.batch_isend_irecv(operations))
-
-    def explain(self, what: str, error: Exception, peer: int | None = None) -> RankFailure:
-        """The error to raise for a failed call, after up to EXPLAIN_S, or CLOSED_S, of asking the others, or the peer of a message, how far they are."""
-        parties = range(len(self._ranks)) if peer is None else sorted({self._rank, peer})
-        key = f"behind/{self._name}/{[self._ranks[rank] for rank in parties]}"
-        calls: dict[int, int] = {self._rank: self._calls[peer]}
-        try:
-            self._store.set(f"{key}/{self._rank}", str(self._calls[peer]))
-            closed = any(word in str(error).lower() for word in ("connection closed", "connection reset", "broken pipe"))
-            deadline = time.monotonic() + (CLOSED_S if closed else EXPLAIN_S)
-            while (missing := [rank for rank in parties if rank not in calls]) and time.monotonic() < deadline:
-                found = [rank for rank in missing if self._store.check([f"{key}/{rank}"])]
-                calls.update({rank: int(self._store.get(f"{key}/{rank}")) for rank in found})
-                time.sleep(0 if found else 0.05)
-        except RuntimeError:
-            pass  # the store lives in rank 0: when that is gone too, what is known so far must do
-        return RankFailure(
-            f"{what} number {self._calls[peer]} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) "
-            f"among {listed(self._ranks)}, failed: "
-            f"{str(error).splitlines()[0]}; {self._suspects(calls, parties)}",
-            fix="look into the log of the rank that is named first; raise train.timeout_s only if it is merely slow",
-        )
-
-    def _suspects(self, calls: dict[int, int], parties: Sequence[int]) -> str:
-        """Who has said nothing, else who has made fewer calls."""
-        silent = [rank for rank in parties if rank not in calls]
-        if silent:
-            return f"no word from {named(self._name, silent, self._ranks)}: dead or stuck outside of communication"
-        most = max(calls.values())
-        behind = [rank for rank in calls if calls[rank] < most]
-        if not behind:
-            return "all ranks have made the same number of calls"
-        return f"behind: {named(self._name, behind, self._ranks)}, calls by rank {sorted(calls.items())}"

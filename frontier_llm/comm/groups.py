@@ -81,7 +81,6 @@ class _Groups:
         self._global_rank, self._transport = global_rank, transport
         self._timeout_s, self._timeouts_s = timeout_s, timeouts_s
         self._ranks_per_node, self._algorithms = ranks_per_node, algorithms
-        self._store = dist.distributed_c10d._get_default_store()
         self._said: set[str] = set()
         self.ledger = Ledger()
 
@@ -130,7 +129,7 @@ class _Groups:
         backend = dist.get_backend(process_group)
         if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
             self._say(f"comm: {backend} through torch.distributed")
-            return TorchGroup(process_group, ranks, name, self._store)
+            return TorchGroup(process_group, ranks, name)
         descriptor, reason = None, f"{backend} serves it, and only CPU ranks share memory"
         if backend == "gloo":
             descriptor, reason = share_memory(process_group, rank, len(ranks))
@@ -138,7 +137,7 @@ class _Groups:
             if self._transport == "shm":
                 raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
             self._say(f"comm: {backend} sockets for axis {name}: {reason}")
-            return TorchGroup(process_group, ranks, name, self._store)
+            return TorchGroup(process_group, ranks, name)
         self._say("comm: shared memory between the ranks of this host")
         return ShmGroup(name, rank, ranks, descriptor, timeout_s)
 

