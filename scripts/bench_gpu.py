@@ -26,8 +26,8 @@ import torch
 
 from frontier_llm.config.load import load_model
 from frontier_llm.config.schema import ModelConfig, OpsConfig
+from frontier_llm.measure.ops import Timing, compare, copy_bandwidth, gemm_rate
 from frontier_llm.ops import select_ops
-from frontier_llm.ops.bench import Timing, compare, copy_bandwidth, gemm_rate
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.units import TERA
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from frontier_llm.errors import FrontierError
+from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops import Scores, kernel_table
-from frontier_llm.ops.bench import seconds_of
 from frontier_llm.ops.cdna2.driver import TracingGpu
 from frontier_llm.ops.cdna2.timing import SIMDS, Rates, Timing
 from frontier_llm.ops.cdna2.timing import time_of as time_of_trace
@@ -167,8 +167,8 @@ def time_of(ops: GpuOps, kernel: str, variant: str, device: str, sequence: int, 
     out = ops.attention(q, k, v, scores)
     if kernel == "attention_forward":
         with torch.no_grad():
-            return min(seconds_of(lambda: ops.attention(q, k, v, scores), device) for _ in range(4))
-    return min(seconds_of(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device) for _ in range(4))
+            return min(kernel_s(lambda: ops.attention(q, k, v, scores), device) for _ in range(4))
+    return min(kernel_s(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device) for _ in range(4))
 
 
 def main() -> None:

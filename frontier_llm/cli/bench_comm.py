@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
         if world_size == 1:
             raise LayoutError("a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm")
         return start_local_ranks(config, world_size, ["bench", "comm", args.run, *args.overrides, *_flags(args)])
-    from frontier_llm.comm import bench
+    from frontier_llm.measure import links
     from frontier_llm.train.join import joined
 
     with joined(config, place) as (_, mesh, device):
         largest = args.max or size_of("4GiB" if device.type == "cuda" else "16MiB")
-        measurements = bench.bench_comm(mesh, device, bench.sizes_between(min(args.min, largest), largest))
-        pairs = [] if args.no_pairs else bench.bench_pairs(mesh, device)
+        measurements = links.bench_comm(mesh, device, links.sizes_between(min(args.min, largest), largest))
+        pairs = [] if args.no_pairs else links.bench_pairs(mesh, device)
         if mesh.world.rank == 0:
             nodes = {axis.name: _nodes(axis.ranks, place.local_world_size) for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world)}
             _report(args, config, measurements, pairs, nodes, place.local_world_size)
@@ -72,8 +72,8 @@ def _report(
     import platform
     from dataclasses import asdict
 
-    from frontier_llm.comm import measured
     from frontier_llm.machine import load_machine
+    from frontier_llm.measure import link_tables as measured
 
     kind = measured.link_kind(per_node, load_machine(config.machine).node.links)
     slow, where = measured.slow_links(pairs, kind), f"frontier-llm bench comm on {platform.node()}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from frontier_llm.cli.arguments import positive
 
 if TYPE_CHECKING:
-    from frontier_llm.ops.bench import Timing
+    from frontier_llm.measure.ops import Timing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     import torch  # after a mistyped model's name
 
     from frontier_llm.errors import BackendError
+    from frontier_llm.measure.ops import compare, copy_bandwidth
     from frontier_llm.ops import select_ops, working_dtype
-    from frontier_llm.ops.bench import compare, copy_bandwidth
     from frontier_llm.train.host_memory import keep_freed_memory
 
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -29,13 +29,13 @@ def run(args: argparse.Namespace) -> int:
         if world_size > 1:
             flags = ["--steps", str(args.steps), *(["--json"] if args.json else [])]
             return start_local_ranks(config, world_size, ["bench", "step", args.run, *args.overrides, *flags])
-    from frontier_llm.train.bench import bench_step
+    from frontier_llm.measure.step import bench_step
     from frontier_llm.train.join import joined_state
 
     with joined_state(config, place) as state:
         result = bench_step(state, args.steps)
         if state.mesh.world.rank == 0:
-            _print(result.as_json(), args.json)
+            _print(vars(result), args.json)
     return 0
 
 

@@ -62,8 +62,8 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     import yaml
 
     from frontier_llm.machine import load_machine
-    from frontier_llm.planner.calibration_output import machine_content, report
-    from frontier_llm.train.calibrate import measure
+    from frontier_llm.measure.machine_file import machine_content, report
+    from frontier_llm.measure.samples import measure
     from frontier_llm.train.join import joined
 
     with joined(config, place) as (_, mesh, device):

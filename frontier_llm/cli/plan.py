@@ -149,7 +149,7 @@ def _is_run(name: str) -> bool:
 def _measured(args: argparse.Namespace) -> int:
     """`--measured`: runs that took place, each beside its prediction."""
     from frontier_llm.machine import load_machine, rates
-    from frontier_llm.planner.measured import as_table, read_run
+    from frontier_llm.measure.predicted import as_table, read_run
 
     numbers = rates(load_machine(args.machine), args.stack)
     runs = [read_run(directory, numbers) for directory in args.measured]

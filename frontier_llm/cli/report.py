@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path."""
-    from frontier_llm.train.report import write_report
+    from frontier_llm.measure.report import write_report
 
     sample = args.sample.read_text(encoding="utf-8") if args.sample else None
     print(write_report(args.runs, args.output or args.runs[0] / "report.html", sample, args.next_command))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -81,20 +80,3 @@ class PhaseClock:
 
     def _blocked(self) -> float:
         return sum(self._ledger.blocked_s.values())
-
-
-def median_s(run: Callable[[], object], repeats: int, device: torch.device, before: Callable[[], object] = lambda: None) -> float:
-    """Median seconds of `run` after one warm-up; `before`, e.g. a barrier, is not timed. On a GPU the device is waited for."""
-
-    def once() -> float:
-        before()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    once()
-    return median(once() for _ in range(repeats))

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from frontier_llm.comm import Axis, build_mesh, connect, dump_flight_record, group, groups
-from frontier_llm.comm.bench import _ping_pong
 from frontier_llm.comm.group import TorchGroup
 from frontier_llm.errors import BackendError
+from frontier_llm.measure.links import _ping_pong
 from frontier_llm.topology import Grid
 
 RANK, GPU = 5, 3

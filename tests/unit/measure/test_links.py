@@ -15,11 +15,11 @@ import yaml
 from frontier_llm.cli.arguments import size_of
 from frontier_llm.cli.main import main
 from frontier_llm.comm import Axis, build_mesh, load_algorithms
-from frontier_llm.comm import bench as comm_bench
 from frontier_llm.comm.algorithms import HIERARCHICAL
-from frontier_llm.comm.bench import BUS_FACTORS, Measurement, Pair, bench_comm, bench_pairs, sizes_between
-from frontier_llm.comm.measured import algorithm_rules, contention, link_kind, node_tables, slow_links
 from frontier_llm.machine import load_machine, rates
+from frontier_llm.measure import links, timing
+from frontier_llm.measure.link_tables import algorithm_rules, contention, link_kind, node_tables, slow_links
+from frontier_llm.measure.links import BUS_FACTORS, Measurement, Pair, bench_comm, bench_pairs, sizes_between
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
@@ -123,7 +123,7 @@ def _measure(rank: int) -> tuple[list[Measurement], list[Pair], int]:
     mesh = build_mesh(grid, rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL)
     measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
     busy = mesh.ledger.calls["tp", "all_reduce"]
-    ping_pong, clock = comm_bench._ping_pong, _Clock()
+    ping_pong, clock = links._ping_pong, _Clock()
 
     def timed(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], None]:
         def run() -> None:
@@ -132,7 +132,7 @@ def _measure(rank: int) -> tuple[list[Measurement], list[Pair], int]:
 
         return run
 
-    with patch.object(comm_bench, "time", clock), patch.object(comm_bench, "_ping_pong", timed):
+    with patch.object(timing, "time", clock), patch.object(links, "_ping_pong", timed):
         return measurements, bench_pairs(mesh, torch.device("cpu")), busy
 
 

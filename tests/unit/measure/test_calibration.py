@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +10,15 @@ import pytest
 import yaml
 
 from frontier_llm.config import load_run
+from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.costs import from_config
 from frontier_llm.costs.collectives import PASSES, node_s
 from frontier_llm.costs.kernels import flash_s, gemm_s
 from frontier_llm.costs.layer import elementwise
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.planner.calibration import calibrated_rates, non_negative, sharded_workload, workload_of
-from frontier_llm.planner.calibration_output import machine_content, report
+from frontier_llm.measure.calibration import Samples, calibrated_rates, non_negative, workload_of
+from frontier_llm.measure.machine_file import machine_content, report
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology import make_plan
 
@@ -28,53 +29,32 @@ TRUTH = replace(
     flash_efficiency=0.15, flash_backward=0.5, fabric_size=(2, 3), fabric_bytes_s=(2e9, 2e9), fabric_latency_s=1e-4, fabric_hop_s=0.0,
     microbatch_s=0.0, step_s=8e-3, optimizer_bytes=40.0, accumulate_bytes=0.0, node_devices=2, host_executes=True,
 )  # fmt: skip
+TENSOR, SHARDED = ParallelConfig(tensor=2), ParallelConfig(data=2, data_mode="fsdp")
 STEPS = ((4, 1), (4, 3), (1, 3))
 
 
-@dataclass
-class Made:
-    """Samples that TRUTH would give."""
-
-    ranks: int
-    device: str
-    dtype: str
-    memory_bytes: float
-    gemm: list
-    attention: list
-    elementwise_s: float
-    tensor: int
-    copy: tuple
-    dispatch_s: float
-    adamw: tuple
-    collectives: list
-    contention: list
-    steps: list
-    tensor_steps: list
-    sharded_steps: list
-
-
-def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Made:
+def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
     """`in_step`: how much longer a whole step takes than its kernels one by one."""
     shapes = [(M, N, K) for M in (256, 1024, 2048) for N in (384, 1536) for K in (192, 384, 1536)]
     attention = [(B, 6, 256, 64, *(float(side) for side in flash_s(B, 6, 256, 64, truth))) for B in (4, 8)]
-    return Made(
+    return Samples(
         2, "cpu", "bf16", 4e9,
         [(*shape, float(gemm_s(*shape, truth))) for shape in shapes],
         attention,
-        float(elementwise(workload_of(CONFIG, 2, 4, 1), truth)[0]),
+        float(elementwise(workload_of(CONFIG, TENSOR, 4, 1), truth)[0]),
         2,
         (1e9, 1e9 / truth.hbm_bytes_s),
         truth.kernel_s,
         (1e6, 1e6 * truth.optimizer_bytes / (truth.hbm_bytes_s * truth.hbm_efficiency)),
         [(name, 2, size, float(node_s(truth, 2, size, name))) for size in (1024, 2**16, 2**24) for name in PASSES],
         [(1, 0.9), (2, 1.0)],
-        [(B, m, in_step * float(step_s(workload_of(CONFIG, 1, B, m), truth))) for B, m in STEPS],
-        [(B, m, float(step_s(workload_of(CONFIG, 2, B, m), truth))) for B, m in STEPS[1:]],
-        [(B, m, float(step_s(sharded_workload(CONFIG, 2, B, m), truth))) for B, m in STEPS[1:]],
+        [(B, m, in_step * float(step_s(workload_of(CONFIG, ParallelConfig(), B, m), truth))) for B, m in STEPS],
+        [(B, m, float(step_s(workload_of(CONFIG, TENSOR, B, m), truth))) for B, m in STEPS[1:]],
+        [(B, m, float(step_s(workload_of(CONFIG, SHARDED, B, m), truth))) for B, m in STEPS[1:]],
     )  # fmt: skip
 
 
-def calibrated(made: Made) -> Rates:
+def calibrated(made: Samples) -> Rates:
     return calibrated_rates(made, CONFIG, rates(load_machine("local")))
 
 
@@ -89,7 +69,7 @@ def test_the_calibrated_machine_predicts_what_was_sampled() -> None:
     assert found.fabric_latency_s == pytest.approx(1e-4, rel=0.02)
     assert found.launch_s == pytest.approx(2e-5, rel=0.1)
     for ranks, B, m in ((1, 4, 1), (1, 2, 4), (1, 1, 16), (2, 4, 4), (2, 1, 4)):
-        w = workload_of(CONFIG, ranks, B, m)
+        w = workload_of(CONFIG, ParallelConfig(tensor=ranks), B, m)
         assert float(step_s(w, found)) == pytest.approx(float(step_s(w, TRUTH)), rel=0.05)
 
 
@@ -97,7 +77,7 @@ def test_host_time_that_is_not_there_is_not_invented() -> None:
     bare = replace(TRUTH, launch_s=0.0, step_s=0.0)
     found = calibrated(samples(bare))
     assert found.launch_s < 0.1 * TRUTH.launch_s
-    w = workload_of(CONFIG, 1, 4, 1)
+    w = workload_of(CONFIG, ParallelConfig(), 4, 1)
     assert float(step_s(w, found)) == pytest.approx(float(step_s(w, bare)), rel=0.03)
 
 
@@ -117,10 +97,10 @@ def test_ranks_that_wait_for_each_other_are_told_from_slow_collectives() -> None
     assert found.sharded_slowdown > 2 * calibrated(samples()).sharded_slowdown
     for ranks, B, m in ((2, 2, 4), (2, 1, 16)):
         for sp in (0, 1):
-            w = replace(workload_of(CONFIG, ranks, B, m), sp=sp)
+            w = replace(workload_of(CONFIG, ParallelConfig(tensor=ranks), B, m), sp=sp)
             assert float(step_s(w, found)) == pytest.approx(float(step_s(w, late)), rel=0.03)
             assert float(step_s(w, found)) > 1.05 * float(step_s(w, TRUTH))
-    w = sharded_workload(CONFIG, 2, 2, 4)
+    w = workload_of(CONFIG, SHARDED, 2, 4)
     assert float(step_s(w, found)) == pytest.approx(float(step_s(w, late)), rel=0.05)
     punctual = calibrated(samples())
     assert punctual.meeting_s < 3e-5
@@ -134,7 +114,7 @@ def test_collectives_are_priced_by_their_own_measurements() -> None:
     found = calibrated(made)
     for name, ranks, size, seconds in slow:
         assert float(node_s(found, ranks, size, name)) == pytest.approx(seconds, rel=1e-6)
-    plain, sequence = (replace(workload_of(CONFIG, 2, 4, 4), sp=flag) for flag in (0, 1))
+    plain, sequence = (replace(workload_of(CONFIG, TENSOR, 4, 4), sp=flag) for flag in (0, 1))
     gain = float(step_s(sequence, found)) - float(step_s(sequence, calibrated(samples())))
     assert gain > 0
     assert float(step_s(plain, found)) - float(step_s(plain, calibrated(samples()))) < 0.5 * gain
@@ -164,7 +144,7 @@ def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -
     assert loaded.host_executes
     assert loaded.contention == found.contention
     for ranks, B, m in ((1, 4, 2), (2, 4, 2)):
-        w = workload_of(CONFIG, ranks, B, m)
+        w = workload_of(CONFIG, ParallelConfig(tensor=ranks), B, m)
         assert float(step_s(w, loaded)) == pytest.approx(float(step_s(w, found)), rel=1e-3)
     assert (loaded.meeting_s, loaded.spread) == pytest.approx((found.meeting_s, found.spread), rel=1e-3)
     assert "all-reduce over 2 ranks" in report(samples(), CONFIG)

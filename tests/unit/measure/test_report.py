@@ -9,9 +9,9 @@ import pytest
 
 from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
+from frontier_llm.measure.report import write_report
 from frontier_llm.topology import make_plan
 from frontier_llm.train.metrics import layout_of
-from frontier_llm.train.report import write_report
 from tests.harness.system import require_program
 
 SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"

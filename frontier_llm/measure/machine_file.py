@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.time import step_s
-from frontier_llm.costs.workload import Workload
 from frontier_llm.machine import OWN_STACK, Rates, load_machine, rates
-from frontier_llm.planner.calibration import Measured, calibrated_rates, sharded_workload, workload_of
+from frontier_llm.measure.calibration import Samples, calibrated_rates, whole_steps
 from frontier_llm.units import GIB
 
 
-def machine_content(samples: Measured, config: RunConfig, when: str) -> dict[str, Any]:
+def write_yaml(path: Path, content: dict[str, Any]) -> None:
+    """Write a table of what was measured; a list stays on one line up to 200 columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False, width=200), encoding="utf-8")
+
+
+def write_machine(path: Path, content: dict[str, Any]) -> None:
+    """Write a machine file. Raises ConfigError where it cannot be read back."""
+    write_yaml(path, content)
+    load_machine(str(path))
+
+
+def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str, Any]:
     """The machine file's mapping: `local` with every calibrated number replaced, tagged and sourced."""
     found = calibrated_rates(samples, config, rates(load_machine("local")))
     how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
@@ -33,7 +46,7 @@ def _number(value: float, provenance: dict[str, str]) -> dict[str, Any]:
     return {"value": rounded(value), **provenance}
 
 
-def _device(found: Rates, samples: Measured, provenance: dict[str, str]) -> dict[str, Any]:
+def _device(found: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
     shapes = [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in found.gemm_shapes]
     return {
         "name": f"{samples.device}, one of {samples.ranks} ranks",
@@ -45,7 +58,7 @@ def _device(found: Rates, samples: Measured, provenance: dict[str, str]) -> dict
     }
 
 
-def _node(found: Rates, samples: Measured, provenance: dict[str, str]) -> dict[str, Any]:
+def _node(found: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
     fabric = dict(zip(found.fabric_size, found.fabric_bytes_s, strict=True))
     node: dict[str, Any] = {
         "devices": _number(samples.ranks, provenance),
@@ -93,7 +106,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def report(samples: Measured, config: RunConfig) -> str:
+def report(samples: Samples, config: RunConfig) -> str:
     """The calibrated constants and how well they give back the samples."""
     found = calibrated_rates(samples, config, rates(load_machine("local")))
     M, N, K, seconds = np.array(found.gemm_shapes).T
@@ -115,17 +128,7 @@ def report(samples: Measured, config: RunConfig) -> str:
             f"ranks wait for each other {meeting}; collectives of sharded weights take {found.sharded_slowdown:.2g} times those above"
         )
     lines.append(f"within a step: {found.launch_s * 1e6:.0f} us of the host per operation, {found.step_s * 1e3:.2g} ms per step")
-    for name, workload, measured_s in _steps(samples, config):
+    for name, workload, measured_s in chain(*whole_steps(samples, config)):
         error = float(step_s(workload, found)) / measured_s - 1
         lines.append(f"  {name}: {measured_s:.3f} s, from these constants {100 * error:+.1f} %")
     return "\n".join(lines)
-
-
-def _steps(samples: Measured, config: RunConfig) -> Iterator[tuple[str, Workload, float]]:
-    """(what, as a workload, seconds measured) of every whole step."""
-    for B, m, seconds in samples.steps:
-        yield f"{m} x {B} sequences on one rank", workload_of(config, 1, B, m), seconds
-    for B, m, seconds in samples.tensor_steps:
-        yield f"{m} x {B} over TP{samples.tensor}", workload_of(config, samples.tensor, B, m), seconds
-    for B, m, seconds in samples.sharded_steps:
-        yield f"{m} x {B} on each of {samples.ranks}, sharded", sharded_workload(config, samples.ranks, B, m), seconds

@@ -12,8 +12,9 @@ from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
+from frontier_llm.measure.ops import Timing, compare, gemm_rate
+from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops import select_ops
-from frontier_llm.ops.bench import Timing, compare, gemm_rate, seconds_of
 from frontier_llm.ops.face import GROUPS
 from frontier_llm.ops.listing import kernel_report
 
@@ -46,7 +47,7 @@ def test_bench_times_both_sides_and_survives_a_broken_op():
 
 def test_json_holds_no_nan_for_what_cannot_run(capsys, monkeypatch):
     failed = Timing("attention", "sdpa-cudnn", float("nan"), 0, 0.0, "RuntimeError: no viable backend")
-    monkeypatch.setattr("frontier_llm.ops.bench.compare", lambda *_: [failed, replace(failed, way="ours", seconds=0.5, error="")])
+    monkeypatch.setattr("frontier_llm.measure.ops.compare", lambda *_: [failed, replace(failed, way="ours", seconds=0.5, error="")])
     assert main(["bench", "ops", "--model", "llama-tiny", "--json"]) == 0
     ops = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["ops"]
     assert [(row["way"], row["seconds"]) for row in ops] == [("sdpa-cudnn", None), ("ours", 0.5)]
@@ -68,7 +69,7 @@ def test_a_gpu_is_timed_by_its_own_clock_while_the_host_is_ahead(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append("sleep"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
-    assert seconds_of(lambda: said.append("run"), "cuda") == 0.002
+    assert kernel_s(lambda: said.append("run"), "cuda") == 0.002
     assert said == ["sleep", "event", *["run"] * 10, "event", "wait"]
 
 

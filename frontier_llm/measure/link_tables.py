@@ -1,4 +1,4 @@
-"""What follows from measurements of `comm.bench`: slow links, contention, and tables for the planner and for comm.algorithms."""
+"""What follows from measurements of `measure.links`: slow links, contention, and tables for the planner and for comm.algorithms."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any, Literal
 
 from frontier_llm.comm.algorithms import Rule
-from frontier_llm.comm.bench import Measurement, Pair
 from frontier_llm.machine.affinity import link_gbps
+from frontier_llm.measure.links import Measurement, Pair
 
 PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
 SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named

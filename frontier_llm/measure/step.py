@@ -5,20 +5,18 @@ Both are measured in the same run, interleaved, because a busy or throttled mach
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-
 from frontier_llm.comm import barrier
-from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import model_flops_per_token
+from frontier_llm.measure.products import gemm_shapes, operands
+from frontier_llm.measure.timing import median_s, wall_s
 from frontier_llm.ops import working_dtype
 from frontier_llm.train.build import TrainState
-from frontier_llm.train.clock import PhaseClock, median_s
+from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.step import train_step
 from frontier_llm.units import TERA
 
@@ -36,36 +34,19 @@ class StepBench:
     phases_s: dict[str, float]  # of this rank: compute by phase, and the time blocked on each axis
     gemms: list[dict[str, Any]]
 
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return asdict(self)
-
-
-def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
-    """(name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank; backward has twice as many FLOPs."""
-    H, D, F = model.hidden, model.dim_per_head, model.ffn_hidden
-    qkv = (model.heads + 2 * model.num_kv_heads) * D // tp
-    return [
-        ("qkv", tokens, qkv, H, model.layers),
-        ("attention output", tokens, H, model.heads * D // tp, model.layers),
-        ("mlp up", tokens, (2 if model.gated else 1) * F // tp, H, model.layers),
-        ("mlp down", tokens, H, F // tp, model.layers),
-        ("head", tokens, model.vocab_size // tp, H, 1),
-    ]
-
 
 def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
     """TFLOP/s of each forward, input-gradient and weight-gradient product as torch gives them, in the working precision."""
-    config = state.config
+    config, clock = state.config, partial(wall_s, device=state.device)
     dtype = working_dtype(config.precision.dtype)
     tokens = config.batch.micro_batch * config.model.sequence_length
-    results = []
+    rows = []
     for name, M, N, K, count in gemm_shapes(config.model, tokens, state.mesh.tp.size):
-        x, w, g = (torch.randn(shape, dtype=dtype, device=state.device) for shape in ((M, K), (N, K), (M, N)))
-        products: tuple[Callable[[], torch.Tensor], ...] = (lambda: x @ w.T, lambda: g @ w, lambda: g.T @ x)  # noqa: B023
-        seconds = sum(median_s(product, repeats, state.device) for product in products)
-        results.append({"name": name, "M": M, "N": N, "K": K, "count": count, "tflops": 6 * M * N * K / seconds / TERA, "seconds": seconds})
-    return results
+        x, w, g = operands(M, N, K, dtype, state.device)
+        products = (lambda: x @ w.T, lambda: g @ w, lambda: g.T @ x)  # noqa: B023
+        seconds = sum(median_s(product, repeats, clock) for product in products)
+        rows.append({"name": name, "M": M, "N": N, "K": K, "count": count, "tflops": 6 * M * N * K / seconds / TERA, "seconds": seconds})
+    return rows
 
 
 def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
@@ -81,10 +62,8 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
         gemm_rounds.append(measure_gemms(state, repeats=2))
         barrier(state.mesh.world)
         clock.enter("optimizer")  # the gradients' reset comes before the first action
-        begin = time.perf_counter()
-        train_step(state)
-        clock.enter("bench")
-        times.append(time.perf_counter() - begin)
+        times.append(wall_s(lambda: train_step(state), state.device))
+    clock.enter("bench")
     phases = {name: seconds / steps for name, seconds in clock.take().items() if name != "bench"}
     return _summarise(state, times, gemm_rounds, phases)
 

@@ -7,11 +7,10 @@ reduce-scatter, all-gather or all-to-all, 1 for a broadcast or a message; so it 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise, product
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from frontier_llm.comm.collectives import (
 )
 from frontier_llm.comm.hierarchical import ChosenGroup
 from frontier_llm.comm.p2p import Sends, exchange, post_receive
+from frontier_llm.measure.timing import median_s, wall_s
 
 ELEMENT_BYTES = 4  # fp32
 PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
@@ -94,7 +94,7 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
     """
     axes = [axis for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
     cases = [(axis, algorithm, variant) for axis in axes for algorithm, variant in variants(axis)]
-    found = []
+    measurements = []
     for (axis, algorithm, variant), operation, size in product(cases, BUS_FACTORS, sizes):
         if operation == "message" and algorithm != "flat":
             continue
@@ -102,8 +102,8 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
             takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
             run, whole_bytes = _operation(operation, variant, size, device)
             seconds = _slowest(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
-            found.append(Measurement(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
-    return found
+            measurements.append(Measurement(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
+    return measurements
 
 
 def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
@@ -139,26 +139,13 @@ def _nothing() -> None:
 def _slowest(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
     """Median over repetitions, maximum over ranks. All ranks repeat equally often: what the slowest trial allows in `budget_s`."""
 
-    def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
-
     def agreed(value: float) -> float:
         return float(all_reduce_(torch.tensor([value], dtype=torch.float64, device=device), world, "max"))
 
-    once()  # connections and memory are made at first use
+    run()  # connections and memory are made at first use
     barrier(world)
-    repetitions = int(min(50, max(3, budget_s / max(agreed(once()), 1e-6))))
-    times = []
-    for _ in range(repetitions):
-        barrier(world)
-        times.append(once())
-    return agreed(median(times))
+    repetitions = int(min(50, max(3, budget_s / max(agreed(wall_s(run, device)), 1e-6))))
+    return agreed(median_s(run, repetitions, partial(wall_s, device=device), before=lambda: barrier(world)))
 
 
 def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[Pair]:

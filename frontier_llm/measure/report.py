@@ -13,10 +13,10 @@ from typing import Any
 from frontier_llm.blueprint import StageSpec
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.flops import matrix_parameters
+from frontier_llm.measure.latency import communication_section
+from frontier_llm.measure.run_record import Part, RunRecord, read_run, told_apart
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
-from frontier_llm.train.latency import communication_section
-from frontier_llm.train.run_record import Part, RunRecord, read_run, told_apart
 from frontier_llm.units import format_count
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")

@@ -5,7 +5,6 @@ A way that fails (a back-end that lacks a shape, no memory) is reported with its
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import torch
 
 from frontier_llm.config.schema import ModelConfig
-from frontier_llm.ops.bench_cases import CASES, Case, Run, Shapes
+from frontier_llm.measure.op_cases import CASES, Case, Shapes
+from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops.face import Ops
-
-_CALLS_ON_GPU = 10
-_HEAD_START_CYCLES = 30_000_000  # about 15 ms
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def _take_turns(name: str, case: Case, device: str, rounds: int) -> list[Timing]
             if way in failed:
                 continue
             try:
-                seconds = seconds_of(run, device)
+                seconds = kernel_s(run, device)
             except Exception as error:
                 failed[way] = _first_line(error)
                 best[way] = float("nan")
@@ -79,29 +76,10 @@ def copy_bandwidth(device: str, size_bytes: int = 256 * 2**20) -> float:
     """Bytes read and written per second by a plain copy: the ceiling of the ops that are bound by memory."""
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size_bytes / min(seconds_of(lambda: target.copy_(source), device) for _ in range(5))
+    return 2 * size_bytes / min(kernel_s(lambda: target.copy_(source), device) for _ in range(5))
 
 
 def gemm_rate(device: str, dtype: torch.dtype, size: int) -> float:
     """FLOP/s of torch's product of two square matrices of random numbers: the ceiling of the products."""
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / min(seconds_of(lambda: left @ right, device) for _ in range(5))
-
-
-def seconds_of(run: Run, device: str) -> float:
-    """Wall time of one call; on a GPU the mean of ten that are queued together, by the GPU's own clock.
-
-    The GPU idles first, while the host queues them all: Python takes longer to launch a small op than the GPU to do it.
-    """
-    if device != "cuda":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call, unused-ignore]
-    begin_event.record()
-    for _ in range(_CALLS_ON_GPU):
-        run()
-    end_event.record()
-    torch.cuda.synchronize()
-    return begin_event.elapsed_time(end_event) / 1e3 / _CALLS_ON_GPU
+    return 2 * size**3 / min(kernel_s(lambda: left @ right, device) for _ in range(5))

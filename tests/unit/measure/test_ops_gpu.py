@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.ops.bench import Timing
+from frontier_llm.measure.ops import Timing
 from frontier_llm.ops.no_jit import allow_jit
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_gpu.py"

@@ -74,6 +74,11 @@ def _trained(function: Callable[..., Any], inputs: list[Tensor], grads: list[Ten
     return run
 
 
+def _versus(ours: Callable[..., Any], eager: Callable[..., Any], compiler: Callable[..., Any] | None) -> dict[str, Callable[..., Any]]:
+    """The ways to compare: ours and eager torch, or with a compiler eager torch through it alone."""
+    return {"ours": ours, "eager": eager} if compiler is None else {"compiled": compiler(eager)}
+
+
 def _differentiable(
     ours: Callable[..., Any],
     eager: Callable[..., Any],
@@ -82,12 +87,7 @@ def _differentiable(
     compiler: Callable[..., Any] | None,
     **size: Any,
 ) -> Case:
-    functions = {"ours": ours, "eager": eager} if compiler is None else {"compiled": compiler(eager)}
-    return Case({way: _trained(function, inputs, grads) for way, function in functions.items()}, **size)
-
-
-def _attend(how: Callable[[Tensor, Tensor, Tensor, Scores], Tensor], scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return how(q, k, v, scores)
+    return Case({way: _trained(function, inputs, grads) for way, function in _versus(ours, eager, compiler).items()}, **size)
 
 
 def _attention(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, alibi: bool) -> Case:
@@ -95,7 +95,8 @@ def _attention(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, al
     A, G, D = model.heads, model.num_kv_heads, model.dim_per_head
     slopes = 2.0 ** (-8.0 * torch.arange(1, A + 1, device=shapes.device) / A) if alibi else None
     inputs, grads = [shapes.leaf(S, B, A, D), shapes.leaf(S, B, G, D), shapes.leaf(S, B, G, D)], [shapes.random(S, B, A, D)]
-    ours, eager = (partial(_attend, how, Scores(D**-0.5, slopes)) for how in (ops.attention, sdpa.attention))
+    scores = Scores(D**-0.5, slopes)
+    ours, eager = (lambda q, k, v: ops.attention(q, k, v, scores)), (lambda q, k, v: sdpa.attention(q, k, v, scores))
     flops = 7.0 * S * S * B * A * D  # half of a square: 2 products forward, 5 backward
     case = _differentiable(ours, eager, inputs, grads, compiler, flops=flops)
     if compiler or alibi:
@@ -109,17 +110,12 @@ def _attention(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, al
     return Case({**case.ways, **backends}, flops=flops)
 
 
-def _rms_norm(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
+def _norm(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, kind: str) -> Case:
     N, H, eps = shapes.rows, shapes.model.hidden, shapes.model.norm_eps
-    ours, eager = (lambda x, w: ops.rms_norm(x, w, eps)), (lambda x, w: F.rms_norm(x, (H,), w, eps))
-    return _differentiable(
-        ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], compiler, bytes_moved=5 * N * H * shapes.width
-    )
-
-
-def _layer_norm(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None) -> Case:
-    N, H, eps = shapes.rows, shapes.model.hidden, shapes.model.norm_eps
-    ours, eager = (lambda x, w: ops.layer_norm(x, w, None, eps)), (lambda x, w: F.layer_norm(x, (H,), w, None, eps))
+    ours, eager = {
+        "rms_norm": (lambda x, w: ops.rms_norm(x, w, eps), lambda x, w: F.rms_norm(x, (H,), w, eps)),
+        "layer_norm": (lambda x, w: ops.layer_norm(x, w, None, eps), lambda x, w: F.layer_norm(x, (H,), w, None, eps)),
+    }[kind]
     return _differentiable(
         ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], compiler, bytes_moved=5 * N * H * shapes.width
     )
@@ -199,7 +195,7 @@ def _product(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, whic
         "weight_gradient": (lambda: ops.accumulate_weight_gradient_(main_grad, grad, x), lambda: main_grad.add_(grad.t() @ x)),
     }
     ours, eager = ways[which]
-    return Case({"ours": ours, "eager": eager} if compiler is None else {"compiled": compiler(eager)}, flops=2.0 * rows * hidden * ffn)
+    return Case(_versus(ours, eager, compiler), flops=2.0 * rows * hidden * ffn)
 
 
 def _flat_buffer(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, which: str) -> Case:
@@ -221,14 +217,13 @@ def _flat_buffer(ops: Ops, shapes: Shapes, compiler: Callable[..., Any] | None, 
         "accumulate": (lambda: ops.accumulate_(first, low), lambda: first.add_(low), 8 + shapes.width),
     }
     ours, eager, size = ways[which]
-    return Case({"ours": ours, "eager": eager} if compiler is None else {"compiled": compiler(eager)}, bytes_moved=count * size)
+    return Case(_versus(ours, eager, compiler), bytes_moved=count * size)
 
 
 CASES: dict[str, Callable[[Ops, Shapes, Callable[..., Any] | None], Case]] = {
     "attention": partial(_attention, alibi=False),
     "attention_alibi": partial(_attention, alibi=True),
-    "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
+    **{name: partial(_norm, kind=name) for name in ("rms_norm", "layer_norm")},
     "add_norm": _add_norm,
     "rope": _rope,
     "swiglu": _swiglu,

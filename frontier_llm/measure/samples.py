@@ -1,0 +1,197 @@
+"""Micro-benchmarks of this machine with the model's own shapes and the run's own ops: what `calibration` fits a machine file to.
+
+Every rank measures at the same time, because ranks of one computer share its cores, caches and memory. A rank of one thread times
+its kernels by its own CPU clock: where ranks outnumber cores, how long one waits for a core is measured once, by loops that are
+long for the scheduler (`contention`), and not by chance in each short sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh, start_all_gather_into, start_reduce_scatter_into
+from frontier_llm.config import RunConfig
+from frontier_llm.config.schema import ParallelConfig
+from frontier_llm.data.loader import open_batches
+from frontier_llm.measure.calibration import Samples
+from frontier_llm.measure.products import gemm_shapes, operands
+from frontier_llm.measure.timing import cpu_s, median_s, wall_s
+from frontier_llm.ops import AdamWUpdate, Scores, select_ops, working_dtype
+from frontier_llm.topology import make_plan
+from frontier_llm.train.build import build_state
+from frontier_llm.train.step import train_step
+
+MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
+COPY_ELEMENTS = 8 * 2**20
+STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))  # (share of the run's microbatch, microbatches): apart by tokens, by microbatches and by step
+JOINT_STEPS = ((1.0, 1), (0.25, 2))  # the same, for steps over several ranks: apart by compute between two meetings
+LONG_S = 0.06  # a loop that a scheduler's time slices (3 ms) share fairly
+
+
+def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
+    """All samples of one rank; collective over the world."""
+    bench = _Bench(config, mesh, device, repeats)
+    samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
+    samples.contention, bench.stretch = bench.contention()
+    for tp in sorted({1, mesh.tp.size}):
+        for B in sorted({bench.microbatch(share) for share, _ in STEPS}):
+            samples.gemm += bench.products(B, tp)
+            samples.attention.append(bench.attention(B, tp))
+    samples.elementwise_s = bench.elementwise_s(mesh.tp.size)
+    samples.copy = bench.copy()
+    one = torch.ones(1, device=device)
+    samples.dispatch_s = bench.kernel_s(lambda: [one.add_(0.0) for _ in range(2000)]) / 2000
+    samples.adamw = bench.adamw()
+    samples.collectives = list(bench.collectives())
+    samples.steps = [bench.step(ParallelConfig(), serial_mesh(), share, m) for share, m in STEPS]
+    if mesh.tp.size > 1:
+        together = replace(serial_mesh(), tp=mesh.tp, world=replace(mesh.tp, name="world"))
+        parallel = ParallelConfig(tensor=mesh.tp.size)
+        samples.tensor_steps = [bench.step(parallel, together, share, m) for share, m in JOINT_STEPS]
+    if mesh.world.size > 1:
+        together = replace(serial_mesh(), dp=replace(mesh.world, name="dp"), world=mesh.world)
+        parallel = ParallelConfig(data=mesh.world.size, data_mode="fsdp")
+        samples.sharded_steps = [bench.step(parallel, together, share, m) for share, m in JOINT_STEPS]
+    return samples
+
+
+class _Bench:
+    """One rank's part; `stretch` turns CPU time into what a busy machine needs for it."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, repeats: int) -> None:
+        self.config, self.model, self.mesh, self.device, self.repeats, self.stretch = config, config.model, mesh, device, repeats, 1.0
+        self.dtype = working_dtype(config.precision.dtype)
+        self.ops = select_ops(config.ops, device.type, self.dtype)
+        self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
+
+    def microbatch(self, share: float) -> int:
+        return max(1, round(self.config.batch.micro_batch * share))
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=self.dtype, device=self.device)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, device=self.device)
+
+    def wall_s(self, run: Callable[[], object]) -> float:
+        """Median seconds of work that all ranks begin together."""
+        return median_s(run, self.repeats, partial(wall_s, device=self.device), before=lambda: barrier(self.mesh.world))
+
+    def kernel_s(self, run: Callable[[], object]) -> float:
+        """Median seconds of work that needs no other rank."""
+        if not self.by_cpu_time:
+            return self.wall_s(run)
+        barrier(self.mesh.world)
+        return median_s(run, self.repeats, cpu_s) * self.stretch
+
+    def contention(self) -> tuple[list[tuple[int, float]], float]:
+        """(busy ranks → seconds of the same loop of products, wall time over CPU time when all are busy)."""
+        world = self.mesh.world
+        tokens = self.config.batch.micro_batch * self.model.sequence_length
+        x, w = self.random(tokens, self.model.hidden), self.random(self.model.ffn_hidden, self.model.hidden)
+        once_s = max(median_s(lambda: self.ops.linear(x, w, None), 3, partial(wall_s, device=self.device)), 1e-6)
+        repeats = torch.tensor([LONG_S / once_s], dtype=torch.float64, device=self.device)
+        if world.size > 1:
+            all_reduce_(repeats, world)  # the same amount of work everywhere
+        count = max(1, round(float(repeats) / world.size))
+
+        def busy() -> None:
+            for _ in range(count):
+                self.ops.linear(x, w, None)
+
+        counts = [2**power for power in range(world.size.bit_length()) if 2**power < world.size]
+        seconds = [(k, self.wall_s(busy if world.rank < k else lambda: None)) for k in [*counts, world.size]]
+        stretch = seconds[-1][1] / self.kernel_s(busy) if self.by_cpu_time else 1.0
+        return seconds, max(stretch, 1.0)
+
+    def products(self, B: int, tp: int) -> list[tuple[int, int, int, float]]:
+        """Every product of a layer and of the head: forward, input gradient, and weight gradient added to an fp32 buffer."""
+        rows = []
+        for _, M, N, K, _ in gemm_shapes(self.model, B * self.model.sequence_length, tp):
+            x, w, g = operands(M, N, K, self.dtype, self.device)
+            total = self.zeros(N, K)
+            products: tuple[tuple[int, int, int, Callable[[], object]], ...] = (
+                (M, N, K, lambda: self.ops.linear(x, w, None)),  # noqa: B023
+                (M, K, N, lambda: self.ops.linear_input_gradient(g, w)),  # noqa: B023
+                (N, K, M, lambda: self.ops.accumulate_weight_gradient_(total, g, x)),  # noqa: B023
+            )
+            with torch.no_grad():
+                rows += [(m, n, k, self.kernel_s(product)) for m, n, k, product in products]
+        return rows
+
+    def attention(self, B: int, tp: int) -> tuple[int, int, int, int, float, float]:
+        model = self.model
+        S, D, a, g = model.sequence_length, model.dim_per_head, model.heads // tp, model.num_kv_heads // tp
+        q, k, v = (self.random(S, B, heads, D).requires_grad_() for heads in (a, g, g))
+
+        def forward() -> Any:
+            return self.ops.attention(q, k, v, Scores(D**-0.5))
+
+        grad = torch.randn_like(forward())
+        forward_s = self.kernel_s(forward)
+        both_s = self.kernel_s(lambda: torch.autograd.backward(forward(), grad))
+        return B, a, S, D, forward_s, max(both_s - forward_s, 0.5 * forward_s)
+
+    def elementwise_s(self, tp: int) -> float:
+        """Seconds of one layer's forward norms, activation and residual."""
+        model, ops, tokens = self.model, self.ops, (self.model.sequence_length, self.config.batch.micro_batch)
+        x, residual = self.random(*tokens, model.hidden), self.random(*tokens, model.hidden)
+        weight = torch.ones(model.hidden, dtype=self.dtype, device=self.device)
+        inner = self.random(*tokens, (2 if model.gated else 1) * model.ffn_hidden // tp)
+
+        def layer() -> None:
+            if model.norm == "rmsnorm":
+                ops.rms_norm(x, weight, model.norm_eps)
+            else:
+                ops.layer_norm(x, weight, None, model.norm_eps)
+            ops.add_norm(x, residual, weight, None, model.norm_eps, model.norm)
+            if model.gated:
+                ops.swiglu(inner.unflatten(-1, (2, -1)))
+            else:
+                ops.gelu(inner, None, model.activation == "gelu_tanh")
+            x.add(residual)
+
+        return self.kernel_s(layer)
+
+    def copy(self) -> tuple[float, float]:
+        """(bytes read and written, seconds)."""
+        source, target = self.zeros(COPY_ELEMENTS), self.zeros(COPY_ELEMENTS)
+        return 2.0 * source.numel() * 4, self.kernel_s(lambda: target.copy_(source))
+
+    def adamw(self) -> tuple[float, float]:
+        """(elements, seconds)."""
+        size = COPY_ELEMENTS // 4
+        master, gradient, first, second = (self.zeros(size) for _ in range(4))
+        weight = torch.zeros(size, dtype=self.dtype, device=self.device)
+        update = AdamWUpdate(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+        return float(size), self.kernel_s(lambda: self.ops.adamw_(master, gradient, first, second, weight, update))
+
+    def collectives(self) -> Iterator[tuple[str, int, int, float]]:
+        """Each operation on all groups of tp at once, and on the whole world."""
+        axes = {axis.size: axis for axis in (self.mesh.tp, self.mesh.world) if axis.size > 1}
+        for size, axis in sorted(axes.items()):
+            for whole_bytes in MESSAGE_BYTES:
+                part = self.zeros(whole_bytes // 4 // size)
+                whole = self.zeros(part.numel() * size)
+                calls: dict[str, Callable[[], object]] = {
+                    "all_reduce": lambda: all_reduce_(whole, axis),  # noqa: B023
+                    "reduce_scatter": lambda: start_reduce_scatter_into(part, whole, axis).wait(),  # noqa: B023
+                    "all_gather": lambda: start_all_gather_into(whole, part, axis).wait(),  # noqa: B023
+                }
+                for operation, call in calls.items():
+                    yield operation, size, whole_bytes, self.wall_s(call)
+
+    def step(self, parallel: ParallelConfig, mesh: Mesh, share: float, m: int) -> tuple[int, int, float]:
+        """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of `mesh`; all ranks work."""
+        B = self.microbatch(share)
+        batch = self.config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * mesh.dp.size})
+        config = self.config.model_copy(update={"batch": batch, "parallel": parallel})
+        batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
+        assert batches is not None
+        state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
+        return B, m, (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state))
