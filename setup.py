@@ -163,6 +163,7 @@ setup(
             "import-linter",
             "types-PyYAML",
             "zstandard",
+            "scipy",  # scripts/fit_machines.py
             "megatron-core==0.16.1",
             "mpi4py",
             "triton>=3.5,<4",  # compiles and interprets the GPU kernels without a GPU

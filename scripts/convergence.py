@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.blueprint import total_parameters
 from frontier_llm.config import load_model
 from frontier_llm.costs.flops import model_flops_per_token
-from frontier_llm.costs.parameters import total_parameters
 from frontier_llm.scaling.power_law import find_irreducible, fit_power_law
 
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")

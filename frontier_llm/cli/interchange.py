@@ -82,9 +82,9 @@ def _import(
     args: argparse.Namespace, read_model: Callable[[str], ModelConfig], read_weights: Callable[[str, ModelConfig], WeightSource]
 ) -> int:
     """Without a run, print the model section that it needs; else check that run, weights and tokenizer fit, and write the checkpoint."""
+    from frontier_llm.blueprint.parameters import model_parameters
     from frontier_llm.checkpoint.weights import compare_models, write_checkpoint
     from frontier_llm.config import dump, load_run
-    from frontier_llm.costs.parameters import parameter_shapes
     from frontier_llm.data.tokenizer import load_tokenizer
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
 
@@ -100,7 +100,11 @@ def _import(
         raise CheckpointError(problems)
     if config.data.tokenizer is not None:
         check_vocabulary(load_tokenizer(config.data.tokenizer), config.model)
-    print(write_checkpoint(source, list(parameter_shapes(config.model).items()), config, int(args.shard_gib * GIB)))
+    print(
+        write_checkpoint(
+            source, [(one.name, one.shape) for one in model_parameters(config.model).values()], config, int(args.shard_gib * GIB)
+        )
+    )
     return 0
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from frontier_llm.blueprint import StageSpec
+from frontier_llm.blueprint import StageSpec, matrix_parameters
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.flops import matrix_parameters
 from frontier_llm.measure.latency import communication_section
 from frontier_llm.measure.run_record import Part, RunRecord, read_run, told_apart
 from frontier_llm.schedule import build as build_schedule

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.work import Software, block_work, flops, head_work
 from frontier_llm.config import ModelConfig
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """FLOPs of the output head over FLOPs of one layer: V·H against the layer's matrices and attention."""
-    H, D = model.hidden, model.dim_per_head
-    attention_weights = H * D * (2 * model.heads + 2 * model.num_kv_heads)
-    mlp_weights = (3 if model.gated else 2) * H * model.ffn_hidden
-    attention_scores = model.sequence_length * D * model.heads  # causal: half of the 2*S*D*A of QK^T and PV
-    return model.padded_vocab_size * H / (attention_weights + mlp_weights + attention_scores)
+    """FLOPs of the output head over FLOPs of one layer, attention counted causally."""
+    layout, software = Layout(), Software()
+    layer = flops(block_work(model, layout, software), causal=True, forward_only=True)
+    return flops(head_work(model, layout, software), forward_only=True) / layer
 
 
 def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint.megatron.arguments import read_model
 from frontier_llm.checkpoint.megatron.files import find
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.parameters import parameter_shapes
 from frontier_llm.errors import CheckpointError, Problem
 
 _CUT_COLUMNS = ("attention.output.weight", "mlp.down.weight")
@@ -33,7 +33,7 @@ class MegatronModel:
         model = read_model(self._found.arguments, f"{self._found.where}: args", vocab_size)
         update = {"name": Path(directory).resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self._model = model.model_copy(update=update)
-        self._shapes = parameter_shapes(self._model)
+        self._shapes = {name: parameter.shape for name, parameter in model_parameters(self._model).items()}
         if self._found.version not in (0, 1, 2, 3):
             what = f"has checkpoint_version {self._found.version:g}; the order of query_key_value is known for 0 to 3"
             raise CheckpointError(what, where=self._found.where, fix="convert it with the Megatron-LM that wrote it")
