@@ -66,17 +66,16 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
     return Layouts(**columns, dtype=first.dtype, gradient_wire=first.gradient_wire)
 
 
-def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any]) -> Any:
+def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also: Number) -> Any:
     """`fold` of a layout; or of every layout of a table, with columns instead of numbers.
 
-    `fold` may read what decides the work of a block, the embedding and the head (tp, the microbatch, sequence parallelism, recomputation,
-    what is sharded, whether backward is split) and nothing else, and is called once for each combination. It returns a named tuple of
-    numbers, or of such tuples.
+    `fold` may read what decides the work of a block, the embedding and the head: tp, the microbatch, sequence parallelism, recomputation,
+    and what the columns `also` tell apart; it is called once for each combination. It returns a named tuple of numbers, or of such tuples.
     """
     if isinstance(layouts, Layout):
         return fold(layouts)
     codes = np.zeros(len(layouts), dtype=np.int64)
-    for column in (layouts.tp, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute, layouts.sharding, split(layouts)):
+    for column in (layouts.tp, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute, *also):
         values = dict.fromkeys(column.tolist())
         codes = codes * len(values) + sum(index * (column == value) for index, value in enumerate(values))
     _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -47,8 +48,13 @@ class Held(NamedTuple):
 def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
     """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks."""
 
+    @cache
+    def lists(tp: int, micro_batch: int, sequence_parallel: bool) -> tuple[list[Item], list[Item]]:
+        part = Layout(tp=tp, micro_batch=micro_batch, sequence_parallel=sequence_parallel, dtype=layouts.dtype)
+        return block_work(model, part, rates), head_work(model, part, rates)
+
     def fold(layout: Layout) -> Held:
-        block, head, mode = block_work(model, layout, rates), head_work(model, layout, rates), layout.recompute
+        (block, head), mode = lists(layout.tp, layout.micro_batch, layout.sequence_parallel), layout.recompute
         whole, share = kept_bytes(block, "none"), rates.recompute_share if mode == "full" else 1.0
         return Held(
             block=kept_bytes(block, mode) * share + whole * (1 - share),
@@ -114,8 +120,7 @@ def total(lines: Lines) -> Number:
 
 def peak_memory(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
     """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the last (head, logits)."""
-    most, last_layers = stage_layers(model, layouts)
-    alone = layouts.pp == 1
-    first = total(stage_memory(model, layouts, rates, 0, most, True, alone))
-    last = total(stage_memory(model, layouts, rates, layouts.pp - 1, last_layers, alone, True))
-    return np.maximum(first, last)
+    layers = np.stack(stage_layers(model, layouts))
+    alone, yes = layouts.pp == 1, np.ones_like(layouts.pp, dtype=bool)
+    stage, embedding, head = (np.stack(ends) for ends in ((0 * layouts.pp, layouts.pp - 1), (yes, alone), (alone, yes)))
+    return total(stage_memory(model, layouts, rates, stage, layers, embedding, head)).max(axis=0)

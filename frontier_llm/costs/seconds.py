@@ -32,7 +32,7 @@ from frontier_llm.costs.collectives import node_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.in_flight import splits_backward
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
-from frontier_llm.costs.layouts import Layouts, Number, over_layouts
+from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split
 from frontier_llm.machine.rates import Rates
 
 # operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward issues two
@@ -155,7 +155,8 @@ def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Parts:
         ends = embedding_work(model, layout), head_work(model, layout, rates)
         return Parts(part(block, layout, rates, prices, host), *(part(items, layout, rates, prices) for items in ends))
 
-    parts: Parts = over_layouts(layouts, fold)
+    sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
+    parts: Parts = over_layouts(layouts, fold, split(layouts), *sharded)
     return parts
 
 
