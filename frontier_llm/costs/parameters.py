@@ -14,10 +14,14 @@ def stage_numel(model: ModelConfig, tp: Number, layers: Number, embedding: Numbe
 
     A tied head on another rank than the embedding is a second copy.
     """
-    degrees, ends = {"tp": tp}, StageSpec(0, 0, embedding=False, head=True)
+    values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have a handful of degrees
+    degrees, ends = {"tp": values}, StageSpec(0, 0, embedding=False, head=True)
     block = held_numel(block_parameters(model, 0, False), degrees)
     front = held_numel(stage_parameters(model, StageSpec(0, 0, embedding=True, head=False)), degrees)
     alone, beside = (held_numel(stage_parameters(model, ends, embedding_elsewhere=shared), degrees) for shared in (False, True))
+    block, front, alone, beside = (
+        np.broadcast_to(numel, values.shape)[each].reshape(np.shape(tp)) for numel in (block, front, alone, beside)
+    )
     return block * layers + np.where(embedding, front, 0) + np.where(head, np.where(embedding, beside, alone), 0)
 
 
