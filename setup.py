@@ -166,6 +166,7 @@ setup(
             "import-linter",
             "types-PyYAML",
             "zstandard",
+            "scipy",  # scripts/fit_machines.py
             "megatron-core==0.16.1",
             "mpi4py",
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels

@@ -8,9 +8,12 @@ from frontier_llm.blueprint.parameters import (
     Piece,
     Split,
     block_parameters,
+    held_numel,
+    matrix_parameters,
     model_parameters,
     rank_parameters,
     stage_parameters,
+    total_parameters,
 )
 from frontier_llm.blueprint.stages import StageSpec
 
@@ -23,7 +26,10 @@ __all__ = [
     "Split",
     "StageSpec",
     "block_parameters",
+    "held_numel",
+    "matrix_parameters",
     "model_parameters",
     "rank_parameters",
     "stage_parameters",
+    "total_parameters",
 ]

@@ -7,7 +7,7 @@ gate/up is (2, F, H); `pieces` names what it is fused of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -172,6 +172,22 @@ def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
     """All parameters of the model by name, padding rows included, a tied head once."""
     everything = StageSpec(0, model.layers, embedding=True, head=True)
     return {parameter.name: parameter for parameter in rank_parameters(model, [everything])}
+
+
+def held_numel(parameters: Iterable[Parameter], degrees: Mapping[str, Number]) -> Number:
+    """Elements that one rank holds of these parameters; `degrees` may be arrays over many layouts."""
+    return sum(parameter.rank_numel(degrees) for parameter in parameters)
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """Elements of the model, padding rows included, a tied head once."""
+    return sum(parameter.numel for parameter in model_parameters(model).values())
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup, no padding rows."""
+    matrices = sum(parameter.numel for parameter in block_parameters(model, 0, False) if parameter.kind is Kind.MATRIX)
+    return model.layers * matrices + model.hidden * model.vocab_size
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:

@@ -40,8 +40,8 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
 
 def check_start(config: RunConfig, world_size: int) -> None:
     """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds without any activation."""
-    from frontier_llm.costs.parameters import total_parameters
-    from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
+    from frontier_llm.blueprint import total_parameters
+    from frontier_llm.blueprint.layout import DTYPE_BYTES, statistics_bytes
 
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
@@ -120,8 +120,8 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
 
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """The checkpoints that this start writes before it may delete one must fit, in bytes and in files."""
-    from frontier_llm.costs.parameters import total_parameters
-    from frontier_llm.costs.workload import statistics_bytes
+    from frontier_llm.blueprint import total_parameters
+    from frontier_llm.blueprint.layout import statistics_bytes
 
     train = config.train
     checkpoints = Path(train.run_dir) / "checkpoints"

@@ -26,12 +26,12 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
 def doctor(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing fatal was found, else 1."""
     from frontier_llm import log
+    from frontier_llm.blueprint import total_parameters
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster.doctor import examine, settings_for
     from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
-    from frontier_llm.costs.parameters import total_parameters
     from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 
     site = load_site(args.site or environ("FRONTIER_LLM_SITE") or "generic")

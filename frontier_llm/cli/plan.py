@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     option("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page"),
     option("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto"),
     option("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)"),
-    option("--leave-models-out", action="store_true", help="with --validate: also cross-validate by leaving out whole models"),
     option("--rows", action="store_true", help="with --validate: print every prediction"),
     about="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
     "--validate scores the predictions against published measurements.",
@@ -56,18 +55,17 @@ if TYPE_CHECKING:
 def plan(args: argparse.Namespace) -> int:
     """Entry point; raises FrontierError for whatever the user can mend."""
     if args.validate is not None:
-        from frontier_llm.planner.validate import validate_command
+        from frontier_llm.planner.published.validate import validate_command
 
-        return validate_command([Path(name) for name in args.validate], as_json=args.json, cross=args.leave_models_out, show_rows=args.rows)
+        return validate_command([Path(name) for name in args.validate], as_json=args.json, show_rows=args.rows)
     if args.measured:
         return _measured(args)
     return _plan(args)
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from frontier_llm.blueprint import total_parameters
     from frontier_llm.config import load_run
-    from frontier_llm.costs.parameters import total_parameters
-    from frontier_llm.costs.workload import DTYPE_BYTES
     from frontier_llm.machine import fp16_note, load_machine, own_stack, rates
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
@@ -87,11 +85,11 @@ def _plan(args: argparse.Namespace) -> int:
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
-    dtype_bytes = DTYPE_BYTES[base.precision.dtype] if base else 2
-    found = search(model, numbers, nodes, batch, fixed, args.allow_cross_node_tp, args.top, dtype_bytes)
+    dtype = base.precision.dtype if base else "bf16"
+    found = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, top=args.top, dtype=dtype)
     check_found(found, machine, numbers)
     best = found.best
-    run_of = campaign(machine, nodes, total_parameters(model), best.step_s, float(best.workload.step_tokens), args.tokens)
+    run_of = campaign(machine, nodes, total_parameters(model), best.step_s, best.step_tokens, args.tokens)
     if args.json:
         print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1))
     else:

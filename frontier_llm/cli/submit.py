@@ -78,8 +78,8 @@ def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _notes(request: Request) -> list[str]:
     """What the user should know and may want."""
+    from frontier_llm.blueprint import total_parameters
     from frontier_llm.cluster.notes import quota_note, scratch_note, start_note
-    from frontier_llm.costs.parameters import total_parameters
     from frontier_llm.machine import fp16_note, load_machine
     from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.cluster import run_dir
 from frontier_llm.config import load_run
-from frontier_llm.costs import from_config
 from frontier_llm.errors import DataError
 from frontier_llm.machine import Rates
 from frontier_llm.planner.report import layout_words
@@ -50,7 +50,7 @@ def read_run(directory: Path, numbers: Rates) -> MeasuredRun:
     times = [float(row["step_time_s"]) for row in rows]
     if not times:
         raise DataError("holds no step times", where=str(directory), fix=MISSING)
-    w = from_config(config, grid["tp"] * grid["pp"] * grid["dp"])
+    w = layout_of(config, grid["tp"] * grid["pp"] * grid["dp"])
     plan = simulate_layout(config.model, w, numbers, config.parallel.stage_layers)
     return MeasuredRun(directory, layout_words(plan), median(times[1:] or times), plan.step_s)
 

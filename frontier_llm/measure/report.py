@@ -9,9 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from frontier_llm.blueprint import StageSpec
+from frontier_llm.blueprint import StageSpec, matrix_parameters
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.flops import matrix_parameters
 from frontier_llm.measure.latency import communication_section
 from frontier_llm.measure.run_record import Part, RunRecord, read_run, told_apart
 from frontier_llm.schedule import build as build_schedule

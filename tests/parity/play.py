@@ -12,7 +12,7 @@ from torch import Tensor
 from frontier_llm import log
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.communication import step_traffic
+from frontier_llm.costs.traffic import step_traffic
 from frontier_llm.data.loader import Microbatch
 from frontier_llm.optim import Bucket
 from frontier_llm.topology import ShardSpec, make_plan

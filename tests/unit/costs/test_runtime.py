@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from frontier_llm.blueprint import held_numel, rank_parameters
 from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
-from frontier_llm.costs.communication import buckets, step_traffic
-from frontier_llm.costs.parameters import rank_parameters
+from frontier_llm.costs.traffic import buckets, step_traffic
 from frontier_llm.data.loader import Microbatch
 from frontier_llm.topology import make_plan
 from tests.harness.pool import RankPool
@@ -72,8 +72,7 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
         expected = step_traffic(config, plan, pp_rank)
         assert moved == dict(expected.bytes)
         assert calls == dict(expected.calls)
-        held = plan.stages_of(pp_rank)
-        assert parameters == sum(rank_parameters(config.model, stage, plan.grid.tp) for stage in held)
+        assert parameters == held_numel(rank_parameters(config.model, plan.stages_of(pp_rank)), {"tp": plan.grid.tp})
         padded = sum(numel for numel, _ in buckets(config.model, plan, pp_rank, config.comm.bucket_elements))
         assert gradients == 4 * padded
         assert optimizer == 8 * padded // (plan.grid.dp if plan.zero else 1)

@@ -72,7 +72,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("played", "axis"), [(8, "seconds (simulated)"), (4, "4 of the 8 microbatches")])
 def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, axis: str) -> None:
     schedule = SimpleNamespace(microbatches=played)
-    plan = SimpleNamespace(workload=SimpleNamespace(m=8.0), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)))
+    plan = SimpleNamespace(layout=SimpleNamespace(microbatches=8), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)))
     assert axis in _time_axis(plan)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Published measurements → workloads. Reads the two formats that exist in the wild: vTrain's CSV and a throughput TSV.
+"""Published measurements → models, layouts and seconds. Reads the two formats that exist in the wild: vTrain's CSV and a throughput TSV.
 
 A row says which machine and stack it ran on, what it was, and how long a step took. Only seconds per step and tokens/s are
 compared; where a source gives TFLOP/s alone, its stated convention turns them into tokens/s first.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import csv
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
-
-from frontier_llm.costs.workload import RECOMPUTE, Workload
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import ModelConfig
 from frontier_llm.errors import DataError
 
-PUBLISHED = Path(__file__).parent / "published"
+PUBLISHED = Path(__file__).parent
 SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
 
 
@@ -30,12 +30,13 @@ class Measurement:
     dataset: str
     machine: str
     stack: str
-    model: str
-    workload: Workload
+    model: ModelConfig
+    layout: Layout
     seconds: float  # per step
     known: bool  # False: degrees or batch are not stated, or the machine file is borrowed from a like cluster; the row is never fitted
     approximate: bool = False  # the source's parallelism has no equal here (AxoNN's 4D) or its memory is not described in full: not judged
-    unstated: tuple[str, ...] = ()  # fields of the workload that the source does not give; the fastest that fits is assumed
+    unstated: tuple[str, ...] = ()  # fields of the layout that the source does not give; the fastest that fits is assumed
+    software: Mapping[str, Any] = field(default_factory=dict)  # what this run does otherwise than its stack: fields of Rates
     memory_gib: float | None = None
 
     @property
@@ -43,6 +44,27 @@ class Measurement:
         """Whether constants may be fitted on this row: half of all rows, by a hash of what the row is."""
         return self.known and zlib.crc32(self.key.encode()) % 2 == 0
 
+
+COMPUTE = ("gemm_efficiency", "gemm_k_half", "hbm_efficiency", "kernel_s", "step_s")
+TENSOR = ("fabric_bytes_s/2", "fabric_bytes_s/4", "fabric_bytes_s/8", "fabric_latency_s")
+SPREAD = ("network_efficiency", "network_crowding")
+
+# which constants the fitted half of each (machine, stack)'s rows determines (scripts/fit_machines.py fits them)
+FITTED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("vtrain-a100", "megatron-lm"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s"),
+    ("vtrain-a100-node", "megatron-lm"): (*COMPUTE, *TENSOR, "launch_s", "microbatch_s", "fabric_hop_s"),
+    ("selene", "megatron-lm"): ("gemm_efficiency", "hbm_efficiency", "kernel_s", "fabric_bytes_s", "fabric_latency_s", *SPREAD),
+    ("jean-zay", "megatron-deepspeed"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s", "unaligned_penalty"),
+    ("llm-foundry-a100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward"),
+    ("llm-foundry-a100-40", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
+    ("llm-foundry-h100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
+    ("llm-foundry-h100", "llm-foundry-fp8"): ("linear_speedup",),
+    ("torchtitan-a100", "torchtitan"): ("gemm_efficiency", "flash_efficiency", "network_efficiency"),
+    ("torchtitan-h100", "torchtitan"): ("gemm_efficiency",),
+    ("eos", "megatron-core"): ("gemm_efficiency", "hbm_efficiency"),
+    ("eos", "megatron-core-fp8"): ("linear_speedup",),
+    ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
+}
 
 # (machine, stack) by what a row's id, hardware, source, precision, sharding and attention say; the first match counts. Known clusters
 # come first; after them any code of a kind on a kind of hardware
@@ -122,31 +144,57 @@ def _with_heads(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return rows
 
 
-def stack_workloads(rows: Sequence[Measurement]) -> Workload:
-    """One workload whose fields are arrays over the rows."""
-    keys = vars(rows[0].workload)
-    return replace(rows[0].workload, **{key: np.array([getattr(row.workload, key) for row in rows], dtype=float) for key in keys})
-
-
 def _vtrain(row: dict[str, str]) -> Measurement:
     number = {key.strip(): float(value) for key, value in row.items() if key}
-    devices, H, A = number["# GPUs"], number["hidden size"], number["attention heads"]
-    dp, B = number["data parallelism"], number["micro batch"]
-    single = devices <= 8
-    workload = Workload(
-        S=number["sequence length"], H=H, A=A, G=A, D=H / A, F=4 * H, V=51200, layers=number["# layers"], gated=0,
-        learned_positions=1, rope=0, bias=1, qkv_bias=1, norm_bias=1, tied=1, tp=number["tensor parallelism"], pp=number["pipeline parallelism"],
-        dp=dp, chunks=1, B=B, m=number["global batch"] / dp / B, sp=0, recompute=2, zero=0, dp_outer=0,
-    )  # fmt: skip
+    whole = {key: int(value) for key, value in number.items()}
+    dp, B, H = whole["data parallelism"], whole["micro batch"], whole["hidden size"]
+    single = whole["# GPUs"] <= 8
+    model = transformer(
+        f"L{whole['# layers']} H{H}",
+        {"S": whole["sequence length"], "V": 51200, "layers": whole["# layers"], "H": H, "A": whole["attention heads"], "F": 4 * H},
+        position="learned",
+    )
     return Measurement(
         key=",".join(value for key, value in row.items() if key and key != "iteration time (ms)"),
         dataset="vTrain single-node" if single else "vTrain multi-node",
         machine="vtrain-a100-node" if single else "vtrain-a100",
         stack="megatron-lm",
-        model=f"L{number['# layers']:.0f} H{H:.0f}",
-        workload=workload,
+        model=model,
+        layout=Layout(
+            tp=whole["tensor parallelism"],
+            pp=whole["pipeline parallelism"],
+            dp=dp,
+            micro_batch=B,
+            microbatches=whole["global batch"] // dp // B,
+            recompute="full",
+            sharding="none",
+        ),
         seconds=number["iteration time (ms)"] / 1e3,
         known=True,
+    )
+
+
+def transformer(
+    name: str, shape: Mapping[str, int], position: Literal["learned", "rope", "alibi"], kv_heads: int | None = None
+) -> ModelConfig:
+    """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head is the embedding."""
+    llama = position == "rope"
+    return ModelConfig(
+        name=name,
+        layers=shape["layers"],
+        hidden=shape["H"],
+        heads=shape["A"],
+        kv_heads=kv_heads,
+        ffn_hidden=shape["F"],
+        vocab_size=shape["V"],
+        vocab_multiple=1,
+        sequence_length=shape["S"],
+        position=position,
+        norm="rmsnorm" if llama else "layernorm",
+        activation="swiglu" if llama else "gelu",
+        bias=not llama,
+        norm_bias=not llama,
+        tied_embeddings=not llama,
     )
 
 
@@ -163,24 +211,39 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
     if cluster is None or shape is None:
         return None
     machine, stack = cluster
-    layout = _layout(row)
+    layout = _layout(row, shape)
     seconds = _seconds(row, shape, layout)
     if not seconds:
         return None
     stated = _number(row["devices"]) > 0 and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
-    tp, pp = layout["tp"], layout["pp"]
+    recompute, precision = row["recompute"].lower(), row["precision"]
+    # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
+    half = recompute.startswith(("selective layer", "selective op"))
+    software: dict[str, Any] = {"recompute_share": 0.5 if half else 1.0, "checkpoints_cut": "partition" in recompute}
+    if flash := {"y": "flash", "v": "flash", "n": "unfused"}.get(row["flash_attn"][:1]):
+        software["attention"] = flash
     return Measurement(
         key=row["id"],
         dataset=_dataset(row["id"], machine, stack),
         machine=machine,
         stack=stack,
-        model=row["model"] or f"L{shape['layers']:.0f} H{shape['H']:.0f}",
-        workload=Workload(**shape, **layout, **_properties(row, tp, pp, shape["layers"], shape["A"])),
+        model=transformer(
+            row["model"] or f"L{shape['layers']} H{shape['H']}",
+            shape,
+            position="rope" if "lama" in row["model"] else "alibi",  # few sources say; a table of positions is small
+            kv_heads=int(_number(row["kv_heads"])) or None,
+        ),
+        layout=replace(
+            layout,
+            recompute="full" if half or recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none",
+            gradient_wire="fp32" if "fp32 grad" in precision else "full",
+        ),
         seconds=seconds,
         known=stated and not row.get("borrowed"),
         approximate="D:" in row["TP"],
-        unstated=_unstated(row, pp, stack),
+        unstated=_unstated(row, layout.pp, stack),
         memory_gib=_number(row["mem_gb_per_dev"]) or None,
+        software=software,
     )
 
 
@@ -193,107 +256,82 @@ def _cluster(row: dict[str, str]) -> tuple[str, str] | None:
     return next(((machine, stack) for pattern, machine, stack in CLUSTERS if re.search(pattern, label)), None)
 
 
-def _shape(row: dict[str, str]) -> dict[str, float] | None:
-    """The model's sizes, as a Workload calls them; layers that are not stated follow from the number of parameters."""
-    H, S, V = _number(row["hidden"]), _number(row["seq"], 2048.0), _number(row["vocab"], 51200.0)
+def _shape(row: dict[str, str]) -> dict[str, int] | None:
+    """The model's sizes; layers that are not stated follow from the number of parameters."""
+    H, S, V = (int(_number(row[key], default)) for key, default in (("hidden", 0), ("seq", 2048), ("vocab", 51200)))
     if not H:
         return None
-    if V == 250e3:
-        V = 250880.0  # BLOOM's padded vocabulary
-    F = _number(row["ffn"]) or 4 * H
-    layers = _number(row["layers"]) or float(round((_number(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F)))
-    A = _number(row["heads"]) or H / 128
-    return {"S": S, "V": V, "layers": layers, "H": H, "A": A, "D": H / A, "F": F}
+    if V == 250_000:
+        V = 250_880  # BLOOM's padded vocabulary
+    F = int(_number(row["ffn"])) or 4 * H
+    layers = int(_number(row["layers"])) or round((_number(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F))
+    return {"S": S, "V": V, "layers": layers, "H": H, "A": int(_number(row["heads"])) or H // 128, "F": F}
 
 
-def _dies(row: dict[str, str]) -> float:
+def _dies(row: dict[str, str]) -> int:
     """Devices in what the row counts as one: the device here is the GCD, of which an MI250X package has two."""
-    return 2.0 if "OAM" in row.get("dev_unit", "") else 1.0
+    return 2 if "OAM" in row.get("dev_unit", "") else 1
 
 
-def _devices(row: dict[str, str]) -> float:
-    """As stated, else enough for eight replicas."""
-    return _number(row["devices"]) * _dies(row) or 8 * _degree(row["TP"]) * _degree(row["PP"])
+def _layout(row: dict[str, str], shape: Mapping[str, int]) -> Layout:
+    """The row's degrees, microbatches and sharding; what is not stated is what such codes are run with."""
+    tp, pp, shard = _degree(row["TP"]), _degree(row["PP"]), row["zero_or_shard"].lower()
+    devices = int(_number(row["devices"])) * _dies(row) or 8 * tp * pp  # else enough for eight replicas
+    dp = int(_number(row["DP"])) or max(devices // tp // pp, 1)
+    B = int(_number(row["MBS"])) or (1 if pp > 1 or tp > 1 else 4)
+    global_batch = int(_number(row["GBS"])) * (dp if "replica" in row["GBS"] else 1)
+    per_virtual = _number(row["layers_per_virtual_stage"])
+    chunks = max(1, round(shape["layers"] / pp / per_virtual)) if per_virtual else 1
+    return Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        chunks=chunks,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        micro_batch=B,
+        microbatches=max(global_batch // dp // B, 1) if global_batch else 4 * pp,
+        sequence_parallel=row["seq_parallel"].startswith("yes") and tp > 1,
+        sharding=next((name for word, name in SHARDING_OF.items() if word in shard), "none"),
+    )
 
 
-def _layout(row: dict[str, str]) -> dict[str, float]:
-    """Degrees, microbatch B and microbatches m; what is not stated is what such codes are run with."""
-    tp, pp = _degree(row["TP"]), _degree(row["PP"])
-    dp = _number(row["DP"]) or max(_devices(row) / tp / pp, 1.0)
-    B = _number(row["MBS"]) or default_microbatch(row)
-    global_batch = _number(row["GBS"]) * (dp if "replica" in row["GBS"] else 1.0)
-    m = max(global_batch / dp / B, 1.0) if global_batch else 4.0 * pp
-    return {"tp": tp, "pp": pp, "dp": dp, "B": B, "m": m}
-
-
-def _seconds(row: dict[str, str], shape: Mapping[str, float], layout: Mapping[str, float]) -> float:
+def _seconds(row: dict[str, str], shape: Mapping[str, int], layout: Layout) -> float:
     """Per step: as stated, else from the throughput; 0 where neither is given."""
     if stated := _number(row["sec_per_iter"]):
         return stated
     tokens_per_s = _tokens_per_s(row, shape) / _dies(row)
-    if not tokens_per_s:
-        return 0.0
-    return shape["S"] * layout["B"] * layout["m"] * layout["dp"] / tokens_per_s / _devices(row)
+    devices = _number(row["devices"]) * _dies(row) or 8 * layout.tp * layout.pp
+    return shape["S"] * layout.global_batch / tokens_per_s / devices if tokens_per_s else 0.0
 
 
-def _unstated(row: dict[str, str], pp: float, stack: str) -> tuple[str, ...]:
+def _unstated(row: dict[str, str], pp: int, stack: str) -> tuple[str, ...]:
     """Knobs that the source leaves open."""
     missing = {
-        "B": _number(row["MBS"]) == 0,
+        "micro_batch": _number(row["MBS"]) == 0,
         "chunks": pp > 1 and stack.startswith("megatron-core") and row["layers_per_virtual_stage"] == "",
         "tp": row["TP"] == "",
         "pp": row["PP"] == "" and row["TP"] == "",
         "recompute": row["recompute"] == "",
     }
-    return tuple(field for field, is_missing in missing.items() if is_missing)
+    return tuple(name for name, is_missing in missing.items() if is_missing)
 
 
-def default_microbatch(row: dict[str, str]) -> float:
-    """A microbatch for rows that do not state one: what such codes are run with."""
-    return 1.0 if _degree(row["PP"]) > 1 or _degree(row["TP"]) > 1 else 4.0
+def _degree(text: str) -> int:
+    return 8 if "D:" in text else max(int(_number(text.split("/")[-1], 1.0)), 1)
 
 
-def _degree(text: str) -> float:
-    return 8.0 if "D:" in text else max(_number(text.split("/")[-1], 1.0), 1.0)
+# what a source calls its sharding → `Layout.sharding`; the first word that occurs counts
+SHARDING_OF = {
+    "grad_op": "weights-gathered-once",
+    "hsdp": "optimizer",
+    "fsdp": "weights",
+    "zero-2": "gradients",
+    "zero-1": "optimizer",
+    "distributed": "optimizer",
+}
 
 
-# what a source calls its sharding → `Workload.zero`; the first word that occurs counts
-ZERO_OF = {"grad_op": 2, "hsdp": 1, "fsdp": 3, "zero-1": 1, "distributed": 1}
-
-
-def _properties(row: dict[str, str], tp: float, pp: float, layers: float, A: float) -> dict[str, float]:
-    shard, recompute = row["zero_or_shard"].lower(), row["recompute"].lower()
-    llama = "lama" in row["model"]
-    # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
-    half = recompute.startswith(("selective layer", "selective op"))
-    whole = recompute.startswith("full") or half
-    mode = RECOMPUTE["full" if whole else "selective" if recompute.startswith("selective") else "none"]
-    zero = next((value for word, value in ZERO_OF.items() if word in shard), 0)
-    per_virtual = _number(row["layers_per_virtual_stage"])
-    fp32_gradients = "fp32 grad" in row["precision"]
-    return {
-        "G": _number(row["kv_heads"]) or A,
-        "gated": float(llama),
-        "rope": float(llama),
-        "learned_positions": 0.0,
-        "bias": float(not llama),
-        "qkv_bias": float(not llama),
-        "norm_bias": float(not llama),
-        "tied": float(not llama),
-        "chunks": max(1.0, round(layers / pp / per_virtual)) if per_virtual else 1.0,
-        "sp": float(row["seq_parallel"].startswith("yes") and tp > 1),
-        "recompute": float(mode),
-        "checkpoints_cut": float("partition" in recompute),
-        "recompute_share": 0.5 if half else 1.0,
-        "zero": float(zero),
-        "gradients_cut": float("zero-2" in shard),
-        "dp_outer": 0.0,
-        "flash": {"y": 1.0, "v": 1.0, "n": 0.0}.get(row["flash_attn"][:1], -1.0),
-        "gradient_bytes": 4.0 if fp32_gradients else 0.0,
-    }
-
-
-def _tokens_per_s(row: dict[str, str], shape: Mapping[str, float]) -> float:
+def _tokens_per_s(row: dict[str, str], shape: Mapping[str, int]) -> float:
     """Per device as the source counts devices; from TFLOP/s by the stated convention where tokens/s are missing."""
     if _number(row["tokens_per_s_per_dev"]):
         return _number(row["tokens_per_s_per_dev"])
