@@ -30,7 +30,7 @@ _TOLD = re.compile(r"^(Traceback \(most recent call last\)|frontier-llm [a-z]+: 
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """Everything that one srun needs."""
 
     nodes: tuple[str, ...]
@@ -82,7 +82,7 @@ class Outcome:
         return self.failure.cause if self.failure else "interrupted"
 
 
-def master_address(step: Step) -> str:
+def master_address(step: JobStep) -> str:
     """The IPv4 address of the node of rank 0, found once, so that no rank asks DNS. Raises FrontierError."""
     command = [str(step.launch_dir / "address.sh"), step.interface or ""]
     first = step.nodes[0]
@@ -96,7 +96,7 @@ def master_address(step: Step) -> str:
     return text
 
 
-def run_step(step: Step) -> Outcome:
+def run_step(step: JobStep) -> Outcome:
     """Start the ranks, wait, and say how they ended; the first failing rank's traceback is printed last."""
     step.log_dir.mkdir(parents=True, exist_ok=True)
     variables = {

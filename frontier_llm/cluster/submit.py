@@ -35,7 +35,7 @@ SNAPSHOT = ("launch", "slurm", "configs")
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What the user wants queued."""
 
     config: RunConfig
@@ -49,8 +49,6 @@ class Request:
     continue_with: str = "requeue"
     dependency: str | None = None
     exclude: tuple[str, ...] = ()
-    program: str = "frontier_llm.cluster.job"
-    words: tuple[str, ...] = ()  # for the program, before the run file
     flags: tuple[str, ...] = ()  # of train
     name: str | None = None
     expected_step_s: float = 0.0  # the planner's; counts until the run has measured its own
@@ -98,7 +96,7 @@ class Submission:
         }
 
 
-def _whole_node_problems(request: Request) -> list[Problem]:
+def _whole_node_problems(request: JobRequest) -> list[Problem]:
     """Nodes whose ranks cannot be cut into replicas; whoever asks for nodes is answered in nodes."""
     parallel, per_node = request.config.parallel, request.site.tasks_per_node
     model_ranks = parallel.tensor * parallel.pipeline
@@ -110,7 +108,7 @@ def _whole_node_problems(request: Request) -> list[Problem]:
     return [Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")]
 
 
-def problems(request: Request) -> list[Problem]:
+def problems(request: JobRequest) -> list[Problem]:
     """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
     found = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
     if request.nodes >= 1:
@@ -135,7 +133,7 @@ def problems(request: Request) -> list[Problem]:
     return found
 
 
-def prepare(request: Request) -> Submission:
+def prepare(request: JobRequest) -> Submission:
     """The script and the command line. Raises ConfigError with every problem; writes nothing."""
     if found := problems(request):
         raise ConfigError(found)
@@ -148,8 +146,6 @@ def prepare(request: Request) -> Submission:
         nodes=request.all_nodes,
         site=request.site.name,
         minutes=request.minutes,
-        program=request.program,
-        words=request.words,
         flags=request.flags,
         signal_lead_s=request.lead_s,
     )
@@ -175,7 +171,7 @@ def prepare(request: Request) -> Submission:
     return Submission(render(job, request.site), ("sbatch", "--parsable", *arguments, str(directory / "job.sbatch")), directory, variables)
 
 
-def submit(request: Request) -> Submission:
+def submit(request: JobRequest) -> Submission:
     """Check, freeze and queue; the result carries the job's id. Raises FrontierError before anything is queued."""
     made = prepare(request)
     _refuse_busy(request)
@@ -193,10 +189,10 @@ def submit(request: Request) -> Submission:
     return done
 
 
-def _refuse_busy(request: Request) -> None:
+def _refuse_busy(request: JobRequest) -> None:
     """One job per run directory, and no more in the queue than the site lets a user have."""
     found = []
-    for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), _read(request.directory / "successor")} - {""}:
+    for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), run_dir.queued_job(request.directory)} - {""}:
         if slurm.is_active(job_id):
             what = f"job {job_id} already runs or waits for {request.directory}"
             found.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))
@@ -207,10 +203,6 @@ def _refuse_busy(request: Request) -> None:
             found.append(Problem("queue", f"{mine} of your jobs are queued; {request.site.name} takes {limit}", "wait, or scancel some"))
     if found:
         raise ConfigError(found)
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def _snapshot_files() -> dict[Path, Path]:
@@ -251,7 +243,7 @@ def snapshot(target: Path, site: Site) -> None:
     partial.rename(target)
 
 
-def describe(request: Request, made: Submission) -> str:
+def describe(request: JobRequest, made: Submission) -> str:
     """What a person wants to see before or after queueing."""
     nodes = f"{request.nodes} + {request.spares} spare nodes" if request.spares else plural(request.nodes, "node")
     minutes = request.slice_minutes
@@ -264,11 +256,6 @@ def describe(request: Request, made: Submission) -> str:
             f"{shlex.join(made.command)}  {outcome}",
         ]
     )
-
-
-def parse_hosts(text: str | None) -> tuple[str, ...]:
-    """--exclude's argument."""
-    return hostlist.expand(text) if text else ()
 
 
 def default_account() -> str | None:

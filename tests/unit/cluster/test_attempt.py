@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import Outcome, Step, run_step
+from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
 from frontier_llm.cluster.attempt import diagnose as diagnose_record
 from frontier_llm.failure import Evidence, Failure
 from tests.harness.system import FullDisk
@@ -25,7 +25,7 @@ def named(outcome: Outcome) -> tuple[str, int | None, str, bool]:
 TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
 
 
-def step(**changes: object) -> Step:
+def step(**changes: object) -> JobStep:
     fields: dict[str, object] = {
         "nodes": ("n0", "n2"),
         "batch_host": "n0",
@@ -41,7 +41,7 @@ def step(**changes: object) -> Step:
         "variables": {},
         "deadline_s": None,
     }
-    return Step(**{**fields, **changes})  # type: ignore[arg-type]
+    return JobStep(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_srun_starts_one_task_per_gcd() -> None:
