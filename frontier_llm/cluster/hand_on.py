@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.atomic import write_atomically
@@ -23,7 +22,7 @@ def hand_on(job: BatchJob) -> int:
         log.info("not continued: FRONTIER_LLM_CONTINUE=never")
     elif job.continue_with == "requeue" and not job.untrusted:  # a requeued job may get the same nodes again, a new one excludes them
         _requeue(job.allocation.job_id)
-    elif queued := successor(job.directory):
+    elif (queued := run_dir.queued_job(job.directory)) not in ("", job.allocation.job_id) and slurm.is_active(queued):
         log.info(f"successor {queued} is already queued")
     else:
         log.info(f"successor {_queue_successor(job)} is queued")
@@ -54,9 +53,3 @@ def _queue_successor(job: BatchJob) -> str:
     job_id = slurm.call(["sbatch", *options, str(script)], env=variables).strip().split(";")[0]
     write_atomically(job.directory / "successor", job_id + "\n")
     return job_id
-
-
-def successor(directory: Path) -> str | None:
-    """The id of the queued or running successor, if there is one besides the asking job."""
-    job_id = run_dir.queued_job(directory)
-    return job_id if job_id not in ("", environ("SLURM_JOB_ID")) and slurm.is_active(job_id) else None

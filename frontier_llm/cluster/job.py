@@ -26,8 +26,7 @@ from frontier_llm.cluster.hand_on import hand_on
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
 from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.probe import Settings
-from frontier_llm.cluster.rank_env import environ, rank_python
-from frontier_llm.cluster.sites import root_dir
+from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import FILE, Evidence, Failure, forget_failure, write_failure
 
@@ -145,16 +144,8 @@ def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
     incarnation = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     left_s = slurm.time_left_s(job.allocation.job_id)
     step = JobStep(
+        job=job,
         nodes=nodes,
-        batch_host=job.allocation.batch_host,
-        tasks_per_node=job.allocation.tasks_per_node,
-        cpus_per_task=job.allocation.cpus_per_task,
-        gpus_per_node=job.site.gpus_per_node,
-        options=tuple(job.site.srun.items()),
-        interface=job.site.interface,
-        launch_dir=root_dir() / "launch",
-        command=(rank_python(), *job.program, *job.words, *job.flags),
-        run_dir=job.directory,
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),

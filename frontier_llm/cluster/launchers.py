@@ -9,6 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
@@ -218,11 +219,8 @@ def free_port() -> int:
     start = job_port(os.getpid(), os.urandom(4).hex()) - FIRST_PORT
     for offset in range(PORT_COUNT):
         port = FIRST_PORT + (start + offset) % PORT_COUNT
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise FrontierError(f"no free port in {FIRST_PORT}-{FIRST_PORT + PORT_COUNT - 1}", "end processes that listen there")
 

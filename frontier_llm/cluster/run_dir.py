@@ -18,6 +18,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -76,12 +77,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+            with suppress(ValueError):
+                if isinstance(row := json.loads(line), dict):
+                    yield row
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -84,11 +84,8 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
 def unhealthy(nodes: Sequence[str]) -> list[str]:
     """Those of `nodes` that Slurm calls down, draining, failing or not answering."""
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
-    bad = set()
-    for line in text.splitlines():
-        name, _, state = line.strip().partition("|")
-        if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES):
-            bad.add(name)
+    states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
+    bad = {name for name, state in states if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES)}
     return [node for node in nodes if node in bad]
 
 

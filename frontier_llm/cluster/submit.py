@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import compileall
 import hashlib
-import json
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -205,27 +203,23 @@ def _refuse_busy(request: JobRequest) -> None:
         raise ConfigError(found)
 
 
-def _snapshot_files() -> dict[Path, Path]:
-    """What a job needs: path in the snapshot -> file; from a checkout, or from an installed package and its share directory."""
-    package = Path(__file__).resolve().parents[1]
+def _job_code(site: Site) -> dict[Path, bytes]:
+    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share directory.
+
+    With the site as the job will read it: `--site` may have named a file outside of the checkout.
+    """
+    package, sites = Path(__file__).resolve().parents[1], Path("slurm") / "sites"
     roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
-    found = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
-    return {relative: found[relative] for relative in sorted(found) if "__pycache__" not in relative.parts}
-
-
-def _site_files(site: Site) -> dict[Path, str]:
-    """The site as the job will read it; `--site` may have named a file outside of the checkout."""
-    folder = Path("slurm") / "sites"
-    return {folder / f"{site.name}.yaml": dump(site), folder / f"{site.name}.sh": render_site(site)}
+    files = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
+    code = {relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts}
+    return code | {sites / f"{site.name}.yaml": dump(site).encode(), sites / f"{site.name}.sh": render_site(site).encode()}
 
 
 def code_digest(site: Site) -> str:
     """sha256 over names and contents of what a snapshot holds; equal code and site give equal digests."""
     digest = hashlib.sha256()
-    for relative, source in _snapshot_files().items():
-        content = source.read_bytes()
+    for relative, content in _job_code(site).items():
         digest.update(f"{relative}\0{len(content)}\0".encode() + content)
-    digest.update(json.dumps([(str(path), text) for path, text in _site_files(site).items()]).encode())
     return digest.hexdigest()
 
 
@@ -234,11 +228,11 @@ def snapshot(target: Path, site: Site) -> None:
     if target.is_dir():
         return
     partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    for relative, source in _snapshot_files().items():
+    for relative, content in _job_code(site).items():
         (partial / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, partial / relative)
-    for relative, text in _site_files(site).items():
-        (partial / relative).write_text(text, encoding="utf-8")
+        (partial / relative).write_bytes(content)
+        if content.startswith(b"#!"):
+            (partial / relative).chmod(0o755)
     compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
     partial.rename(target)
 
