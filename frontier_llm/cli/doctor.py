@@ -28,7 +28,8 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.blueprint import total_parameters
     from frontier_llm.cluster import hostlist
-    from frontier_llm.cluster.doctor import examine, settings_for
+    from frontier_llm.cluster.doctor import examine
+    from frontier_llm.cluster.probe import Settings
     from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
@@ -43,8 +44,7 @@ def doctor(args: argparse.Namespace) -> int:
     nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
     if nodelist is None and not args.this_node:
         log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
-    report = examine(
-        site, settings_for(site, directory.resolve(), args.system_root), hostlist.expand(nodelist or ""), needed_bytes, args.timeout
-    )
+    settings = Settings(site=site, run_dir=str(directory.resolve()), system_root=args.system_root)
+    report = examine(settings, hostlist.expand(nodelist or ""), needed_bytes, args.timeout)
     show(args, report.as_dict(), report.render)
     return 0 if report.healthy else 1
