@@ -18,7 +18,7 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.errors import CheckpointError
-from frontier_llm.files import replace_durably, write_durably
+from frontier_llm.files import write_atomically, write_durably
 
 HEARTBEAT_S = 5.0
 # A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
@@ -165,8 +165,7 @@ class RunLock:
         path = self._path(self.incarnation)
         if not path.exists() or self._newest() > self.incarnation:
             return
-        building = self._folder / f"release.{self.incarnation}"
-        replace_durably(path, building, replace(self._holder, released=True).to_bytes())
+        write_atomically(path, replace(self._holder, released=True).to_bytes())
 
 
 def _is_incarnation(name: str) -> bool:

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.job_spec import Job
 from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.errors import FrontierError
+from frontier_llm.files import write_atomically
 
 
 def hand_on(job: Job) -> int:
