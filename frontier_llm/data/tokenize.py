@@ -28,9 +28,10 @@ from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.indexed import IndexedDataset, idx_path, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, Piece, cut, find_inputs
-from frontier_llm.data.meta import DatasetMeta, meta_path, read_meta, write_meta, write_whole
+from frontier_llm.data.meta import DatasetMeta, meta_path, read_meta, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
+from frontier_llm.files import write_atomically
 from frontier_llm.packing import packed
 from frontier_llm.units import format_bytes, format_count
 
@@ -219,7 +220,7 @@ def make_part(job: Job) -> Part:
             if item.ends_document:
                 writer.end_document()
     part = Part(writer.document_count, writer.token_count, text_bytes, damaged, tuple(examples))
-    write_whole(Path(job.prefix + ".json"), json.dumps(asdict(part)).encode())
+    write_atomically(Path(job.prefix + ".json"), json.dumps(asdict(part)))
     return part
 
 

@@ -97,7 +97,7 @@ def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.
         run.manager.load_latest(strict=True)
     assert run.manager.load_latest().step == 1
     assert "step_00000002: is not there, though LATEST names it" in capfd.readouterr().err
-    folder.point_latest(run.manager.directory, "step_00000002", 1)
+    folder.point_latest(run.manager.directory, "step_00000002")
     (run.manager.directory / "step_00000001").rename(tmp_path / "away too")
     with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # and not: starting from step 0
         run.manager.load_latest()
