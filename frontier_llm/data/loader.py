@@ -32,7 +32,7 @@ VALIDATION_SEED_OFFSET = 1  # the validation stream's order has a seed of its ow
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class SampleBatch:
     """B samples of S + 1 tokens: inputs are [:, :-1], targets [:, 1:].
 
     With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0 (queries attend only keys of equal number)
@@ -82,7 +82,7 @@ class Batches:
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
         self._capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
-        self._kept: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], Future[SampleBatch]] = OrderedDict()
         self._lock = threading.Lock()
 
     def sample_ids(self, step: int, index: int) -> range:
@@ -90,7 +90,7 @@ class Batches:
         first = step * self.global_batch + index * self.micro_batch * self.dp + self.dp_rank * self.micro_batch
         return range(first, first + self.micro_batch)
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         """Microbatch `index` (0 … microbatches - 1) of step `step` (0 …). Raises DataError for a token outside the vocabulary."""
         if not 0 <= index < self.microbatches:
             raise IndexError(f"microbatch {index} of {self.microbatches}")
@@ -110,7 +110,7 @@ class Batches:
             future = self._kept[wanted[0]]
         return future.result()
 
-    def _make(self, step: int, index: int) -> Microbatch:
+    def _make(self, step: int, index: int) -> SampleBatch:
         ids = self.sample_ids(step, index)
         tokens = np.empty((len(ids), self.samples.sequence_length + 1), np.int64)
         lengths = [self.samples.fill(k, tokens[row]) for row, k in enumerate(ids)]
@@ -119,9 +119,9 @@ class Batches:
             what = f"sample {ids[row]} holds token {tokens[row].max()}, the vocabulary has {self.vocab_size}"
             raise DataError(what, fix="train with the tokenizer that made the data, or raise model.vocab_size")
         if not self.reset_at_documents:
-            return Microbatch(tokens)
+            return SampleBatch(tokens)
         documents = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in lengths])
-        return Microbatch(tokens, documents[:, :-1].copy(), documents[:, 1:] == documents[:, :-1])
+        return SampleBatch(tokens, documents[:, :-1].copy(), documents[:, 1:] == documents[:, :-1])
 
     def close(self) -> None:
         """Stop the background thread."""

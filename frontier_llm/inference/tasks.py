@@ -38,7 +38,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Request:
+class TaskOption:
     """One option of one question."""
 
     item: int
@@ -75,7 +75,7 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     return Task(name, str(path), "lm-eval", prompts[: limit or None], " ", "\n\n", known.is_schema)
 
 
-def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[Request]:
+def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[TaskOption]:
     """Every option of every question, after `shots` solved examples.
 
     The examples come from `pool`, or from the task itself without the question in hand. They are drawn as lm_eval draws them
@@ -94,7 +94,7 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
         shown = [example for example in drawn if pool is not None or example != prompt][:shots]
         text = "".join(solved(task, example) + task.joiner for example in shown)
         for option, (context, continuation) in enumerate(zip(prompt.contexts, prompt.continuations, strict=True)):
-            result.append(Request(number, option, text + context, task.delimiter + continuation))
+            result.append(TaskOption(number, option, text + context, task.delimiter + continuation))
     return result
 
 
