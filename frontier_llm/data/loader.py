@@ -10,9 +10,8 @@ for every dp and micro_batch that divide the global batch, and pipeline and tens
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,9 +80,8 @@ class Batches:
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
-        self._capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
-        self._kept: OrderedDict[tuple[int, int], Future[SampleBatch]] = OrderedDict()
-        self._lock = threading.Lock()
+        capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
+        self._prepared = functools.lru_cache(capacity)(self._submit)
 
     def sample_ids(self, step: int, index: int) -> range:
         """Global numbers of the samples in a microbatch of a step."""
@@ -96,19 +94,13 @@ class Batches:
             raise IndexError(f"microbatch {index} of {self.microbatches}")
         if self._pool is None:
             return self._make(step, index)
-        wanted = [divmod(step * self.microbatches + index + ahead, self.microbatches) for ahead in self._read_ahead]
-        with self._lock:
-            steps = {key[0] for key in wanted}
-            for key in [key for key in self._kept if key[0] not in steps]:  # an older step, or one read ahead before a jump
-                self._kept.pop(key).cancel()
-            for key in wanted:
-                if key not in self._kept:
-                    self._kept[key] = self._pool.submit(self._make, *key)
-                self._kept.move_to_end(key)
-            while len(self._kept) > self._capacity:
-                self._kept.popitem(last=False)
-            future = self._kept[wanted[0]]
-        return future.result()
+        place = step * self.microbatches + index
+        futures = [self._prepared(*divmod(place + ahead, self.microbatches)) for ahead in self._read_ahead]
+        return futures[0].result()
+
+    def _submit(self, step: int, index: int) -> Future[SampleBatch]:
+        assert self._pool is not None
+        return self._pool.submit(self._make, step, index)
 
     def _make(self, step: int, index: int) -> SampleBatch:
         ids = self.sample_ids(step, index)

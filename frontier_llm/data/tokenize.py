@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -36,8 +36,6 @@ from frontier_llm.units import format_bytes, format_count
 
 EXAMPLES = 100  # damaged inputs that are kept by name
 VERSION = 2  # of the rules below; a change makes old parts useless
-
-Progress = Callable[[int, int], None]  # (input bytes done, tokens) more
 
 
 @dataclass(frozen=True)
@@ -159,10 +157,16 @@ def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
     missing = [number for number in range(len(jobs)) if number not in parts]
     if parts:
         log.info(f"{prefix}: {len(parts)} of {len(jobs)} parts were finished before, resuming")
-    with _progress(sum(job.size_bytes for job in jobs)) as advance:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task, tokens = bar.add_task("tokenizing", total=sum(job.size_bytes for job in jobs), tokens="0"), 0
         for number, part in itertools.chain(list(parts.items()), _make_all(jobs, missing, min(workers, len(missing)))):
             parts[number] = part
-            advance(jobs[number].size_bytes, part.tokens)
+            tokens += part.tokens
+            bar.update(task, advance=jobs[number].size_bytes, tokens=format_count(tokens))
     return [parts[number] for number in range(len(jobs))]
 
 
@@ -252,24 +256,3 @@ def _report(prefix: str, meta: DatasetMeta) -> None:
         log.warn(f"left out {meta.damaged} damaged inputs in all; the first {EXAMPLES} are named in {prefix}.meta.json")
     result = f"{format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {format_bytes(meta.text_bytes)} of text"
     log.info(f"{prefix}: {result} ({meta.bytes_per_token:.2f} bytes per token)")
-
-
-@contextlib.contextmanager
-def _progress(total_bytes: int) -> Iterator[Progress]:
-    """A bar on a terminal; nothing otherwise."""
-    if not sys.stderr.isatty():
-        yield lambda size_bytes, tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task, total_tokens = bar.add_task("tokenizing", total=total_bytes, tokens="0"), 0
-
-        def advance(size_bytes: int, tokens: int) -> None:
-            nonlocal total_tokens
-            total_tokens += tokens
-            bar.update(task, advance=size_bytes, tokens=format_count(total_tokens))
-
-        yield advance

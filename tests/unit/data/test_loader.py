@@ -77,7 +77,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = Batches(SyntheticSamples(8, 3, 50), 64, 1, read_ahead=2)
     for index in range(64):
         batches.microbatch(0, index)
-    assert len(batches._kept) <= 6
+    assert batches._prepared.cache_info().currsize <= 6
     batches.close()
 
 
