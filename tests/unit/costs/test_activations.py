@@ -12,7 +12,7 @@ from frontier_llm.comm import serial_mesh
 from frontier_llm.config.load import build, load_model
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.costs.memory import kept_bytes as kept_by_the_list
-from frontier_llm.data.loader import Microbatch
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology import make_plan
 from frontier_llm.train.build import build_state
 
@@ -23,8 +23,8 @@ class Source:
     def __init__(self, config: RunConfig) -> None:
         self.shape = (config.batch.micro_batch, config.model.sequence_length + 1)
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
-        return Microbatch(np.zeros(self.shape, dtype=np.int64), None, None)
+    def microbatch(self, step: int, index: int) -> SampleBatch:
+        return SampleBatch(np.zeros(self.shape, dtype=np.int64), None, None)
 
 
 def config_of(layers: int, recompute: str, micro_batch: int) -> RunConfig:

@@ -9,7 +9,7 @@ from frontier_llm.blueprint import held_numel, rank_parameters
 from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.costs.traffic import buckets, step_traffic
-from frontier_llm.data.loader import Microbatch
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology import make_plan
 from tests.harness.pool import RankPool
 
@@ -27,9 +27,9 @@ class RandomSource:
     def __init__(self, config: RunConfig, microbatches: int) -> None:
         self.config, self.microbatches = config, microbatches
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         shape = (self.config.batch.micro_batch, self.config.model.sequence_length + 1)
-        return Microbatch(np.random.default_rng(index).integers(0, self.config.model.vocab_size, shape), None, None)
+        return SampleBatch(np.random.default_rng(index).integers(0, self.config.model.vocab_size, shape), None, None)
 
 
 def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, int, int, int]:
