@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -90,12 +89,12 @@ def _plan(args: argparse.Namespace) -> int:
     check_found(found, machine, numbers)
     best = found.best
     run_of = campaign(machine, nodes, total_parameters(model), best.step_s, best.step_tokens, args.tokens)
-    if args.json:
-        print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1))
-    else:
-        print(report.text(found, machine, numbers, run_of, _width()))
-        if args.explain:
-            print("\n" + report.explain(best, machine, stack, numbers, _width()))
+
+    def text() -> str:
+        explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
+        return "\n".join([report.text(found, machine, numbers, run_of, _width()), *explained])
+
+    show(args, report.search_as_dict(found, machine, stack, numbers, run_of), text)
     _extras(args, found, machine, stack, numbers, fixed)
     return 0
 
@@ -137,10 +136,10 @@ def _is_run(name: str) -> bool:
 def _measured(args: argparse.Namespace) -> int:
     """`--measured`: runs that took place, each beside its prediction."""
     from frontier_llm.machine import load_machine, rates
-    from frontier_llm.measure.predicted import as_table, read_run
+    from frontier_llm.measure.predicted import as_table, beside_prediction
 
     numbers = rates(load_machine(args.machine), args.stack)
-    runs = [read_run(directory, numbers) for directory in args.measured]
+    runs = [beside_prediction(directory, numbers) for directory in args.measured]
     show(args, [{**vars(run), "directory": str(run.directory), "error": run.error} for run in runs], lambda: as_table(runs))
     return 0
 
