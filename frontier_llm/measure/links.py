@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from frontier_llm.comm.algorithms import FLAT, HIERARCHICAL
 from frontier_llm.comm.axis import Axis, Mesh
 from frontier_llm.comm.collectives import (
     all_reduce_,
@@ -24,7 +25,6 @@ from frontier_llm.comm.collectives import (
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.hierarchical import ChosenGroup
 from frontier_llm.comm.p2p import Sends, exchange, post_receive
 from frontier_llm.measure.timing import median_s, wall_s
 
@@ -105,11 +105,9 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
 
 def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
     """('flat', axis), and ('hierarchical', axis) where the axis has both."""
-    if isinstance(axis.group, ChosenGroup):
-        yield "flat", replace(axis, group=axis.group.flat)
-        yield "hierarchical", replace(axis, group=ChosenGroup(axis.group.flat, axis.group.hierarchical, lambda *_: "hierarchical"))
-    else:
-        yield "flat", axis
+    yield "flat", replace(axis, algorithms=FLAT)
+    if axis.hierarchical is not None:
+        yield "hierarchical", replace(axis, algorithms=HIERARCHICAL)
 
 
 def _operation(operation: str, axis: Axis, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:

@@ -106,7 +106,7 @@ def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
     log.set_rank(1, 2)  # no rank of a test speaks for the run
     config = case.config(dtype)
     plan = make_plan(config, case.world_size)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, case.transport)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, config.comm)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
 

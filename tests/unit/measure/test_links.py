@@ -15,7 +15,7 @@ import yaml
 from frontier_llm.cli.arguments import size_of
 from frontier_llm.cli.main import main
 from frontier_llm.comm import Axis, build_mesh, load_algorithms
-from frontier_llm.comm.algorithms import HIERARCHICAL
+from frontier_llm.config import CommConfig
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.measure import links, timing
 from frontier_llm.measure.link_tables import algorithm_rules, contention, link_kind, node_tables, slow_links
@@ -118,7 +118,7 @@ class _Clock:
 def _measure(rank: int) -> tuple[list[LinkTime], list[Pair], int]:
     """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times as long as others."""
     grid = Grid(2, 1, 2)
-    mesh = build_mesh(grid, rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL)
+    mesh = build_mesh(grid, rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=2)
     measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
     busy = mesh.ledger.calls["tp", "all_reduce"]
     ping_pong, clock = links._ping_pong, _Clock()
