@@ -24,9 +24,9 @@ from frontier_llm.config import configs_dir
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.machine.load import PLACES
-from frontier_llm.planner.published.datasets import FITTED, Measurement, shipped
+from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shipped
 from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, predict, rates_of
-from frontier_llm.planner.published.validate import Score, as_text, score
+from frontier_llm.planner.published.validate import Accuracy, as_text, score
 
 UNIT = {"_us": 1e6, "_gbps": 1e-9}
 KNEE = 0.03  # of log time
@@ -57,7 +57,7 @@ def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
     return replace(numbers, **constants)
 
 
-def fit(rows: Sequence[Measurement], start: Rates, keys: Sequence[str], evaluations: int = 100) -> Rates:
+def fit(rows: Sequence[PublishedRun], start: Rates, keys: Sequence[str], evaluations: int = 100) -> Rates:
     """`start` with `keys` changed to suit `rows` best."""
     layouts = [complete(row, rates_of(row, start)) for row in rows]
     measured_s = np.array([row.seconds for row in rows])
@@ -96,7 +96,7 @@ def apply(start: Rates, keys: Sequence[str], x: np.ndarray) -> Rates:
     return replace(start, **changes)
 
 
-def leave_models_out(rows: Sequence[Measurement]) -> list[Score]:
+def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
     """Cross-validation: every model of a fitted stack predicted by constants fitted on that cluster's other models."""
     scores = []
     for (machine, stack), keys in FITTED.items():

@@ -37,6 +37,7 @@ class Layout:
     axis_order: str = "tp-dp-pp"  # innermost first
     dtype: str = "bf16"
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
+    optimizer: str = "adamw"
 
     @property
     def devices(self) -> int:
@@ -72,4 +73,5 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         axis_order=parallel.axis_order,
         dtype=config.precision.dtype,
         gradient_wire=config.precision.gradient_wire,
+        optimizer=config.optimizer.name,
     )

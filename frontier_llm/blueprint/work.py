@@ -12,7 +12,7 @@ from enum import Enum
 from math import prod
 
 from frontier_llm.blueprint.layout import DTYPE_BYTES, RECOMPUTE, Layout, statistics_bytes
-from frontier_llm.blueprint.parameters import Kind, Parameter, Split, block_parameters, stage_parameters
+from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Split, block_parameters, stage_parameters
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 
@@ -144,7 +144,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, split_bac
     parameters = list(block_parameters(model, 0, layout.sequence_parallel))
     items: list[Item] = []
     for parameter in parameters:
-        if parameter.kind is Kind.MATRIX:
+        if parameter.kind is ParameterKind.MATRIX:
             items += linear(parameter, T, layout, software, split_backward=split_backward)
             column, _, inputs = local_shape(parameter, tp)
             items.append(Item(Phase.F, PRODUCTS, Keep(kept * T * inputs / (cut if column else 1), ("none", "selective"))))
@@ -282,7 +282,7 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
     """
     T, size = model.sequence_length * layout.micro_batch, DTYPE_BYTES[layout.dtype]
     only_head = StageSpec(model.layers, 0, embedding=False, head=True)
-    weight = next(one for one in stage_parameters(model, only_head) if one.kind is Kind.EMBEDDING)
+    weight = next(one for one in stage_parameters(model, only_head) if one.kind is ParameterKind.EMBEDDING)
     logits = T * model.padded_vocab_size // layout.tp
     forward, backward = (2.0, 4.0) if software.fused_cross_entropy else (38.0, 14.0)
     in_place = software.fused and software.attention == "flash"

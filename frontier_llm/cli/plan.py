@@ -63,7 +63,6 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.blueprint import total_parameters
     from frontier_llm.config import load_run
     from frontier_llm.machine import fp16_note, load_machine, own_stack, rates
     from frontier_llm.planner import report
@@ -84,11 +83,11 @@ def _plan(args: argparse.Namespace) -> int:
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
-    dtype = base.precision.dtype if base else "bf16"
-    found = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, top=args.top, dtype=dtype)
+    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
+    found = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, top=args.top, **shared)
     check_found(found, machine, numbers)
     best = found.best
-    run_of = campaign(machine, nodes, total_parameters(model), best.step_s, best.step_tokens, args.tokens)
+    run_of = campaign(machine, best, args.tokens)
 
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []

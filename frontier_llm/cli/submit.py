@@ -79,12 +79,12 @@ def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _notes(request: JobRequest) -> list[str]:
     """What the user should know and may want."""
-    from frontier_llm.blueprint import total_parameters
+    from frontier_llm.blueprint.optimizers import state_bytes
     from frontier_llm.cluster.notes import quota_note, scratch_note, start_note
     from frontier_llm.machine import fp16_note, load_machine
-    from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 
-    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * total_parameters(request.config.model)
+    config = request.config
+    checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     device = load_machine(request.site.machine).device
     precision = fp16_note(request.config.precision, device.flushes_fp16)
     return [scratch_note(request), quota_note(request, checkpoint_bytes), start_note(request), precision]

@@ -35,6 +35,7 @@ class Layouts:
     axis_order: np.ndarray
     dtype: str = "bf16"
     gradient_wire: str = "full"
+    optimizer: str = "adamw"
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -55,15 +56,16 @@ class Layouts:
 
     def row(self, index: int) -> Layout:
         """One layout."""
-        values = {name: column[index].item() for name, column in vars(self).items() if isinstance(column, np.ndarray)}
-        return Layout(**values, dtype=self.dtype, gradient_wire=self.gradient_wire)
+        return Layout(**{name: column[index].item() if isinstance(column, np.ndarray) else column for name, column in vars(self).items()})
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Layouts of one dtype and gradient wire as a table."""
-    first, shared = layouts[0], ("dtype", "gradient_wire")
-    columns = {field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared}
-    return Layouts(**columns, dtype=first.dtype, gradient_wire=first.gradient_wire)
+    """Layouts of one dtype, gradient wire and optimizer as a table."""
+    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer")}
+    columns: dict[str, Any] = {
+        field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
+    }
+    return Layouts(**columns, **shared)
 
 
 def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also: Number) -> Any:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
+from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.blueprint.work import Item, Keep, Phase, block_work, head_work
 from frontier_llm.config import ModelConfig
@@ -82,8 +83,9 @@ def stage_memory(
     # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered once
     twice = layouts.sharding == "weights"
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
-    wide = statistics_bytes(layouts.dtype)
-    state = wide * (3 if size < wide else 2)  # two moments, and a master copy of narrow weights
+    wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
+    master = 0 if size < wide else wide  # wide weights are their own master copy
+    state = stage_numel(model, layouts.tp, layers, embedding, head, lambda parameter: rule.bytes_per_element(parameter, wide) - master)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
     kept = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
@@ -92,7 +94,7 @@ def stage_memory(
     return {
         "weights": np.where(twice, 0.0, parameters * size),
         "gradients": gradients,
-        "optimizer": parameters * state / np.where(cut(layouts, 1), dp, 1),
+        "optimizer": state / np.where(cut(layouts, 1), dp, 1),
         "activations": kept * rates.fragmentation,
         "recompute working set": working,
         "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 
-from frontier_llm.blueprint import StageSpec, block_parameters, held_numel, stage_parameters
+from frontier_llm.blueprint import Parameter, StageSpec, block_parameters, stage_parameters
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Number
 
 
-def stage_numel(model: ModelConfig, tp: Number, layers: Number, embedding: Number, head: Number) -> Number:
+def stage_numel(
+    model: ModelConfig, tp: Number, layers: Number, embedding: Number, head: Number, weight: Callable[[Parameter], int] = lambda one: 1
+) -> Number:
     """Elements that a rank holds of `layers` layers, with the embedding and/or the head where true; all but the model may be arrays.
 
-    A tied head on another rank than the embedding is a second copy.
+    A tied head on another rank than the embedding is a second copy. Each element counts `weight` of its parameter, say bytes.
     """
+
+    def held(parameters: Iterable[Parameter]) -> Number:
+        return sum(weight(one) * one.rank_numel({"tp": values}) for one in parameters)
+
     values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have a handful of degrees
-    degrees, ends = {"tp": values}, StageSpec(0, 0, embedding=False, head=True)
-    block = held_numel(block_parameters(model, 0, False), degrees)
-    front = held_numel(stage_parameters(model, StageSpec(0, 0, embedding=True, head=False)), degrees)
-    alone, beside = (held_numel(stage_parameters(model, ends, embedding_elsewhere=shared), degrees) for shared in (False, True))
+    ends = StageSpec(0, 0, embedding=False, head=True)
+    block = held(block_parameters(model, 0, False))
+    front = held(stage_parameters(model, StageSpec(0, 0, embedding=True, head=False)))
+    alone, beside = (held(stage_parameters(model, ends, embedding_elsewhere=shared)) for shared in (False, True))
     block, front, alone, beside = (
         np.broadcast_to(numel, values.shape)[each].reshape(np.shape(tp)) for numel in (block, front, alone, beside)
     )

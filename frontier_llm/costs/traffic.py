@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from frontier_llm.blueprint.layout import DTYPE_BYTES, layout_of, statistics_bytes
+from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import Collective, Software, block_work, embedding_work, head_work
-from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.config import RunConfig
+from frontier_llm.packing import packed
 from frontier_llm.schedule import build, rule
 from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan
 
@@ -84,7 +86,7 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
     """
     weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
     wire = config.precision.gradient_wire
-    for numel, axes in buckets(config.model, plan, pp_rank, config.comm.bucket_elements):
+    for numel, axes in buckets(config, plan, pp_rank):
         for axis in axes:
             traffic.add(axis, "all_reduce", numel * gradient_bytes)
         if plan.grid.dp == 1:
@@ -99,21 +101,25 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
             traffic.add("dp", "all_gather", numel * DTYPE_BYTES[wire])
 
 
-def buckets(model: ModelConfig, plan: ParallelPlan, pp_rank: int, bucket_numel: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(elements with padding, axes summed over before dp) of each of a pipeline rank's buckets."""
-    chunk_numel, degrees = BUCKET_ALIGNMENT * plan.grid.dp, {"tp": plan.grid.tp}
+def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(elements with padding, axes summed over before dp) of each of a pipeline rank's buckets, as `optim/buckets.py` fills them."""
+    degrees, dp, limit = {"tp": plan.grid.tp}, plan.grid.dp, config.comm.bucket_elements
+    update, owners = optimizer_rule(config.optimizer.name), dp if plan.zero else 1
 
-    def kind(parameter: Parameter) -> tuple[bool, tuple[str, ...]]:
-        return parameter.decay, parameter.partial_axes()
+    def alike(parameter: Parameter) -> tuple[bool, tuple[str, ...], bool, tuple[str, ...]]:
+        return parameter.decay, parameter.partial_axes(), update.whole(parameter), update.kinds(parameter)
 
-    declared = list(rank_parameters(model, plan.stages_of(pp_rank), plan.sequence_parallel))
+    def numel(parameter: Parameter) -> int:
+        return int(parameter.rank_numel(degrees))
+
+    declared = list(rank_parameters(config.model, plan.stages_of(pp_rank), plan.sequence_parallel))
     backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
-    for (_, axes), members in groupby(sorted(backwards, key=kind), key=kind):
-        filled, padded = 0, 0
-        for numel in (parameter.rank_numel(degrees) for parameter in members):
-            if filled and filled + numel > bucket_numel:
-                yield -(-padded // chunk_numel) * chunk_numel, axes
-                filled, padded = 0, 0
-            filled += numel
-            padded += -(-numel // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
-        yield -(-padded // chunk_numel) * chunk_numel, axes
+    for (_, axes, whole, _), equals in groupby(sorted(backwards, key=alike), key=alike):
+        members = list(equals)
+        room = max(limit, owners * max(map(numel, members))) if whole else limit
+        for group in packed(members, numel, room):
+            slices = [0] * (owners if whole else 1)  # a whole parameter lies within one owner's slice: the largest first, where least is
+            for size in sorted((-(-numel(one) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT for one in group), reverse=True):
+                slices[slices.index(min(slices))] += size
+            multiple = BUCKET_ALIGNMENT * dp // len(slices)
+            yield len(slices) * (-(-max(slices) // multiple) * multiple), axes

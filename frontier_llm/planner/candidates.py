@@ -43,9 +43,11 @@ def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
 
 
 def enumerate_layouts(
-    model: ModelConfig, devices: int, global_batch: int, tp_max: int, fixed: Mapping[str, Any] | None = None, dtype: str = "bf16"
+    model: ModelConfig, devices: int, global_batch: int, tp_max: int, fixed: Mapping[str, Any] | None = None, **shared: Any
 ) -> Layouts:
     """All layouts that `topology.make_plan` accepts on `devices`, restricted to `fixed` (parsed by `parse_fixed`).
+
+    `shared` is what all of them have: dtype, optimizer.
 
     Empty when there are none; the caller says what to change.
     """
@@ -60,8 +62,10 @@ def enumerate_layouts(
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in (("tp", tp), ("pp", pp), ("dp", dp)))
             if wanted and global_batch % dp == 0:
                 rows.append(_options(model, Layout(tp=tp, pp=pp, dp=dp), global_batch // dp, fixed))
-    columns = {name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)}
-    return Layouts(**columns, dtype=dtype, gradient_wire=fixed.get("gradient_wire", "full"))
+    columns: dict[str, Any] = {
+        name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
+    }
+    return Layouts(**columns, gradient_wire=fixed.get("gradient_wire", "full"), **shared)
 
 
 def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -112,13 +112,13 @@ def search(
     *,
     cross_node: bool = False,
     top: int = FINALISTS,
-    dtype: str = "bf16",
+    **shared: str,
 ) -> Search:
-    """The best layouts of `model` on `nodes` nodes. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
+    """The best layouts of `model` on `nodes` nodes; `shared` is what all have: dtype, optimizer. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
     fixed = dict(fixed or {})
     devices = nodes * rates.node_devices
     tp_max = max(rates.node_devices, fixed.get("tp", 1))
-    layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, dtype)
+    layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
     nothing = Search(model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed)
     if len(layouts) == 0:
         return nothing
@@ -131,7 +131,7 @@ def search(
     seconds = step_s(model, fitting, rates)
     plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates, top)
     plans = [replace(plan, binding=_binding(plan, layouts, fitting)) for plan in plans]
-    wide = enumerate_layouts(model, devices, global_batch, 8 * rates.node_devices, fixed, dtype) if cross_node else layouts
+    wide = enumerate_layouts(model, devices, global_batch, 8 * rates.node_devices, fixed, **shared) if cross_node else layouts
     return replace(
         result,
         dominated=_dominated(seconds, memory[fits]),

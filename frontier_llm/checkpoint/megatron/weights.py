@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import VOCABULARY, Kind, Parameter, Split, model_parameters
+from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, Split, model_parameters
 from frontier_llm.checkpoint.megatron.arguments import read_model
 from frontier_llm.checkpoint.megatron.files import find
 from frontier_llm.config import ModelConfig
@@ -72,7 +72,7 @@ class MegatronModel:
         if parameter.name in VOCABULARY:
             return (self._stored.arguments["padded_vocab_size"] // self._degree, parameter.shape[1])
         shape = self._part_of_ours(parameter)
-        return (prod(shape),) if parameter.kind is Kind.VECTOR else (prod(shape[:-1]), shape[-1])
+        return (prod(shape),) if parameter.kind is ParameterKind.VECTOR else (prod(shape[:-1]), shape[-1])
 
     def _part_of_ours(self, parameter: Parameter) -> tuple[int, ...]:
         """The same part in our dimensions; what the degree does not divide shows as a wrong shape."""

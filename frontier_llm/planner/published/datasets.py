@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
@@ -23,7 +24,7 @@ SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", 
 
 
 @dataclass(frozen=True)
-class Measurement:
+class PublishedRun:
     """One published run."""
 
     key: str  # identity of the row: decides on which side of the split it falls
@@ -66,6 +67,16 @@ FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
 }
 
+DATASET_OF = {
+    "vtrain-a100": "vTrain multi-node",
+    "vtrain-a100-node": "vTrain single-node",
+    **dict.fromkeys(("frontier", "lumi", "mi250"), "MI250X"),
+}
+VTRAIN_COLUMNS = {
+    "devices": "# GPUs", "GBS": "global batch", "MBS": "micro batch", "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
+    "seq": "sequence length", "TP": "tensor parallelism", "DP": "data parallelism", "PP": "pipeline parallelism",
+}  # fmt: skip
+
 # (machine, stack) by what a row's id, hardware, source, precision, sharding and attention say; the first match counts. Known clusters
 # come first; after them any code of a kind on a kind of hardware
 CLUSTERS = (
@@ -104,7 +115,7 @@ CLUSTERS = (
 )
 
 
-def read_measurements(path: Path) -> list[Measurement]:
+def read_measurements(path: Path) -> list[PublishedRun]:
     """The rows of a file that carry a time and a complete model shape.
 
     Raises DataError when the file has neither format's columns.
@@ -118,84 +129,38 @@ def read_measurements(path: Path) -> list[Measurement]:
     rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
     columns = set(header.strip().split(delimiter))
     if "iteration time (ms)" in columns:
-        return [_vtrain(row) for row in rows]
-    if {"id", "layers", "hidden", "TP", "PP"} <= columns:
-        return [found for row in _with_heads(rows) if (found := _throughput(row)) is not None]
-    raise DataError(
-        "has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): "
-        f"{header[:80]}",
-        where=str(path),
-        fix="name the columns as in frontier_llm/planner/published",
-    )
+        rows = list(map(_vtrain, rows))
+    elif not {"id", "layers", "hidden", "TP", "PP"} <= columns:
+        raise DataError(
+            "has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): "
+            f"{header[:80]}",
+            where=str(path),
+            fix="name the columns as in frontier_llm/planner/published",
+        )
+    heads: dict[str, str] = {}  # tables give the head count where it changes: an empty cell means the one above, of the same source
+    for row in rows:
+        source = (row["source"] or "")[:60]
+        row["heads"] = heads[source] = row["heads"] or heads.get(source, "")
+    return [run for row in rows if (run := _published_run(row)) is not None]
 
 
-def shipped() -> list[Measurement]:
+def shipped() -> list[PublishedRun]:
     """Everything that comes with the package."""
     return [row for name in SHIPPED for row in read_measurements(PUBLISHED / name)]
 
 
-def _with_heads(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Tables give the head count where it changes: an empty cell means the one above, of the same source and hidden size or not."""
-    heads: dict[str, str] = {}
-    for row in rows:
-        source = (row.get("source") or "")[:60]
-        row["heads"] = row.get("heads") or heads.get(source, "")
-        heads[source] = row["heads"]
-    return rows
-
-
-def _vtrain(row: dict[str, str]) -> Measurement:
-    number = {key.strip(): float(value) for key, value in row.items() if key}
-    whole = {key: int(value) for key, value in number.items()}
-    dp, B, H = whole["data parallelism"], whole["micro batch"], whole["hidden size"]
-    single = whole["# GPUs"] <= 8
-    model = transformer(
-        f"L{whole['# layers']} H{H}",
-        {"S": whole["sequence length"], "V": 51200, "layers": whole["# layers"], "H": H, "A": whole["attention heads"], "F": 4 * H},
-        position="learned",
-    )
-    return Measurement(
-        key=",".join(value for key, value in row.items() if key and key != "iteration time (ms)"),
-        dataset="vTrain single-node" if single else "vTrain multi-node",
-        machine="vtrain-a100-node" if single else "vtrain-a100",
-        stack="megatron-lm",
-        model=model,
-        layout=Layout(
-            tp=whole["tensor parallelism"],
-            pp=whole["pipeline parallelism"],
-            dp=dp,
-            micro_batch=B,
-            microbatches=whole["global batch"] // dp // B,
-            recompute="full",
-            sharding="none",
-        ),
-        seconds=number["iteration time (ms)"] / 1e3,
-        known=True,
-    )
-
-
-def transformer(
-    name: str, shape: Mapping[str, int], position: Literal["learned", "rope", "alibi"], kv_heads: int | None = None
-) -> ModelConfig:
-    """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head is the embedding."""
-    llama = position == "rope"
-    return ModelConfig(
-        name=name,
-        layers=shape["layers"],
-        hidden=shape["H"],
-        heads=shape["A"],
-        kv_heads=kv_heads,
-        ffn_hidden=shape["F"],
-        vocab_size=shape["V"],
-        vocab_multiple=1,
-        sequence_length=shape["S"],
-        position=position,
-        norm="rmsnorm" if llama else "layernorm",
-        activation="swiglu" if llama else "gelu",
-        bias=not llama,
-        norm_bias=not llama,
-        tied_embeddings=not llama,
-    )
+def _vtrain(row: dict[str, str]) -> dict[str, str]:
+    """A row of vTrain's CSV in the columns of a throughput table, with what all its runs have in common."""
+    single = int(row["# GPUs"]) <= 8
+    table = {column: row[theirs] for column, theirs in VTRAIN_COLUMNS.items()} | {
+        "id": ",".join(value for key, value in row.items() if key and key != "iteration time (ms)"),
+        "machine": "vtrain-a100-node" if single else "vtrain-a100",
+        "stack": "megatron-lm",
+        "recompute": "full",
+        "position": "learned",
+        "sec_per_iter": repr(float(row["iteration time (ms)"]) / 1e3),
+    }
+    return defaultdict(str, table)
 
 
 def _number(text: str | None, default: float = 0.0) -> float:
@@ -203,9 +168,9 @@ def _number(text: str | None, default: float = 0.0) -> float:
     return float(found.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[found.group(2)] if found else default
 
 
-def _throughput(row: dict[str, str]) -> Measurement | None:
-    """A row of the table; None where it has no time, no shape or no cluster that is known."""
-    row = {key: (value or "").strip() for key, value in row.items() if key}
+def _published_run(cells: Mapping[str, str | None]) -> PublishedRun | None:
+    """A row of the table; None where it has no time, no shape or no cluster that is known. Columns that a table lacks are empty."""
+    row = defaultdict(str, {key: (value or "").strip() for key, value in cells.items() if key})
     cluster = _cluster(row)
     shape = _shape(row)
     if cluster is None or shape is None:
@@ -222,24 +187,19 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
     software: dict[str, Any] = {"recompute_share": 0.5 if half else 1.0, "checkpoints_cut": "partition" in recompute}
     if flash := {"y": "flash", "v": "flash", "n": "unfused"}.get(row["flash_attn"][:1]):
         software["attention"] = flash
-    return Measurement(
+    return PublishedRun(
         key=row["id"],
         dataset=_dataset(row["id"], machine, stack),
         machine=machine,
         stack=stack,
-        model=transformer(
-            row["model"] or f"L{shape['layers']} H{shape['H']}",
-            shape,
-            position="rope" if "lama" in row["model"] else "alibi",  # few sources say; a table of positions is small
-            kv_heads=int(_number(row["kv_heads"])) or None,
-        ),
+        model=_model(row, shape),
         layout=replace(
             layout,
             recompute="full" if half or recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none",
             gradient_wire="fp32" if "fp32 grad" in precision else "full",
         ),
         seconds=seconds,
-        known=stated and not row.get("borrowed"),
+        known=stated and not row["borrowed"],
         approximate="D:" in row["TP"],
         unstated=_unstated(row, layout.pp, stack),
         memory_gib=_number(row["mem_gb_per_dev"]) or None,
@@ -247,16 +207,38 @@ def _throughput(row: dict[str, str]) -> Measurement | None:
     )
 
 
-def _cluster(row: dict[str, str]) -> tuple[str, str] | None:
+def _model(row: Mapping[str, str], shape: Mapping[str, int]) -> ModelConfig:
+    """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head is the embedding."""
+    llama = "lama" in row["model"]
+    return ModelConfig(
+        name=row["model"] or f"L{shape['layers']} H{shape['H']}",
+        layers=shape["layers"],
+        hidden=shape["H"],
+        heads=shape["A"],
+        kv_heads=int(_number(row["kv_heads"])) or None,
+        ffn_hidden=shape["F"],
+        vocab_size=shape["V"],
+        vocab_multiple=1,
+        sequence_length=shape["S"],
+        position="rope" if llama else "learned" if row["position"] else "alibi",  # few sources say; a table of positions is small
+        norm="rmsnorm" if llama else "layernorm",
+        activation="swiglu" if llama else "gelu",
+        bias=not llama,
+        norm_bias=not llama,
+        tied_embeddings=not llama,
+    )
+
+
+def _cluster(row: Mapping[str, str]) -> tuple[str, str] | None:
     """(machine, stack) as the row names them, else by what it says of itself."""
-    if row.get("machine"):
-        return row["machine"], row.get("stack", "")
+    if row["machine"]:
+        return row["machine"], row["stack"]
     words = [row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")]
     label = " ".join([*words, f"flash: {row['flash_attn']}"]).lower()
     return next(((machine, stack) for pattern, machine, stack in CLUSTERS if re.search(pattern, label)), None)
 
 
-def _shape(row: dict[str, str]) -> dict[str, int] | None:
+def _shape(row: Mapping[str, str]) -> dict[str, int] | None:
     """The model's sizes; layers that are not stated follow from the number of parameters."""
     H, S, V = (int(_number(row[key], default)) for key, default in (("hidden", 0), ("seq", 2048), ("vocab", 51200)))
     if not H:
@@ -268,12 +250,12 @@ def _shape(row: dict[str, str]) -> dict[str, int] | None:
     return {"S": S, "V": V, "layers": layers, "H": H, "A": int(_number(row["heads"])) or H // 128, "F": F}
 
 
-def _dies(row: dict[str, str]) -> int:
+def _dies(row: Mapping[str, str]) -> int:
     """Devices in what the row counts as one: the device here is the GCD, of which an MI250X package has two."""
-    return 2 if "OAM" in row.get("dev_unit", "") else 1
+    return 2 if "OAM" in row["dev_unit"] else 1
 
 
-def _layout(row: dict[str, str], shape: Mapping[str, int]) -> Layout:
+def _layout(row: Mapping[str, str], shape: Mapping[str, int]) -> Layout:
     """The row's degrees, microbatches and sharding; what is not stated is what such codes are run with."""
     tp, pp, shard = _degree(row["TP"]), _degree(row["PP"]), row["zero_or_shard"].lower()
     devices = int(_number(row["devices"])) * _dies(row) or 8 * tp * pp  # else enough for eight replicas
@@ -295,7 +277,7 @@ def _layout(row: dict[str, str], shape: Mapping[str, int]) -> Layout:
     )
 
 
-def _seconds(row: dict[str, str], shape: Mapping[str, int], layout: Layout) -> float:
+def _seconds(row: Mapping[str, str], shape: Mapping[str, int], layout: Layout) -> float:
     """Per step: as stated, else from the throughput; 0 where neither is given."""
     if stated := _number(row["sec_per_iter"]):
         return stated
@@ -304,7 +286,7 @@ def _seconds(row: dict[str, str], shape: Mapping[str, int], layout: Layout) -> f
     return shape["S"] * layout.global_batch / tokens_per_s / devices if tokens_per_s else 0.0
 
 
-def _unstated(row: dict[str, str], pp: int, stack: str) -> tuple[str, ...]:
+def _unstated(row: Mapping[str, str], pp: int, stack: str) -> tuple[str, ...]:
     """Knobs that the source leaves open."""
     missing = {
         "micro_batch": _number(row["MBS"]) == 0,
@@ -331,7 +313,7 @@ SHARDING_OF = {
 }
 
 
-def _tokens_per_s(row: dict[str, str], shape: Mapping[str, int]) -> float:
+def _tokens_per_s(row: Mapping[str, str], shape: Mapping[str, int]) -> float:
     """Per device as the source counts devices; from TFLOP/s by the stated convention where tokens/s are missing."""
     if _number(row["tokens_per_s_per_dev"]):
         return _number(row["tokens_per_s_per_dev"])
@@ -346,8 +328,8 @@ def _tokens_per_s(row: dict[str, str], shape: Mapping[str, int]) -> float:
 
 
 def _dataset(key: str, machine: str, stack: str) -> str:
-    if machine in ("frontier", "lumi", "mi250"):
-        return "MI250X"
+    if machine in DATASET_OF:
+        return DATASET_OF[machine]
     prefixes = {
         "sc21t1": "Megatron SC'21 table 1",
         "sc21": "Megatron SC'21 table 2",
@@ -356,12 +338,6 @@ def _dataset(key: str, machine: str, stack: str) -> str:
         "mcore": "Megatron-Core H100",
         "llmf": "LLM-Foundry FSDP",
         "ttitan-a": "torchtitan A100",
-        "ornl": "MI250X",
-        "forge": "MI250X",
-        "axonn": "MI250X",
-        "mosaic": "MI250X",
-        "amd": "MI250X",
-        "poro": "MI250X",
         "nemo": "NeMo H100 FP8",
         "bridge": "NeMo H100 FP8",
         "mtnlg": "MT-NLG 530B",

@@ -15,7 +15,7 @@ from frontier_llm.costs.memory import memory_by_rank, total
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner.pipeline import play
-from frontier_llm.planner.published.datasets import Measurement
+from frontier_llm.planner.published.datasets import PublishedRun
 
 POWERS = (1, 2, 4, 8)
 GRID: dict[str, Sequence[Any]] = {"micro_batch": POWERS, "chunks": range(1, 9), "tp": POWERS, "pp": POWERS, "recompute": RECOMPUTE}
@@ -25,7 +25,7 @@ GRID: dict[str, Sequence[Any]] = {"micro_batch": POWERS, "chunks": range(1, 9), 
 class RowPrediction:
     """What the model says about a measured run."""
 
-    row: Measurement
+    row: PublishedRun
     seconds: float
     peak_bytes: float
     limit_bytes: float
@@ -47,7 +47,7 @@ def cluster_rates(machine: str, stack: str) -> Rates:
     return rates(load_machine(machine), stack or None)
 
 
-def predict(rows: Sequence[Measurement], constants: Rates | None = None) -> list[RowPrediction]:
+def predict(rows: Sequence[PublishedRun], constants: Rates | None = None) -> list[RowPrediction]:
     """One prediction per row, under `constants` or else under each row's own cluster."""
     predictions = []
     for row in rows:
@@ -58,7 +58,7 @@ def predict(rows: Sequence[Measurement], constants: Rates | None = None) -> list
     return predictions
 
 
-def rates_of(row: Measurement, numbers: Rates) -> Rates:
+def rates_of(row: PublishedRun, numbers: Rates) -> Rates:
     """A cluster's constants with what this row's software does otherwise."""
     return replace(numbers, **row.software)
 
@@ -89,7 +89,7 @@ def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
     return tuple(StageSpec(sum(counts[:index]), number, index == 0, index == pieces - 1) for index, number in enumerate(counts))
 
 
-def complete(row: Measurement, numbers: Rates) -> Layout:
+def complete(row: PublishedRun, numbers: Rates) -> Layout:
     """The row's layout, with unstated knobs set as a user who tunes would: the fastest choice that fits the device."""
     given, model = row.layout, row.model
     if not row.unstated:

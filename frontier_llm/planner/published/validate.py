@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from frontier_llm.errors import DataError
-from frontier_llm.planner.published.datasets import FITTED, Measurement, read_measurements, shipped
+from frontier_llm.planner.published.datasets import FITTED, PublishedRun, read_measurements, shipped
 from frontier_llm.planner.published.predict import RowPrediction, predict
 
 
 @dataclass(frozen=True)
-class Score:
+class Accuracy:
     """How right a set of predictions is. Percentages are of seconds per step (the same as of tokens/s, inverted)."""
 
     dataset: str
@@ -32,7 +32,7 @@ class Score:
     false_no_fit: int  # runs that took place and would have been refused
 
 
-def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Score:
+def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accuracy:
     """Metrics of one set."""
     errors = np.array([one.error for one in predictions])
     size = 100 * np.abs(errors)
@@ -43,7 +43,7 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Scor
             right += (one.seconds - other.seconds) * (one.row.seconds - other.row.seconds) > 0
         chosen = min(group, key=lambda one: one.seconds)
         regrets.append(chosen.row.seconds / min(one.row.seconds for one in group) - 1)
-    return Score(
+    return Accuracy(
         dataset=dataset,
         part=part,
         n=len(predictions),
@@ -69,7 +69,7 @@ def _groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def score_all(rows: Sequence[Measurement]) -> list[Score]:
+def score_all(rows: Sequence[PublishedRun]) -> list[Accuracy]:
     """One line per data set and part, in the order in which they appear."""
     predictions = predict(rows)
     scores = []
@@ -82,12 +82,12 @@ def score_all(rows: Sequence[Measurement]) -> list[Score]:
     return scores
 
 
-def is_fitted(row: Measurement) -> bool:
+def is_fitted(row: PublishedRun) -> bool:
     """Whether this very row moved a shipped constant: on the fitted side of the split, of a stack that is fitted at all."""
     return row.fitted and (row.machine, row.stack) in FITTED
 
 
-def as_text(scores: Sequence[Score]) -> str:
+def as_text(scores: Sequence[Accuracy]) -> str:
     """The table."""
     head = (
         f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} "

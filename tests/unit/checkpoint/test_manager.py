@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm import failpoints
-from frontier_llm.blueprint import Kind, Parameter
+from frontier_llm.blueprint import Parameter, ParameterKind
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.cli.main import main
 from frontier_llm.config import RunConfig
@@ -181,7 +181,7 @@ def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)
     path = run.manager.directory / "step_00000002"
-    run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), Kind.VECTOR))
+    run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), ParameterKind.VECTOR))
     with pytest.raises(CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"):
         run.manager.load(path)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frontier_llm.blueprint import held_numel, rank_parameters
+from frontier_llm.blueprint import ParameterKind, rank_parameters
+from frontier_llm.blueprint.optimizers import _RULES, OptimizerRule
 from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.costs.traffic import buckets, step_traffic
@@ -72,8 +73,8 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
         expected = step_traffic(config, plan, pp_rank)
         assert moved == dict(expected.bytes)
         assert calls == dict(expected.calls)
-        assert parameters == held_numel(rank_parameters(config.model, plan.stages_of(pp_rank)), {"tp": plan.grid.tp})
-        padded = sum(numel for numel, _ in buckets(config.model, plan, pp_rank, config.comm.bucket_elements))
+        assert parameters == sum(one.rank_numel({"tp": plan.grid.tp}) for one in rank_parameters(config.model, plan.stages_of(pp_rank)))
+        padded = sum(numel for numel, _ in buckets(config, plan, pp_rank))
         assert gradients == 4 * padded
         assert optimizer == 8 * padded // (plan.grid.dp if plan.zero else 1)
     return [moved for moved, *_ in found]
@@ -92,3 +93,34 @@ def test_ledger_and_memory(ranks: RankPool, model: str, parallel: dict, batch: d
     world = 4 if degrees == 2 else degrees
     dp = make_plan(config, world).grid.dp
     assert all((("dp", "all_to_all") in moved) == (switched and dp > 1) for moved in check(ranks, config, world))
+
+
+RULE = OptimizerRule(
+    "whole-matrices",
+    lambda parameter: ("mean",) if parameter.decay else ("mean", "square"),
+    whole=lambda parameter: parameter.kind is ParameterKind.MATRIX,
+)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of an optimizer that updates whole matrices and keeps different states of different parameters."""
+    import torch
+
+    from frontier_llm.comm.axis import Axis, single
+    from frontier_llm.model.stage import build_stages
+    from frontier_llm.ops import select_ops
+    from frontier_llm.optim import build_buckets
+    from frontier_llm.optim.engines import gradient_destination
+    from frontier_llm.tensor_parallel import LayerContext
+
+    monkeypatch.setitem(_RULES, RULE.name, RULE)
+    config = config_of("llama-tiny", {"zero": zero}, {"global_batch": 4, "micro_batch": 1})
+    config = build(RunConfig, merge(config.model_dump(), {"optimizer": {"name": RULE.name}, "comm": {"bucket_elements": 20_000}}))
+    plan = make_plan(config, 2)
+    context = LayerContext(
+        single("tp"), False, select_ops(config.ops, "cpu", torch.float32), gradient_destination(config), torch.float32, 1
+    )
+    stages = build_stages(config.model, plan.stages_of(0), context, torch.device("meta"), "none", {})
+    filled = build_buckets(stages, RULE, Axis("dp", 0, 2, (0, 1)), zero, torch.device("cpu"), config.comm.bucket_elements)
+    assert [(one.gradients.numel(), one.partial_axes) for one in filled] == list(buckets(config, plan, 0))
