@@ -23,6 +23,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     Raises ConfigError (or its kin) with every problem found.
     """
     from frontier_llm.data.loader import data_problems
+    from frontier_llm.data.summary import log_datasets
     from frontier_llm.topology import make_plan, plan_problems
 
     problems = [*plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
@@ -36,6 +37,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
+    log_datasets(config)
 
 
 def check_start(config: RunConfig, world_size: int) -> None:

@@ -166,7 +166,8 @@ def prepare_indices(run: RunConfig) -> None:
 def data_problems(run: RunConfig) -> list[Problem]:
     """Everything wrong with the run's data, found by one process before ranks start.
 
-    Missing or damaged files, an empty dataset, a tokenizer that cannot be read, a tokenizer or vocabulary that does not match.
+    Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or vocabulary that does not
+    match.
     """
     problems: list[Problem] = []
     digest = None
@@ -185,7 +186,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
             problems.append(mistake)
             continue
         try:
-            open_samples(run, split)
+            problems += _too_short(run, split, open_samples(run, split))
         except FrontierError as error:
             problems += (replace(problem, where=f"data.{split}: {problem.where}") for problem in error.problems)
         for source in sources:
@@ -207,6 +208,25 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
         if closest(path.lower(), ["synthetic"]) and not idx_path(path).exists():
             return Problem(f"data.{split}", f"{path!r} is no dataset", f"did you mean data.{split}=synthetic?")
     return None
+
+
+def _too_short(run: RunConfig, split: str, samples: SampleStream | None) -> list[Problem]:
+    """Datasets without one whole sequence, and training data without one whole batch: every step would show the same tokens again."""
+    assert isinstance(samples, DocumentSamples | BlendedSamples)
+    datasets = [stream.dataset for stream in (samples.streams if isinstance(samples, BlendedSamples) else [samples])]
+    S, batch_tokens = run.model.sequence_length, run.batch.global_batch * run.model.sequence_length
+    problems = [
+        Problem(
+            f"data.{split}", f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1", "give more data"
+        )
+        for dataset in datasets
+        if dataset.token_count <= S
+    ]
+    tokens = sum(dataset.token_count for dataset in datasets)
+    if split == "train" and not problems and tokens < batch_tokens:
+        what = f"holds {tokens} tokens, less than one batch of {run.batch.global_batch} sequences of {S} ({batch_tokens})"
+        problems.append(Problem("data.train", what, f"give more data, or set batch.global_batch to at most {tokens // S}"))
+    return problems
 
 
 def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
