@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,17 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
         data, start = data[count:], start + count
 
 
+def open_plain(path: Path) -> int:
+    """A descriptor for reading a file that is only itself: no link, device or folder, and no other name for the same bytes. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    what = "is a hard link: copy the file" if status.st_nlink > 1 else "is no plain file"
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, what, str(path))
+
+
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[int]:
     """The descriptor of a new file, which is flushed to the device at the end."""
@@ -23,6 +36,9 @@ def created(path: Path) -> Iterator[int]:
     try:
         yield descriptor
         os.fsync(descriptor)
+    except OSError as error:  # write(2) does not know which file is full
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(descriptor)
 

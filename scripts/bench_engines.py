@@ -54,9 +54,8 @@ def import_engine(config: RunConfig) -> None:
         from frontier_llm.optim.deepspeed_engine import _import
 
         _import(torch.device("cpu"))
-        import deepspeed.runtime.engine  # noqa: F401
     if config.parallel.data_mode == "fsdp":
-        import frontier_llm.optim.fsdp  # noqa: F401
+        pass
 
 
 def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe: Connection) -> None:

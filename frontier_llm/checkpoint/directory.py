@@ -16,7 +16,7 @@ from frontier_llm import log
 from frontier_llm.checkpoint.manifest import MAX_MANIFEST_BYTES, DamagedCheckpoint, Manifest, digest_line, parse
 from frontier_llm.errors import CheckpointError
 from frontier_llm.failpoints import hit
-from frontier_llm.files import sync_directory, write_atomically, write_durably
+from frontier_llm.files import open_plain, sync_directory, write_atomically, write_durably
 
 MANIFEST, MANIFEST_DIGEST, LATEST = "manifest.json", "manifest.sha256", "LATEST"
 _COMPLETE = re.compile(r"step_([0-9]{8,12})")
@@ -146,8 +146,7 @@ def read_latest(directory: Path) -> str:
 
 def _read_small(path: Path, limit: int) -> bytes:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
+        with os.fdopen(open_plain(path), "rb") as file:
             return file.read(limit + 1)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot be read: {error.strerror}", where=str(path)) from error

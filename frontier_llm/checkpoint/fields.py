@@ -7,6 +7,10 @@ from typing import Any, Self
 from frontier_llm.config import ModelConfig, build, model_problems
 from frontier_llm.errors import CheckpointError, Problem
 
+# no model is larger in any of these; so nothing is laid out or listed from a number that only a stranger's file states
+_LARGEST = {"layers": 1 << 16, "hidden": 1 << 20, "heads": 1 << 20, "kv_heads": 1 << 20, "head_dim": 1 << 20, "rope_theta": 1 << 60}
+_LARGEST_OTHERS = 1 << 31
+
 
 class Fields:
     """A configuration of another program being read: collects everything that is missing or not computed by our model."""
@@ -50,6 +54,10 @@ class Fields:
 
     def model(self, **values: Any) -> ModelConfig:
         """The shape that was read. Raises CheckpointError with everything that was wrong."""
+        for field, value in values.items():
+            most = _LARGEST.get(field, _LARGEST_OTHERS)
+            if isinstance(value, (int, float)) and abs(value) > most:
+                self.problems.append(Problem(f"{self.where}: {field}", f"is more than {most}, the most of any model"))
         if self.problems:
             raise CheckpointError(self.problems)
         model = build(ModelConfig, values, where=self.where)

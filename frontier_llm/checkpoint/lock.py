@@ -148,7 +148,13 @@ class RunLock:
                 log.warn(f"cannot renew the lock of {self._folder.parent}: {error.strerror}")
 
     def check(self) -> None:
-        """Raises Superseded when a newer incarnation has taken over. Called right before every change of the directory."""
+        """Raises Superseded when a newer incarnation has taken over, CheckpointError when the folder is gone.
+
+        Called right before every change of the directory.
+        """
+        if not self._folder.is_dir():
+            what = "was moved away or deleted while the run goes on; nothing is written in its old place"
+            raise CheckpointError(what, "move it back, or start again where it is now", str(self._folder.parent))
         newest = self._newest()
         if newest > self.incarnation or not self._path(self.incarnation).exists():
             holder = _read(self._path(newest)) if newest > self.incarnation else None

@@ -98,6 +98,9 @@ class Writer:
         """This rank's file; None when it has nothing that counts."""
         if not self.snapshot.saved:
             return None
+        if names := self.snapshot.not_finite():
+            what = f"weights are not finite: {', '.join(names[:3])}{' …' if len(names) > 3 else ''}; the step is not saved"
+            raise CheckpointError(what, "go on from the newest checkpoint with a lower optimizer.lr; see decisions.jsonl", f"step {step}")
         building = folder.temporary(self.directory, step, self.incarnation)
         head, data = self.snapshot.layout(step).head, self.snapshot.data()
         try:

@@ -22,7 +22,7 @@ from pathlib import Path
 from frontier_llm.checkpoint.digest import BLOCK_BYTES, TURN_BLOCKS, WORKERS, block_count, block_digests, combine, spread
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest, SavedPiece, Shard
 from frontier_llm.failpoints import hit
-from frontier_llm.files import created, write_all
+from frontier_llm.files import created, open_plain, write_all
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ def opened(path: Path, expected_bytes: int, head: bytes) -> Iterator[int]:
     Raises DamagedCheckpoint when the file is missing, no plain file, of another size, or does not begin with `head`.
     """
     try:
-        # O_NOFOLLOW: a shard is a file of its checkpoint, never a link out of the run directory
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_plain(path)  # a shard is a file of its checkpoint, never a link out of the run directory
     except OSError as error:
         raise DamagedCheckpoint(f"cannot be opened: {error.strerror}", where=str(path)) from error
     try:

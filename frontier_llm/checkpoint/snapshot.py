@@ -44,6 +44,17 @@ class Snapshot:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
 
+    def not_finite(self) -> list[str]:
+        """Names of the copied parameters with a weight that is no number."""
+        assert self._image is not None, "take() comes first"
+        layout, image, names = self.layout(step=0), self._image.numpy(), []
+        for extent in layout.entries:
+            first = (extent.start - len(layout.head)) // image.itemsize
+            values = image[first : first + extent.numel]
+            if extent.kind == MASTER and not np.isfinite([values.min(), values.max()]).all():  # either passes a NaN on
+                names.append(self.saved[extent.piece].name)
+        return names
+
     def data(self) -> memoryview:
         """The bytes after the header."""
         assert self._image is not None, "take() comes first"

@@ -25,7 +25,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.load import DTYPES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, SavedPiece, TensorEntry, shard_name
-from frontier_llm.checkpoint.save import build_manifest
+from frontier_llm.checkpoint.save import build_manifest, save_failed
 from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build
@@ -118,11 +118,15 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
         return prod(piece.shape) * len(piece.kinds) * ITEM_BYTES[dtype]
 
     rows, parts = [], []
-    for number, pieces in enumerate(packed(everything, state_bytes, shard_bytes)):
-        layout = shard_layout(pieces, dtype, 0, shard_name(number))
-        digest = _write_shard(building / shard_name(number), source, pieces, layout, DTYPES[dtype])
-        rows.append([(index[piece.name], piece.offset, piece.shape) for piece in pieces])
-        parts.append({"file": shard_name(number), "bytes": layout.total_bytes, "sha256": digest})
+    try:
+        for number, pieces in enumerate(packed(everything, state_bytes, shard_bytes)):
+            layout = shard_layout(pieces, dtype, 0, shard_name(number))
+            digest = _write_shard(building / shard_name(number), source, pieces, layout, DTYPES[dtype])
+            rows.append([(index[piece.name], piece.offset, piece.shape) for piece in pieces])
+            parts.append({"file": shard_name(number), "bytes": layout.total_bytes, "sha256": digest})
+    except OSError as error:
+        folder.delete_tree(building)
+        raise save_failed(error, Path(error.filename or building), sum(map(state_bytes, everything))) from error
     scale = initial_loss_scale(config)
     progress = Progress(step=0, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=scale, scaler_clean_steps=0, skipped_steps=0)
     manifest = build_manifest(

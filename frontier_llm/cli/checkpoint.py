@@ -16,7 +16,7 @@ from frontier_llm.cli import interchange
 from frontier_llm.cli.arguments import JSON, Command, aligned, command, option, show
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import FrontierError
-from frontier_llm.units import format_age, format_bytes, format_count, format_seconds
+from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable
 
 if TYPE_CHECKING:
     from frontier_llm.checkpoint.inspect import Difference
@@ -37,7 +37,7 @@ def _list(args: argparse.Namespace) -> int:
         except FrontierError as error:
             rows.append({"path": str(path), "damaged": str(error)})
     header = ("checkpoint", "model", "tokens", "size", "shards", "written as", "age", "")
-    show(args, rows, lambda: aligned([header, *(_list_row(row) for row in rows)]))
+    show(args, rows, lambda: printable(aligned([header, *(_list_row(row) for row in rows)])))
     damages = [row["damaged"] for row in rows if "damaged" in row]
     if damages and not args.json:
         print(*(f"\n{damage}" for damage in damages), sep="\n", file=sys.stderr)
@@ -68,7 +68,7 @@ def _verify(args: argparse.Namespace) -> int:
         if not args.json:
             size_bytes = sum(file.lstat().st_size for file in path.glob("*"))
             read = f"{format_bytes(size_bytes)} read in {format_seconds(time.monotonic() - started_s)}"
-            print(f"{path.name}  {'DAMAGED' if problems else 'intact'}  {read}", flush=True)
+            print(f"{printable(path.name)}  {'DAMAGED' if problems else 'intact'}  {read}", flush=True)
             for problem in problems:
                 print(f"  {problem}", file=sys.stderr)
     if args.json:
@@ -86,7 +86,7 @@ def _diff(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import compare
 
     result = compare(args.first, args.second)
-    show(args, {**asdict(result), "same_state": result.same_state}, lambda: "\n".join(_difference_lines(result, args)))
+    show(args, {**asdict(result), "same_state": result.same_state}, lambda: printable("\n".join(_difference_lines(result, args))))
     return int(not result.same_state)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import command, option
 from frontier_llm.errors import CheckpointError, DataError
-from frontier_llm.units import GIB
+from frontier_llm.units import GIB, printable
 
 if TYPE_CHECKING:
     from frontier_llm.checkpoint.source import WeightSource
@@ -68,9 +68,9 @@ def _import(
     from frontier_llm.inference.open import check_vocabulary, tokenizer_in
 
     if args.run is None:
-        print(dump(read_model(args.source)), end="")
+        print(printable(dump(read_model(args.source))), end="")
         if tokenizer := tokenizer_in(Path(args.source)):
-            print(f"# its tokenizer, for the run's data section: {{tokenizer: {tokenizer}}}")
+            print(f"# its tokenizer, for the run's data section: {{tokenizer: {printable(tokenizer)}}}")
         return 0
     config = load_run(args.run, args.overrides)
     source = read_weights(args.source, config.model)

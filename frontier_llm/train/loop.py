@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
-
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager
 from frontier_llm.cluster.launchers import RankEnv

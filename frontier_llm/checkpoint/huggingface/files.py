@@ -23,6 +23,7 @@ from frontier_llm.packing import packed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_HEADER_BYTES, MAX_INDEX_BYTES = 1 << 24, 1 << 25  # of some 100,000 tensors each
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -67,6 +68,10 @@ class ShardedReader:
 
 def _opened(path: Path) -> Any:
     try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise CheckpointError(f"has a header of {header_bytes} bytes, more than {MAX_HEADER_BYTES}", "fetch the file again", str(path))
         return safe_open(str(path), framework="pt")
     except FileNotFoundError:
         raise
@@ -79,9 +84,13 @@ def _weight_map(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     if index.is_file():
         try:
-            weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            with index.open("rb") as content:
+                text = content.read(MAX_INDEX_BYTES + 1)
+            if len(text) > MAX_INDEX_BYTES:
+                raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+            weight_map = dict(json.loads(text)["weight_map"])
             outside = [file for file in weight_map.values() if Path(file).name != file]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"is damaged: {error!r}", where=str(index), fix="fetch the index again") from error
         if outside:
             raise CheckpointError(f"names {outside[0]!r}, which is no file beside it", where=str(index), fix="fetch the index again")

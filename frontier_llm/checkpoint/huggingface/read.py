@@ -15,6 +15,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.errors import CheckpointError, Problem
 
 CONFIG = "config.json"
+MAX_CONFIG_BYTES = 1 << 20
 _REPORTED = 8  # of a list of missing tensors
 
 
@@ -32,8 +33,11 @@ class HuggingFaceModel:
         self._model = read_model_config(self.directory)
         if vocab_multiple is not None:
             self._model = self._model.model_copy(update={"vocab_multiple": vocab_multiple})
-        self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self._model)}
         self._reader = ShardedReader(self.directory)
+        if self._model.layers > len(self._reader.files):  # before as many are listed
+            what = f"says {self._model.layers} layers, the files hold {len(self._reader.files)} tensors"
+            raise CheckpointError(what, "use config and weights of the same revision", str(self.directory / CONFIG))
+        self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self._model)}
         bare = all(not name.startswith(self.family.prefix) for name in self._reader.files)
         self._drop = self.family.prefix if bare else ""  # files saved from the bare model (the hub's gpt2) lack it
         self._check_tensors()
@@ -82,7 +86,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     fields.only("quantization_config", None)
     try:
         model = family.read_model(fields)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"holds a value of another kind than expected: {error}"
         raise CheckpointError([*fields.problems, Problem(where, what, "restore the config.json that came with the weights")]) from error
     refusals = family.refusals(model)
@@ -93,7 +97,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family that a config.json names. Raises CheckpointError with the supported architectures."""
-    names = config.get("architectures") or []
+    names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
     for family in FAMILIES:
         if family.architecture in names or (not names and family.model_type == config.get("model_type")):
             return family
@@ -104,12 +108,16 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise CheckpointError(f"has more than {MAX_CONFIG_BYTES} bytes", where=str(path), fix="fetch the file again")
+        content = json.loads(text)
     except OSError as error:
         raise CheckpointError(
             "is not a Hugging Face model: it has no config.json", where=str(directory), fix="give the directory that holds it"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"is not JSON: {error}", where=str(path), fix="fetch the file again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"holds a {type(content).__name__}, not an object", where=str(path), fix="fetch the file again")

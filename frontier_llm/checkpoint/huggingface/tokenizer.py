@@ -46,6 +46,11 @@ def tokenizer_config(eos_token: str, sequence_length: int) -> str:
 def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[str, str | Path]:
     path = Path(tokenizer.name)
     files: dict[str, str | Path] = {name: path.with_name(name) for name in _ALONG if path.with_name(name).is_file()}
+    for name in files:
+        real, home = path.with_name(name).resolve(), path.parent.resolve()
+        if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):  # a hub cache links to its blobs/
+            what = f"is a link to {real}, outside of its directory; what lies there would be published with the model"
+            raise DataError(what, where=str(path.with_name(name)), fix="copy the file there, or remove the link")
     files.setdefault(TOKENIZER_CONFIG, tokenizer_config(tokenizer.eod_name, sequence_length))
     return {TOKENIZER: tokenizer.as_file, **files}
 

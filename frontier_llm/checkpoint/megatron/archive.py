@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ from torch import Tensor
 from frontier_llm.errors import CheckpointError
 from frontier_llm.units import MIB
 
-_LARGEST_PICKLE_BYTES = 256 * MIB  # names, shapes and arguments; the numbers are elsewhere
+MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the numbers are elsewhere
+MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip: some 150,000 members
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member; its data follows it, the name and the extra field
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
@@ -83,7 +87,10 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor, mapped from the file: its pages are read when they are used. Raises CheckpointError for one that leaves its storage."""
         try:
-            return self.archive.storage(self.key, self.dtype).as_strided(self.shape, self.stride, self.offset)
+            storage = self.archive.storage(self.key, self.dtype)
+            if prod(self.shape) > len(storage):  # repeated elements, from which a copy would make any size
+                raise RuntimeError
+            return storage.as_strided(self.shape, self.stride, self.offset)
         except RuntimeError as error:
             what = f"describes a tensor of shape {list(self.shape)} that its storage {self.key} cannot hold"
             raise CheckpointError(what, where=str(self.archive.path), fix="copy the file again") from error
@@ -96,25 +103,39 @@ class TorchArchive:
         """Raises CheckpointError: no such file, another format, a truncated file, or a name that is not known to be harmless."""
         self.path = path
         try:
+            _check_directory(path)
             with zipfile.ZipFile(path) as archive:
                 self._members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
                 pickled = self._pickled(archive)
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path), fix="copy the whole checkpoint") from error
-        except zipfile.BadZipFile as error:
+        except (zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
             what = f"is no zip archive as torch.save writes since 1.6 ({error})"
             raise CheckpointError(what, where=str(path), fix="copy the file again; one of an older torch must be saved again") from error
         try:
+            _check_pickle(pickled)
             self.content = _Unpickler(pickled, self).load()
-        except (pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"holds a damaged pickle: {error}", where=str(path), fix="copy the file again") from error
 
     def _pickled(self, archive: zipfile.ZipFile) -> bytes:
         member = self._members.get("data.pkl")
-        if member is None or member.file_size > _LARGEST_PICKLE_BYTES:
-            what = "is a zip archive without a data.pkl" if member is None else f"has a data.pkl of {member.file_size} bytes"
+        if member is None or member.file_size > MAX_PICKLE_BYTES:
+            what = "is a zip archive without a data.pkl"
+            if member is not None:
+                what = f"has a data.pkl of {member.file_size} bytes, more than {MAX_PICKLE_BYTES}"
             raise CheckpointError(what, where=str(self.path), fix="give a file that torch.save wrote")
-        if "byteorder" in self._members and archive.read(self._members["byteorder"]) != b"little":
+        order = self._members.get("byteorder")
+        if order is not None and (order.file_size > len("little") or archive.read(order) != b"little"):
             raise CheckpointError("was written on a big-endian machine", where=str(self.path), fix="save it again on a little-endian one")
         return archive.read(member)
 
@@ -125,7 +146,10 @@ class TorchArchive:
             raise CheckpointError(f"lacks the storage {key}", where=str(self.path), fix="copy the file again")
         with self.path.open("rb") as file:
             file.seek(member.header_offset)
-            fields = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            header = file.read(_LOCAL_HEADER.size)
+        if len(header) < _LOCAL_HEADER.size:
+            raise CheckpointError(f"ends before the storage {key}", where=str(self.path), fix="copy the file again")
+        fields = _LOCAL_HEADER.unpack(header)
         start = member.header_offset + _LOCAL_HEADER.size + fields[-2] + fields[-1]
         if member.file_size == 0:
             return torch.empty(0, dtype=dtype)
@@ -134,6 +158,30 @@ class TorchArchive:
         # copy-on-write: torch wants writable memory, the file is never written
         mapped = np.memmap(self.path, np.uint8, "c", start, (member.file_size,))
         return torch.from_numpy(mapped).view(dtype)
+
+
+def _check_directory(path: Path) -> None:
+    """zipfile reads the list of members whole: refuse a long one first. Its size stands in a record at the file's end, in one of two forms."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (1 << 17)))
+        tail = file.read()
+    for mark, form, place in ((b"PK\x05\x06", "<I", 12), (b"PK\x06\x06", "<Q", 40)):
+        at = tail.rfind(mark)
+        if at >= 0:
+            (size,) = struct.unpack_from(form, tail, at + place)
+            if size > MAX_DIRECTORY_BYTES and size != 0xFFFFFFFF:
+                what = f"lists its members in {size} bytes, more than {MAX_DIRECTORY_BYTES}"
+                raise CheckpointError(what, where=str(path), fix="give a file that torch.save wrote")
+
+
+def _check_pickle(content: bytes) -> None:
+    """Read the operations without doing any: every stated length is there, and no memo is numbered beyond what was put.
+
+    Raises ValueError. The unpickler allocates what a pickle states before it reads: frames, strings, a table up to the memo's highest number.
+    """
+    for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
+            raise ValueError(f"operation {count} is put down as number {argument}")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -9,18 +9,21 @@ between versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.checkpoint.megatron.archive import Namespace, StoredTensor, TorchArchive
 from frontier_llm.errors import CheckpointError, Problem
 
-_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
-_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_RANK = re.compile(r"mp_rank_([0-9]{1,8})(?:_([0-9]{1,8}))?")
+_LAYER_FILE = re.compile(r"layer_([0-9]{1,8})-model_([0-9]{1,8})-model_states\.pt")
+_TRACKER_BYTES = 256
+_REPORTED = 8
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")  # the second beside a distributed optimizer's file
-_IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.*)")
+_IN_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,8})\.(.*)")
 # their name within a layer, of the years' several spellings → ours
 _LAYER_NAMES = (
     (r"(input_layernorm|input_norm|self_attention\.linear_qkv\.layer_norm)[._](weight|bias)", r"attention_norm.\2"),
@@ -73,8 +76,13 @@ def find(directory: Path) -> StoredModel:
 def _step_folder(directory: Path) -> Path:
     for tracker in ("latest_checkpointed_iteration.txt", "latest"):
         if (directory / tracker).is_file():
-            name = (directory / tracker).read_text(encoding="utf-8").strip()
-            folder = directory / (f"iter_{int(name):07d}" if name.isdigit() else name)
+            with (directory / tracker).open("rb") as file:
+                name = file.read(_TRACKER_BYTES).decode(errors="replace").strip()
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", name):
+                raise CheckpointError(
+                    f"holds {name!r}, which is no name of a folder", "give the step's folder itself", str(directory / tracker)
+                )
+            folder = directory / (f"iter_{int(name):07d}" if re.fullmatch("[0-9]{1,12}", name) else name)
             if not folder.is_dir():
                 raise CheckpointError(
                     f"names {name}, which is not there", where=str(directory / tracker), fix="give the step's folder itself"
@@ -85,7 +93,7 @@ def _step_folder(directory: Path) -> Path:
 
 def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     tensor, pipeline = (1 + max(key[axis] for key in files) for axis in (0, 1))
-    _complete({(t, p): f"mp_rank_{t:02d}_{p:03d}" for t in range(tensor) for p in range(pipeline)}, files, folder)
+    _complete((((t, p), f"mp_rank_{t:02d}_{p:03d}") for t in range(tensor) for p in range(pipeline)), files, folder)
     contents = {key: TorchArchive(path).content for key, path in files.items()}
     first = contents[0, 0]
     arguments = _arguments(first, files[0, 0])
@@ -106,7 +114,8 @@ def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
 
 def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     layers, tensor = sorted({layer for layer, _ in files}), 1 + max(rank for _, rank in files)
-    _complete({(layer, t): f"layer_{layer:02d}-model_{t:02d}-model_states.pt" for layer in layers for t in range(tensor)}, files, folder)
+    expected = (((layer, t), f"layer_{layer:02d}-model_{t:02d}-model_states.pt") for layer in layers for t in range(tensor))
+    _complete(expected, files, folder)
     state_file = folder / "mp_rank_00_model_states.pt"
     state = TorchArchive(state_file).content
     arguments = _arguments(state, state_file)
@@ -127,8 +136,9 @@ def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     return StoredModel(str(folder), arguments, float(state.get("checkpoint_version", 0)), parts)
 
 
-def _complete(expected: Mapping[tuple[int, int], str], files: Mapping[tuple[int, int], Path], folder: Path) -> None:
-    missing = [name for key, name in expected.items() if key not in files]
+def _complete(expected: Iterable[tuple[tuple[int, int], str]], files: Mapping[tuple[int, int], Path], folder: Path) -> None:
+    """The first few that are missing: a single file may claim to be of rank 99,999,999."""
+    missing = list(islice((name for key, name in expected if key not in files), _REPORTED))
     if missing:
         raise CheckpointError([Problem(str(folder / name), "is missing", "copy the whole checkpoint") for name in missing])
 

@@ -27,10 +27,20 @@ class MegatronModel:
         Raises CheckpointError: no such checkpoint, missing ranks, an argument or a tensor with no counterpart, other shapes than the
         arguments say, a checkpoint_version that is not known, copies that differ between tensor ranks.
         """
-        self._stored = find(Path(directory))
+        try:
+            self._read(Path(directory), vocab_size, vocab_multiple)
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            what = f"holds a value of another kind than expected: {type(error).__name__}: {error}"
+            raise CheckpointError(what, "copy the checkpoint again", str(directory)) from error
+
+    def _read(self, directory: Path, vocab_size: int | None, vocab_multiple: int | None) -> None:
+        self._stored = find(directory)
         model = read_model(self._stored.arguments, f"{self._stored.where}: args", vocab_size)
-        update = {"name": Path(directory).resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
+        update = {"name": directory.resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self._model = model.model_copy(update=update)
+        if self._model.layers > len(self._stored.tensors):  # before as many are listed
+            what = f"says {self._model.layers} layers, its files hold {len(self._stored.tensors)} tensors"
+            raise CheckpointError(what, "copy the whole checkpoint", self._stored.where)
         self._parameters = model_parameters(self._model)
         self._degree = max(len(parts) for parts in self._stored.tensors.values())
         why = "" if self._stored.version in (0, 1, 2, 3) else "; the order of query_key_value is known for 0 to 3"

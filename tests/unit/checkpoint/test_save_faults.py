@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 import resource
 import shutil
@@ -16,9 +18,11 @@ import pytest
 
 import frontier_llm
 from frontier_llm import failpoints
+from frontier_llm.checkpoint import Superseded
 from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.weights import CheckpointWeights, write_checkpoint
 from frontier_llm.errors import CheckpointError, ConfigError
-from tests.unit.checkpoint.serial import Run, in_child, progress
+from tests.unit.checkpoint.serial import CONFIG, Run, in_child, progress
 
 BEFORE_RENAME = [
     "copied",
@@ -244,3 +248,40 @@ def test_failpoint_rules() -> None:
     failpoints.hit("a.b")
     with pytest.raises(ConfigError), contextlib.suppress(RuntimeError):
         failpoints.arm("a.b=explode")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_not_saved(value: float, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(2)
+    run.fill(4)
+    run.optimizer.states[0]["master"][3] = value
+    run.manager.start_save(progress(4))
+    with pytest.raises(CheckpointError, match="step 4: weights are not finite: "):
+        run.manager.wait()
+    assert folder.read_latest(tmp_path / "checkpoints") == "step_00000002\n".strip()
+    assert folder.complete_steps(tmp_path / "checkpoints") == [2] and folder.leftovers(tmp_path / "checkpoints") == []
+
+
+def test_a_directory_moved_away_mid_run_is_called_that(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(2)
+    (tmp_path / "checkpoints").rename(tmp_path / "archive")
+    with pytest.raises(CheckpointError, match="was moved away or deleted while the run goes on") as caught:
+        run.manager.start_save(progress(4))
+    assert not isinstance(caught.value, Superseded) and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_full_disk_while_importing_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    run.save(2)
+    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"run_dir": str(tmp_path / "imported")})})
+    source = CheckpointWeights(tmp_path / "run" / "checkpoints" / "step_00000002")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"step_00000000\.tmp\.0/shard_00000\.safetensors: .*No space left on device; needs"):
+        write_checkpoint(source, config, 1 << 30)
+    assert list((tmp_path / "imported" / "checkpoints").iterdir()) == []
