@@ -18,11 +18,12 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.errors import CheckpointError
-from frontier_llm.files import replace_durably, write_durably
+from frontier_llm.files import write_atomically, write_durably
 
 HEARTBEAT_S = 5.0
 # A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
 STALE_AFTER_S = 60.0
+_INCARNATION = re.compile(r"[0-9]{8}\.json")
 
 
 class Superseded(CheckpointError):
@@ -89,7 +90,7 @@ class RunLock:
         return self._folder / f"{incarnation:08}.json"
 
     def _numbers(self) -> list[int]:
-        return [int(entry.name[:8]) for entry in os.scandir(self._folder) if _is_incarnation(entry.name)]
+        return [int(entry.name[:8]) for entry in os.scandir(self._folder) if _INCARNATION.fullmatch(entry.name)]
 
     def _newest(self) -> int:
         return max(self._numbers(), default=0)
@@ -165,12 +166,7 @@ class RunLock:
         path = self._path(self.incarnation)
         if not path.exists() or self._newest() > self.incarnation:
             return
-        building = self._folder / f"release.{self.incarnation}"
-        replace_durably(path, building, replace(self._holder, released=True).to_bytes())
-
-
-def _is_incarnation(name: str) -> bool:
-    return re.fullmatch(r"[0-9]{8}\.json", name) is not None
+        write_atomically(path, replace(self._holder, released=True).to_bytes())
 
 
 def _read(path: Path) -> Holder | None:

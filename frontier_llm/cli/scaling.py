@@ -93,7 +93,7 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
     steps = config.train.steps if any(word.startswith("train.steps=") for word in args.overrides) else None
     timed = with_walltime(points, site, args.partition, minutes, steps)
     requests = [
-        submit.Request(
+        submit.JobRequest(
             config=point.config,
             site=site,
             nodes=point.nodes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from frontier_llm.cli.arguments import JSON, command, option, show
@@ -27,7 +28,7 @@ def status(args: argparse.Namespace) -> int:
     directories = [found for path in given for found in find_runs(path) or [path]] or find_runs()
     statuses = [read_status(directory) for directory in directories]
     if statuses or args.json:
-        show(args, [each.as_dict() for each in statuses], lambda: render(statuses))
+        show(args, [asdict(each) for each in statuses], lambda: render(statuses))
     else:
         log.info("no runs under runs/; give the path of a run directory")
     return 0 if statuses else 1

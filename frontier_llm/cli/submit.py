@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, run_options, show
 
 if TYPE_CHECKING:
-    from frontier_llm.cluster.submit import Request
+    from frontier_llm.cluster.submit import JobRequest
     from frontier_llm.config import RunConfig
 
 
@@ -43,13 +43,14 @@ if TYPE_CHECKING:
 def submit(args: argparse.Namespace) -> int:
     """Exit code 0 when the job is queued (or the dry run is legal)."""
     from frontier_llm import log
+    from frontier_llm.cluster import hostlist
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
-    request = slurm.Request(
+    request = slurm.JobRequest(
         config=config if args.until_tokens is None else with_token_target(config, args.until_tokens, args.overrides),
         site=site,
         nodes=args.nodes,
@@ -60,7 +61,7 @@ def submit(args: argparse.Namespace) -> int:
         minutes=parse_walltime(args.time) if args.time else None,
         continue_with=args.continue_with,
         dependency=args.dependency,
-        exclude=slurm.parse_hosts(args.exclude),
+        exclude=hostlist.expand(args.exclude or ""),
         flags=_resume_flags(args),
     )
     request = _with_prediction(request)
@@ -76,14 +77,14 @@ def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
     return (*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key)))
 
 
-def _notes(request: Request) -> list[str]:
+def _notes(request: JobRequest) -> list[str]:
     """What the user should know and may want."""
+    from frontier_llm.blueprint.optimizers import state_bytes
     from frontier_llm.cluster.notes import quota_note, scratch_note, start_note
-    from frontier_llm.costs.parameters import total_parameters
     from frontier_llm.machine import fp16_note, load_machine
-    from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 
-    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * total_parameters(request.config.model)
+    config = request.config
+    checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     device = load_machine(request.site.machine).device
     precision = fp16_note(request.config.precision, device.flushes_fp16)
     return [scratch_note(request), quota_note(request, checkpoint_bytes), start_note(request), precision]
@@ -99,7 +100,7 @@ def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) ->
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
-def _with_prediction(request: Request) -> Request:
+def _with_prediction(request: JobRequest) -> JobRequest:
     """The request with the planner's step time. Raises ConfigError with everything that would fail, memory and data included."""
     from dataclasses import replace
 

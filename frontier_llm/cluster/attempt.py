@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import IO
 
 from frontier_llm.cluster import hostlist, slurm
+from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.local import failure_lines
-from frontier_llm.cluster.rank_env import environment
+from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
+from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware
 
@@ -30,41 +32,33 @@ _TOLD = re.compile(r"^(Traceback \(most recent call last\)|frontier-llm [a-z]+: 
 
 
 @dataclass(frozen=True)
-class Step:
-    """Everything that one srun needs."""
+class JobStep:
+    """One srun of a job."""
 
+    job: BatchJob
     nodes: tuple[str, ...]
-    batch_host: str
-    tasks_per_node: int
-    cpus_per_task: int
-    gpus_per_node: int
-    options: tuple[tuple[str, str], ...]  # the site's
-    interface: str | None
-    launch_dir: Path
-    command: tuple[str, ...]
-    run_dir: Path
     log_dir: Path
     variables: Mapping[str, str]
     deadline_s: float | None  # end the step when it runs longer
 
     def srun(self) -> list[str]:
         """The command line; one task per GCD, every task dies with the first that fails."""
-        nodes, tasks = len(self.nodes), len(self.nodes) * self.tasks_per_node
+        job, nodes = self.job, len(self.nodes)
         return [
             "srun",
             f"--nodes={nodes}",
             f"--nodelist={hostlist.compress(self.nodes)}",
-            f"--ntasks={tasks}",
-            f"--ntasks-per-node={self.tasks_per_node}",
-            f"--cpus-per-task={self.cpus_per_task}",
-            f"--gpus-per-node={self.gpus_per_node}",
+            f"--ntasks={nodes * job.allocation.tasks_per_node}",
+            f"--ntasks-per-node={job.allocation.tasks_per_node}",
+            f"--cpus-per-task={job.allocation.cpus_per_task}",
+            f"--gpus-per-node={job.site.gpus_per_node}",
             "--distribution=block",  # neighbours in rank are neighbours on the node: tensor parallelism stays inside it
             "--kill-on-bad-exit=1",
             "--wait=60",
             "--unbuffered",
-            *(f"--{name}={value}" if value else f"--{name}" for name, value in self.options),
-            str(self.launch_dir / "rank.sh"),
-            *self.command,
+            *(f"--{name}={value}" if value else f"--{name}" for name, value in job.site.srun.items()),
+            str(root_dir() / "launch" / "rank.sh"),
+            *(rank_python(), *job.program, *job.words, *job.flags),
         ]
 
 
@@ -82,11 +76,11 @@ class Outcome:
         return self.failure.cause if self.failure else "interrupted"
 
 
-def master_address(step: Step) -> str:
+def master_address(step: JobStep) -> str:
     """The IPv4 address of the node of rank 0, found once, so that no rank asks DNS. Raises FrontierError."""
-    command = [str(step.launch_dir / "address.sh"), step.interface or ""]
+    command = [str(root_dir() / "launch" / "address.sh"), step.job.site.interface or ""]
     first = step.nodes[0]
-    if first != step.batch_host:
+    if first != step.job.allocation.batch_host:
         command = ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-node=0", "--overlap", f"--nodelist={first}", *command]
     text = slurm.call(command).strip()
     try:
@@ -96,7 +90,7 @@ def master_address(step: Step) -> str:
     return text
 
 
-def run_step(step: Step) -> Outcome:
+def run_step(step: JobStep) -> Outcome:
     """Start the ranks, wait, and say how they ended; the first failing rank's traceback is printed last."""
     step.log_dir.mkdir(parents=True, exist_ok=True)
     variables = {
@@ -120,7 +114,7 @@ def run_step(step: Step) -> Outcome:
     reader.join(5.0)
     if code == 0:
         return Outcome(0)
-    outcome = diagnose(code, messages, step.log_dir, read_failure(step.run_dir))
+    outcome = diagnose(code, messages, step.log_dir, read_failure(step.job.directory))
     if outcome.failure is not None:
         with suppress(OSError):  # the job's output is on a full disk
             print("\n".join([*outcome.failure.message, "", outcome.failure.describe()]), file=sys.stderr, flush=True)

@@ -9,10 +9,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist
@@ -20,7 +21,6 @@ from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts,
 from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError
-from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second
@@ -34,7 +34,7 @@ MIN_LOCAL_BYTES = 4 * GIB  # environment, MIOpen cache
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeFinding:
     """One thing that is wrong, on which hosts, and what to do."""
 
     check: str
@@ -49,7 +49,7 @@ class Report:
     """All findings of one examination."""
 
     hosts: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[NodeFinding, ...]
     seconds: float
 
     @property
@@ -85,20 +85,7 @@ class Report:
         return "\n".join(lines)
 
 
-def settings_for(site: Site, run_directory: Path, system_root: str = "/") -> Settings:
-    """What to look at on a site."""
-    return Settings(
-        run_dir=str(run_directory),
-        node_local=site.node_local,
-        network_plugin=site.network_plugin,
-        libfabric_provider=site.libfabric_provider,
-        interfaces=site.interfaces,
-        variables=(*site.environment, *(variable.name for variable in machine_environment(site.machine, 2))),
-        system_root=system_root,
-    )
-
-
-def examine(site: Site, settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, timeout_s: float = TIMEOUT_S) -> Report:
+def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, timeout_s: float = TIMEOUT_S) -> Report:
     """Probe `nodes` of this allocation (or, with none, this machine) and judge. `needed_bytes`: two checkpoints."""
     started_s = time.monotonic()
     if nodes:
@@ -107,7 +94,7 @@ def examine(site: Site, settings: Settings, nodes: Sequence[str], needed_bytes: 
     else:
         own = probe(settings)
         facts, skew_s, nodes = {own.host: own}, {own.host: 0.0}, [own.host]
-    return Report(tuple(nodes), tuple(judge(site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s)
+    return Report(tuple(nodes), tuple(judge(settings.site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s)
 
 
 def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
@@ -119,7 +106,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         tempfile.NamedTemporaryFile("w", dir=settings.run_dir, prefix=".doctor-", suffix=".json") as file,
         tempfile.TemporaryFile("w+") as said,  # not a pipe: hundreds of nodes' complaints would fill it
     ):
-        json.dump(asdict(settings), file)
+        file.write(settings.model_dump_json())
         file.flush()
         command = [
             *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={hostlist.compress(nodes)}"),
@@ -160,80 +147,86 @@ def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, flo
     return facts, offsets
 
 
-def judge(site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], nodes: Sequence[str], needed_bytes: int) -> list[Finding]:
+def judge(
+    site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], nodes: Sequence[str], needed_bytes: int
+) -> list[NodeFinding]:
     """Every finding; hosts with the same one are named together."""
-    found: dict[tuple[str, str, str, bool], list[str]] = {}
-
-    def add(host: str, check: str, what: str, remedy: str, fatal: bool = True) -> None:
-        found.setdefault((check, what, remedy, fatal), []).append(host)
-
+    hosts: dict[tuple[str, str, str, bool], list[str]] = defaultdict(list)
     for host in nodes:
         if host not in facts:
-            add(host, "node", "did not answer", "exclude it, and tell the site")
+            hosts["node", "did not answer", "exclude it, and tell the site", True].append(host)
             continue
-        fact = facts[host]
-        _judge_hardware(site, fact, add)
-        _judge_network(site, fact, add, needed=len(nodes) > 1)
-        _judge_storage(fact, needed_bytes, add)
-        if abs(skew_s.get(host, 0.0)) > MAX_SKEW_S:
-            what = f"{skew_s[host]:+.1f} s from the other nodes"
-            add(host, "clock", what, "exclude it; the site's time service (chronyc tracking) is at fault")
-    for name, expected, value, hosts in different_values(facts):
-        what = f"{name} is {value!r}, elsewhere {expected!r}"
-        for host in hosts:
-            add(host, "environment", what, "load the same modules in the job script; no settings in ~/.bashrc")
-    return [Finding(check, tuple(hosts), what, remedy, fatal) for (check, what, remedy, fatal), hosts in found.items()]
+        for is_wrong, *finding in _checks(site, facts[host], skew_s.get(host, 0.0), needed_bytes, len(nodes) > 1):
+            if is_wrong:
+                hosts[tuple(finding)].append(host)
+    for name, expected, value, others in different_values(facts):
+        remedy = "load the same modules in the job script; no settings in ~/.bashrc"
+        hosts["environment", f"{name} is {value!r}, elsewhere {expected!r}", remedy, True] += others
+    return [NodeFinding(check, tuple(names), what, remedy, fatal) for (check, what, remedy, fatal), names in hosts.items()]
 
 
-def _judge_hardware(site: Site, fact: Facts, add: Callable[..., None]) -> None:
-    count = len(fact.gcd_memory_gib)
-    if site.bind == "gcd" and count != site.gpus_per_node:
-        add(fact.host, "GCDs", f"{count} of {site.gpus_per_node} are visible", NO_GCD if count == 0 else BROKEN)
-    weak = [memory for memory in fact.gcd_memory_gib if memory < MIN_GCD_GIB]
-    if weak:
-        what = f"{len(weak)} GCDs show {min(weak)} GiB, below {MIN_GCD_GIB:.0f}"
-        add(fact.host, "GCD memory", what, "exclude the node: a GCD has lost memory")
-    wanted = site.tasks_per_node * site.cpus_per_task
-    if site.bind == "gcd" and fact.cores < wanted:
-        add(fact.host, "cores", f"{fact.cores} usable, {wanted} wanted", f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive")
-    if fact.interfaces_down:
-        add(fact.host, "network", f"{', '.join(fact.interfaces_down)} down or missing", "exclude the node, and tell the site")
+def _checks(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked: bool) -> tuple[tuple[Any, ...], ...]:
+    """What is looked at on a node: (whether it is wrong, check, what is wrong, remedy, fatal).
+
+    A job of one node uses no network, and Slurm gives it no access to Slingshot unless asked: what is missing there is not fatal.
+    """
+    memory, wanted, bound = fact.gcd_memory_gib, site.tasks_per_node * site.cpus_per_task, site.bind == "gcd"
+    weak = [gib for gib in memory if gib < MIN_GCD_GIB]
+    single = "a job of one node does not need it; to test it: --network=single_node_vni"
+    space = f"{format_bytes(fact.run_dir_free_bytes)} free, {format_bytes(needed_bytes)} needed for two checkpoints"
+    local = f"{format_bytes(fact.node_local_free_bytes)} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment and caches"
+    tcp = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)"
+    writable, roomy = not fact.run_dir_error, fact.run_dir_free_bytes >= needed_bytes
+    return (
+        (
+            bound and len(memory) != site.gpus_per_node,
+            *("GCDs", f"{len(memory)} of {site.gpus_per_node} are visible", BROKEN if memory else NO_GCD, True),
+        ),
+        (
+            bool(weak),
+            *("GCD memory", f"{len(weak)} GCDs show {min(weak, default=0)} GiB, below {MIN_GCD_GIB:.0f}"),
+            *("exclude the node: a GCD has lost memory", True),
+        ),
+        (
+            bound and fact.cores < wanted,
+            *("cores", f"{fact.cores} usable, {wanted} wanted", f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive", True),
+        ),
+        (
+            bool(fact.interfaces_down),
+            *("network", f"{', '.join(fact.interfaces_down)} down or missing", "exclude the node, and tell the site", True),
+        ),
+        (
+            bool(fact.provider_error),
+            *("libfabric", f"no {site.libfabric_provider} provider: {fact.provider_error}"),
+            *("load the site's libfabric module" if networked else single, networked and fact.provider_error != NO_FI_INFO),
+        ),
+        (
+            bool(fact.plugin_error),
+            *("RCCL plugin", tcp, "module load rccl-net-plugin, or bind the plugin into the container", networked),
+        ),
+        (not writable, "run directory", fact.run_dir_error, "choose a train.run_dir that every node can write", True),
+        (writable and not roomy, "run directory", space, "free space, ask for quota, or choose another train.run_dir", True),
+        (
+            writable and roomy and fact.run_dir_write_s > SLOW_WRITE_S,
+            *("run directory", f"{fact.run_dir_write_s:.1f} s to write 1 MiB", "another filesystem; tell the site", False),
+        ),
+        (bool(fact.node_local_error), "local disk", fact.node_local_error, "ask for nodes with a local disk (--constraint=nvme)", True),
+        (
+            not fact.node_local_error and fact.node_local_free_bytes < MIN_LOCAL_BYTES,
+            *("local disk", local, "clean it, or exclude the node", True),
+        ),
+        (
+            abs(skew_s) > MAX_SKEW_S,
+            *("clock", f"{skew_s:+.1f} s from the other nodes"),
+            *("exclude it; the site's time service (chronyc tracking) is at fault", True),
+        ),
+    )
 
 
-def _judge_network(site: Site, fact: Facts, add: Callable[..., None], needed: bool) -> None:
-    """Not fatal on one node: it uses no network, and Slurm gives a job of one node no access to Slingshot unless asked."""
-    if fact.provider_error:
-        remedy = "load the site's libfabric module"
-        if not needed:
-            remedy = "a job of one node does not need it; to test it: --network=single_node_vni"
-        what = f"no {site.libfabric_provider} provider: {fact.provider_error}"
-        add(fact.host, "libfabric", what, remedy, needed and fact.provider_error != NO_FI_INFO)
-    if fact.plugin_error:
-        what = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)"
-        add(fact.host, "RCCL plugin", what, "module load rccl-net-plugin, or bind the plugin into the container", needed)
-
-
-def _judge_storage(fact: Facts, needed_bytes: int, add: Callable[..., None]) -> None:
-    if fact.run_dir_error:
-        add(fact.host, "run directory", fact.run_dir_error, "choose a train.run_dir that every node can write")
-    elif fact.run_dir_free_bytes < needed_bytes:
-        what = f"{format_bytes(fact.run_dir_free_bytes)} free, {format_bytes(needed_bytes)} needed for two checkpoints"
-        add(fact.host, "run directory", what, "free space, ask for quota, or choose another train.run_dir")
-    elif fact.run_dir_write_s > SLOW_WRITE_S:
-        add(fact.host, "run directory", f"{fact.run_dir_write_s:.1f} s to write 1 MiB", "another filesystem; tell the site", fatal=False)
-    if fact.node_local_error:
-        add(fact.host, "local disk", fact.node_local_error, "ask for nodes with a local disk (--constraint=nvme)")
-    elif fact.node_local_free_bytes < MIN_LOCAL_BYTES:
-        what = f"{format_bytes(fact.node_local_free_bytes)} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment and caches"
-        add(fact.host, "local disk", what, "clean it, or exclude the node")
-
-
-def different_values(facts: Mapping[str, Facts]) -> list[tuple[str, str, str, list[str]]]:
+def different_values(facts: Mapping[str, Facts]) -> Iterator[tuple[str, str, str, list[str]]]:
     """(name, the majority's value, another value, the hosts that have it) wherever nodes disagree."""
-    found = []
     for name in sorted({name for fact in facts.values() for name in fact.environment}):
         values = {host: fact.environment.get(name, "(not set)") for host, fact in facts.items()}
         expected, _ = Counter(values.values()).most_common(1)[0]
         for other in sorted(set(values.values()) - {expected}):
-            found.append((name, expected, other, [host for host, value in values.items() if value == other]))
-    return found
+            yield name, expected, other, [host for host, value in values.items() if value == other]

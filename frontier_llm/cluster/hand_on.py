@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.job_spec import Job
+from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.errors import FrontierError
+from frontier_llm.files import write_atomically
 
 
-def hand_on(job: Job) -> int:
+def hand_on(job: BatchJob) -> int:
     """Hand the rest of the run on, unless nobody wants that; the exit code of the batch script."""
     run_dir.add_bad_hosts(job.directory, job.too_slow)
     if job.continue_with == "never":
         log.info("not continued: FRONTIER_LLM_CONTINUE=never")
     elif job.continue_with == "requeue" and not job.untrusted:  # a requeued job may get the same nodes again, a new one excludes them
         _requeue(job.allocation.job_id)
-    elif queued := successor(job.directory):
+    elif (queued := run_dir.queued_job(job.directory)) not in ("", job.allocation.job_id) and slurm.is_active(queued):
         log.info(f"successor {queued} is already queued")
     else:
         log.info(f"successor {_queue_successor(job)} is queued")
@@ -38,7 +37,7 @@ def _requeue(job_id: str) -> None:
     raise FrontierError(f"job {job_id} was requeued but is still here", "scancel it", "scontrol requeue")
 
 
-def _queue_successor(job: Job) -> str:
+def _queue_successor(job: BatchJob) -> str:
     """The id of a job made by the run's own script; it starts when this one has ended, on none of the bad hosts."""
     script, bad = job.directory / "job.sbatch", run_dir.bad_hosts(job.directory)
     if not script.is_file():
@@ -54,12 +53,3 @@ def _queue_successor(job: Job) -> str:
     job_id = slurm.call(["sbatch", *options, str(script)], env=variables).strip().split(";")[0]
     write_atomically(job.directory / "successor", job_id + "\n")
     return job_id
-
-
-def successor(directory: Path) -> str | None:
-    """The id of the queued or running successor, if there is one besides the asking job."""
-    path = directory / "successor"
-    if not path.is_file():
-        return None
-    job_id = path.read_text(encoding="utf-8").strip()
-    return job_id if job_id != environ("SLURM_JOB_ID") and slurm.is_active(job_id) else None

@@ -5,25 +5,36 @@ Our own, because python-hostlist is under the GPL and ClusterShell brings a whol
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, product, zip_longest
 
 from frontier_llm.errors import FrontierError
 
 MAX_HOSTS = 100_000  # an order of magnitude above the largest machine (Frontier: 9856 nodes); guards against `n[1-999999999]`
 
 
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")  # up to a comma outside of brackets
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+
+
 def expand(text: str) -> tuple[str, ...]:
     """The names in a host list, in Slurm's order: 'n[0-1,7],login1' -> ('n0', 'n1', 'n7', 'login1').
 
-    Raises FrontierError for unbalanced brackets, an empty or reversed range, or more than MAX_HOSTS names.
+    Raises FrontierError for unbalanced brackets, an empty or reversed range, or more than MAX_HOSTS names; these are counted before
+    any is made.
     """
+    if set("[]") & set(_ITEM.sub("", text)):
+        raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
     hosts: list[str] = []
-    for item in _split_outside_brackets(text):
-        hosts.extend(_expand_item(item, text))
-        if len(hosts) > MAX_HOSTS:
+    for item in filter(None, map(str.strip, _ITEM.findall(text))):
+        pieces = _BRACKETS.split(item)  # words and insides of brackets in turn
+        choices = [[_range(part.strip(), text) for part in inside.split(",")] for inside in pieces[1::2]]
+        if len(hosts) + math.prod(sum(len(numbers) for numbers, _ in choice) for choice in choices) > MAX_HOSTS:
             raise FrontierError(f"names more than {MAX_HOSTS} hosts", where=_shorten(text))
+        digits = [[str(number).zfill(width) for numbers, width in choice for number in numbers] for choice in choices]
+        hosts += ["".join(map("".join, zip_longest(pieces[::2], chosen, fillvalue=""))) for chosen in product(*digits)]
     return tuple(hosts)
 
 
@@ -65,42 +76,15 @@ def _split_number(host: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    items, depth, current = [], 0, ""
-    for character in text.strip():
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
-        if character == "," and depth == 0:
-            items.append(current)
-            current = ""
-        else:
-            current += character
-    if depth:
-        raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
-    return [item.strip() for item in (*items, current) if item.strip()]
-
-
-def _expand_item(item: str, text: str) -> list[str]:
-    head, bracket, rest = item.partition("[")
-    if not bracket:
-        return [item]
-    inside, _, tail = rest.partition("]")
-    tails = _expand_item(tail, text) if tail else [""]
-    names = [f"{head}{number}{end}" for part in inside.split(",") for number in _range(part.strip(), text) for end in tails]
-    if len(names) > MAX_HOSTS:
-        raise FrontierError(f"names more than {MAX_HOSTS} hosts", where=_shorten(text))
-    return names
-
-
-def _range(part: str, text: str) -> Iterable[str]:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+def _range(part: str, text: str) -> tuple[range, int]:
+    """The numbers of '08-11', and how many digits each is written with at least."""
+    match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
     if match is None:
         raise FrontierError(f"{part!r} is not a number or a range", "write e.g. n[0-3,8]", _shorten(text))
-    start, stop = match[1], match[2] or match[1]
-    if int(stop) < int(start) or int(stop) - int(start) >= MAX_HOSTS:
+    start, stop = int(match[1]), int(match[2] or match[1])
+    if stop < start or stop - start >= MAX_HOSTS:
         raise FrontierError(f"the range {part!r} is reversed or names more than {MAX_HOSTS} hosts", where=_shorten(text))
-    return (str(number).zfill(len(start)) for number in range(int(start), int(stop) + 1))
+    return range(start, stop + 1), len(match[1])
 
 
 def _shorten(text: str) -> str:

@@ -20,13 +20,13 @@ from dataclasses import replace
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.attempt import Outcome, Step, run_step
-from frontier_llm.cluster.doctor import examine, settings_for
+from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
+from frontier_llm.cluster.doctor import examine
 from frontier_llm.cluster.hand_on import hand_on
-from frontier_llm.cluster.job_spec import TRAIN, Job, make_job
+from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
 from frontier_llm.cluster.lead import measured_lead_s
-from frontier_llm.cluster.rank_env import environ, rank_python
-from frontier_llm.cluster.sites import root_dir
+from frontier_llm.cluster.probe import Settings
+from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import FILE, Evidence, Failure, forget_failure, write_failure
 
@@ -35,7 +35,7 @@ LOCK_STALE_S = 65.0  # checkpoint/lock.py takes a silent holder on another host 
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 
 
-def supervise(job: Job) -> int:
+def supervise(job: BatchJob) -> int:
     """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script."""
     refuse_second_holder(job)
     if (needed_s := measured_lead_s(job.directory)) is not None and needed_s > job.lead_s:
@@ -62,7 +62,7 @@ def supervise(job: Job) -> int:
             return hand_on(job)
 
 
-def give_up(job: Job, outcome: Outcome) -> int:
+def give_up(job: BatchJob, outcome: Outcome) -> int:
     """After three attempts without progress: the exit code. Raises FrontierError where it is the walltime that leaves no room for any."""
     step = run_dir.latest_step(job.directory)
     if outcome.cause == "interrupted":
@@ -76,7 +76,7 @@ def give_up(job: Job, outcome: Outcome) -> int:
     return outcome.exit_code or 1
 
 
-def choose_nodes(job: Job) -> tuple[str, ...]:
+def choose_nodes(job: BatchJob) -> tuple[str, ...]:
     """Those of the next attempt, in the allocation's order; too few when too many have failed."""
     bad = slurm.unhealthy(job.allocation.nodes)
     run_dir.add_bad_hosts(job.directory, [*bad, *job.too_slow])
@@ -89,9 +89,9 @@ def choose_nodes(job: Job) -> tuple[str, ...]:
     return tuple(node for node in usable if node in best)
 
 
-def preflight(job: Job) -> None:
+def preflight(job: BatchJob) -> None:
     """`doctor` on every node; bad ones are left out. Raises FrontierError when too few are left or all share a fatal fault."""
-    report = examine(job.site, settings_for(job.site, job.directory), job.allocation.nodes)
+    report = examine(Settings(site=job.site, run_dir=str(job.directory)), job.allocation.nodes)
     log.info(report.render())
     left = len(job.allocation.nodes) - len(report.bad_hosts)
     if left < job.nodes_needed or not (report.healthy or report.bad_hosts):
@@ -100,7 +100,7 @@ def preflight(job: Job) -> None:
     run_dir.add_bad_hosts(job.directory, list(report.bad_hosts))
 
 
-def refuse_second_holder(job: Job) -> None:
+def refuse_second_holder(job: BatchJob) -> None:
     """Raise FrontierError when another live job owns the run directory."""
     other = run_dir.holder(job.directory)
     if other and other["job_id"] != job.allocation.job_id and slurm.is_active(other["job_id"]):
@@ -114,7 +114,7 @@ def refuse_second_holder(job: Job) -> None:
             )
 
 
-def refuse_short_walltime(job: Job) -> None:
+def refuse_short_walltime(job: BatchJob) -> None:
     """Raise FrontierError when the warning before the walltime is due already: ranks would save what they have just loaded, for ever."""
     left_s, lead_s = slurm.time_left_s(job.allocation.job_id), job.lead_s
     if left_s is not None and left_s < lead_s:
@@ -126,7 +126,7 @@ def refuse_short_walltime(job: Job) -> None:
         )
 
 
-def nothing_to_do(job: Job) -> str:
+def nothing_to_do(job: BatchJob) -> str:
     """Why no further attempt is wanted: finished, or stopped by a person; '' when there is work."""
     step = run_dir.latest_step(job.directory)
     if step >= job.config.train.steps:
@@ -136,24 +136,16 @@ def nothing_to_do(job: Job) -> str:
     return ""
 
 
-def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
+def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
     """One srun of all ranks, recorded in attempts.jsonl."""
     let_the_lock_go_stale(job, nodes[0])
     forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
     started_s, start_step = time.time(), run_dir.latest_step(job.directory)
     incarnation = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     left_s = slurm.time_left_s(job.allocation.job_id)
-    step = Step(
+    step = JobStep(
+        job=job,
         nodes=nodes,
-        batch_host=job.allocation.batch_host,
-        tasks_per_node=job.allocation.tasks_per_node,
-        cpus_per_task=job.allocation.cpus_per_task,
-        gpus_per_node=job.site.gpus_per_node,
-        options=tuple(job.site.srun.items()),
-        interface=job.site.interface,
-        launch_dir=root_dir() / "launch",
-        command=(rank_python(), *job.program, *job.words, *job.flags),
-        run_dir=job.directory,
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
@@ -183,7 +175,7 @@ def attempt(job: Job, nodes: tuple[str, ...]) -> Outcome:
     return outcome
 
 
-def let_the_lock_go_stale(job: Job, first: str) -> None:
+def let_the_lock_go_stale(job: BatchJob, first: str) -> None:
     """Rank 0 holds the checkpoints' lock. After a crash its next host can only tell by the silence that the old one is dead."""
     made = run_dir.attempts(job.directory)
     if made and made[-1].cause not in ("finished", "interrupted") and made[-1].nodes[0] != first:
@@ -194,13 +186,13 @@ def let_the_lock_go_stale(job: Job, first: str) -> None:
             time.sleep(left_s)
 
 
-def warned(job: Job) -> bool:
+def warned(job: BatchJob) -> bool:
     """True when Slurm's warning before the walltime is past: nobody would tell a new attempt to save."""
     left_s = slurm.time_left_s(job.allocation.job_id)
     return left_s is not None and left_s < max(job.lead_s + SLURM_EARLY_S, 2 * RESERVE_S)
 
 
-def dead_nodes(job: Job, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
+def dead_nodes(job: BatchJob, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
     """Nodes that Slurm calls unhealthy after a crash; when only survivors have spoken, wait until Slurm must have noticed."""
     deadline_s = time.monotonic() + (job.site.node_timeout_s if outcome.peers_only else 0.0)
     while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:

@@ -18,7 +18,7 @@ TRAIN = ("-P", "-m", "frontier_llm.cli.main", "train")  # -P: never the code tha
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """What this batch shell has to bring about, and with what."""
 
     config: RunConfig
@@ -58,7 +58,7 @@ class Job:
         return [] if limit is None else [slow.host for slow in run_dir.slow_hosts(self.directory) if slow.times >= limit]
 
 
-def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> Job:
+def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> BatchJob:
     """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
     allocation = slurm.Allocation.from_environment()
     site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
@@ -68,7 +68,7 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
     if continue_with not in ("requeue", "successor", "never"):
         raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")
-    job = Job(
+    job = BatchJob(
         config=config,
         words=words,
         directory=Path(config.train.run_dir).resolve(),

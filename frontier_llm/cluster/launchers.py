@@ -9,7 +9,9 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from zlib import crc32
 
 from frontier_llm.cluster import hostlist
@@ -96,23 +98,32 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node], node)
 
 
-def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
-    read = _Reader(env, "openmpi")
-    rank, world = read.integer("OMPI_COMM_WORLD_RANK"), read.integer("OMPI_COMM_WORLD_SIZE")
-    local, local_world = read.integer("OMPI_COMM_WORLD_LOCAL_RANK"), read.integer("OMPI_COMM_WORLD_LOCAL_SIZE")
-    read.finish()
-    node = read.integer("OMPI_COMM_WORLD_NODE_ID", default=rank // max(1, local_world))
-    return _with_rendezvous(env, "openmpi", rank, world, local, local_world, node)
+# what a launcher calls rank, world size, local rank, local world size and node; the last may be missing
+_MPI_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "openmpi": (
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("OMPI_COMM_WORLD_NODE_ID",),
+    ),
+    "pmi": (
+        ("PALS_RANKID", "PMI_RANK"),
+        ("PMI_SIZE",),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
+        ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
+        ("PALS_NODEID",),
+    ),
+}
 
 
-def _from_pmi(env: Mapping[str, str]) -> RankEnv:
-    read = _Reader(env, "pmi")
-    rank, world = read.integer("PALS_RANKID", "PMI_RANK"), read.integer("PMI_SIZE")
-    local_world = read.integer("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
-    local = read.integer("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID")
-    node = read.integer("PALS_NODEID", default=rank // max(1, local_world))
+def _from_mpi(launcher: str, env: Mapping[str, str]) -> RankEnv:
+    read = _Reader(env, launcher)
+    *others, node_names = _MPI_NAMES[launcher]
+    rank, world, local, local_world = (read.integer(*names) for names in others)
+    node = read.integer(*node_names, default=rank // max(1, local_world))
     read.finish()
-    return _with_rendezvous(env, "pmi", rank, world, local, local_world, node)
+    return _with_rendezvous(env, launcher, rank, world, local, local_world, node)
 
 
 def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
@@ -208,11 +219,8 @@ def free_port() -> int:
     start = job_port(os.getpid(), os.urandom(4).hex()) - FIRST_PORT
     for offset in range(PORT_COUNT):
         port = FIRST_PORT + (start + offset) % PORT_COUNT
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise FrontierError(f"no free port in {FIRST_PORT}-{FIRST_PORT + PORT_COUNT - 1}", "end processes that listen there")
 
@@ -220,8 +228,8 @@ def free_port() -> int:
 LAUNCHERS: dict[str, Callable[[Mapping[str, str]], RankEnv]] = {
     "torchrun": _from_torchrun,
     "slurm": _from_slurm,
-    "openmpi": _from_openmpi,
-    "pmi": _from_pmi,
+    "openmpi": partial(_from_mpi, "openmpi"),
+    "pmi": partial(_from_mpi, "pmi"),
     "mpi4py": _from_mpi4py,
     "local": _from_torchrun,  # cluster.local sets torchrun's variables
 }

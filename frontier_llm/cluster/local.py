@@ -98,14 +98,8 @@ class _Ranks:
     """The running processes of one call of `run_local_ranks`."""
 
     def __init__(self, num_ranks: int, command: list[str], env: Mapping[str, str], log_dir: Path, run_dir: Path, grace_s: float) -> None:
-        self.num_ranks, self.command, self.env, self.log_dir, self.run_dir, self.grace_s = (
-            num_ranks,
-            command,
-            env,
-            log_dir,
-            run_dir,
-            grace_s,
-        )
+        self.num_ranks, self.command, self.env, self.grace_s = num_ranks, command, env, grace_s
+        self.log_dir, self.run_dir = log_dir, run_dir
         self.ended: queue.Queue[int] = queue.Queue()
         self.exits: list[RankExit] = []  # in the order of their ends
         self.stopping = False
@@ -114,7 +108,11 @@ class _Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        old = {number: signal.signal(number, self._forward) for number in FORWARDED} if _in_main_thread() else {}
+        old = (
+            {number: signal.signal(number, self._forward) for number in FORWARDED}
+            if threading.current_thread() is threading.main_thread()
+            else {}
+        )
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             self._start()
@@ -251,14 +249,8 @@ def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, because after fork nothing may be loaded

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from frontier_llm.cluster.rank_env import environ
-from frontier_llm.cluster.submit import Request
+from frontier_llm.cluster.submit import JobRequest
 
 MANY_NODES = 8  # whose start OLCF has measured
 
 
-def scratch_note(request: Request) -> str:
+def scratch_note(request: JobRequest) -> str:
     """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can tell."""
     scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
     if scratch is None or request.directory.is_relative_to(scratch):
@@ -18,7 +18,7 @@ def scratch_note(request: Request) -> str:
     return f"{request.directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / request.directory.name}"
 
 
-def quota_note(request: Request, checkpoint_bytes: float) -> str:
+def quota_note(request: JobRequest, checkpoint_bytes: float) -> str:
     """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the whole file system."""
     train, quota_tb = request.config.train, request.site.scratch_quota_tb
     if quota_tb is None or not request.saves:
@@ -33,7 +33,7 @@ def quota_note(request: Request, checkpoint_bytes: float) -> str:
     )
 
 
-def start_note(request: Request) -> str:
+def start_note(request: JobRequest) -> str:
     """A warning when the ranks of many nodes would all read torch's thousands of files from the shared file system."""
     elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
     if elsewhere or request.site.bind != "gcd" or request.all_nodes <= MANY_NODES:

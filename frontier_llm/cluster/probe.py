@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.rank_env import environ, environment, node_name
+from frontier_llm.cluster.sites import Site
+from frontier_llm.config.schema import Section
+from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.units import GIB
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
@@ -25,16 +28,11 @@ MORE_STAMPS, PAUSE_S = 3, 0.2  # on a busy node a stamp may be late by seconds, 
 NO_FI_INFO = "fi_info is not on PATH"
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Section):
     """What every node is asked to look at."""
 
+    site: Site
     run_dir: str
-    node_local: str
-    network_plugin: str | None = None
-    libfabric_provider: str | None = None
-    interfaces: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()  # names whose values must be equal on all nodes
     system_root: str = "/"  # where /sys is looked for; {host} is replaced (tests point it at planted trees)
 
 
@@ -61,15 +59,15 @@ def probe(settings: Settings) -> Facts:
     host = node_name()
     root = Path(settings.system_root.replace("{host}", host))
     run_error, run_free, run_s = _storage(Path(settings.run_dir), host)
-    local_error, local_free, _ = _storage(Path(os.path.expandvars(settings.node_local)), host)
+    local_error, local_free, _ = _storage(Path(os.path.expandvars(settings.site.node_local)), host)
     return Facts(
         host=host,
         gcd_memory_gib=gcd_memory_gib(root),
         cores=len(os.sched_getaffinity(0)),
-        interfaces_down=tuple(name for name in settings.interfaces if not interface_is_up(root, name)),
-        provider_error=provider_error(settings.libfabric_provider),
-        plugin_error=plugin_error(settings.network_plugin),
-        environment=comparable_environment(settings.variables),
+        interfaces_down=tuple(name for name in settings.site.interfaces if not interface_is_up(root, name)),
+        provider_error=provider_error(settings.site.libfabric_provider),
+        plugin_error=plugin_error(settings.site.network_plugin),
+        environment=comparable_environment(settings.site),
         run_dir_error=run_error,
         run_dir_write_s=run_s,
         run_dir_free_bytes=run_free,
@@ -131,10 +129,11 @@ def plugin_error(plugin: str | None) -> str:
     return ""
 
 
-def comparable_environment(variables: tuple[str, ...]) -> dict[str, str]:
+def comparable_environment(site: Site) -> dict[str, str]:
     """What must not differ between nodes: interpreter, kernel, ROCm, our code, the site's variables."""
     version = Path("/opt/rocm/.info/version")
     env = environment()
+    variables = (*site.environment, *(variable.name for variable in machine_environment(site.machine, 2)))
     return {
         "python": f"{sys.version.split()[0]} at {sys.executable}",
         "kernel": platform.release(),
@@ -173,8 +172,7 @@ def _storage(directory: Path, host: str) -> tuple[str, int, float]:
 def main(words: list[str]) -> int:
     """The time stamps go alone: the reader notes when each arrives, and believes the one with the least delay."""
     _say_time()
-    content = json.loads(Path(words[0]).read_text(encoding="utf-8"))
-    settings = Settings(**{**content, "interfaces": tuple(content["interfaces"]), "variables": tuple(content["variables"])})
+    settings = Settings.model_validate_json(Path(words[0]).read_text(encoding="utf-8"))
     _say(FACTS_MARK, asdict(probe(settings)))
     for _ in range(MORE_STAMPS):
         time.sleep(PAUSE_S)

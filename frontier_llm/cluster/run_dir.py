@@ -5,6 +5,7 @@ metrics.jsonl                  one line per step, evaluation, save, start and re
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the only start that may write (the fence)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
+successor                      id of the job that was queued last
 untrusted_nodes.json           hosts that computed wrongly: left out, and never used again; delete the file to forgive them
 STOP                           made by a person: save, end, and do not continue until it is deleted
 SAVE                           made by a person: save within a step and go on; the run deletes it
@@ -17,12 +18,13 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.atomic import write_atomically
+from frontier_llm.files import write_atomically
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 TORN_BYTES = 1 << 16  # no line is nearly as long
@@ -75,12 +77,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+            with suppress(ValueError):
+                if isinstance(row := json.loads(line), dict):
+                    yield row
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -148,6 +147,12 @@ def holder(run_dir: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return dict(content)
+
+
+def queued_job(run_dir: Path) -> str:
+    """The id of the job that was queued last for this run; '' when none was."""
+    path = run_dir / "successor"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def bad_hosts(run_dir: Path) -> list[str]:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 # A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
@@ -36,10 +36,6 @@ def held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _nothing(signum: int, frame: FrameType | None) -> None:
-    """The Python-level half does nothing; the wakeup descriptor has already told the thread."""
 
 
 class SignalWatcher:
@@ -72,7 +68,8 @@ class SignalWatcher:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._old: dict[signal.Signals, Any] = {number: signal.signal(number, _nothing) for number in self._signals}
+        # the handlers do nothing: the wakeup descriptor has already told the thread
+        self._old: dict[signal.Signals, Any] = {number: signal.signal(number, lambda *_: None) for number in self._signals}
         self._thread = threading.Thread(target=self._listen, name="signal-watcher", daemon=True)
         self._thread.start()
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)  # takes what has been held back

@@ -98,19 +98,22 @@ def load_site(name_or_path: str) -> Site:
     return build(Site, read_yaml(path), where=str(path))
 
 
-def parse_walltime(text: str) -> int:
-    """Slurm's time formats as whole minutes, rounded up: '90', '1:30:00', '2-00:00:00'. Raises ConfigError."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+def walltime_s(text: str) -> int | None:
+    """Slurm's time formats as seconds: '90' (minutes), '1:30:00', '2-12'; None for another text, e.g. UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text)
     if match is None:
+        return None
+    clock = [int(part) for part in match[2].split(":")]
+    starts_with_hours = match[1] is not None or len(clock) == 3
+    hours, minutes, seconds, *_ = [*clock, 0, 0] if starts_with_hours else [0, *clock, 0]
+    return ((int(match[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def parse_walltime(text: str) -> int:
+    """`walltime_s` in whole minutes, rounded up. Raises ConfigError."""
+    seconds = walltime_s(text)
+    if seconds is None:
         raise ConfigError(f"{text!r} is not a time", "write minutes, hours:minutes:seconds or days-hours:minutes:seconds", "--time")
-    days, first, second, third = (int(part) if part else None for part in match.groups())
-    assert first is not None  # the pattern demands it
-    if days is not None:
-        seconds = ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
-    elif third is not None:
-        seconds = (first * 60 + (second or 0)) * 60 + third
-    else:
-        seconds = first * 60 + (second or 0)
     return -(-seconds // 60)
 
 
@@ -144,22 +147,15 @@ def request_problems(site: Site, nodes: int, minutes: int | None, account: str |
         problems.append(Problem("--time", "no time at all", "leave it out for the longest that the site allows"))
     if partition is not None and site.partitions and partition not in site.partitions:
         return [*problems, Problem("--partition", f"{site.name} has no partition {partition!r}", suggest(partition, site.partitions))]
-    limits = site.limits(partition)
-    if not limits:
-        return problems
-    name = partition or site.default_partition
-    if nodes > limits[-1].max_nodes:
-        problems.append(
-            Problem("--nodes", f"{nodes} nodes; {name} takes at most {limits[-1].max_nodes}", f"--nodes {limits[-1].max_nodes}")
-        )
-        return problems
+    limits, name = site.limits(partition), partition or site.default_partition
     longest = site.max_minutes(nodes, partition)
-    assert longest is not None  # nodes is within the last limit
-    if minutes is not None and minutes > longest:
-        fix = "; ".join(
-            [f"--time {format_walltime(longest)}, and let the job continue itself", *longer_jobs(site, nodes, minutes, partition)]
-        )
+    if limits and longest is None:
+        most = limits[-1].max_nodes
+        problems.append(Problem("--nodes", f"{nodes} nodes; {name} takes at most {most}", f"--nodes {most}"))
+    elif longest is not None and minutes is not None and minutes > longest:
+        what = f"{format_walltime(minutes)}; {name} runs jobs of {nodes} nodes for at most {format_walltime(longest)}"
+        elsewhere = longer_jobs(site, nodes, minutes, partition)
         problems.append(
-            Problem("--time", f"{format_walltime(minutes)}; {name} runs jobs of {nodes} nodes for at most {format_walltime(longest)}", fix)
+            Problem("--time", what, "; ".join([f"--time {format_walltime(longest)}, and let the job continue itself", *elsewhere]))
         )
     return problems

@@ -12,6 +12,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster import hostlist
 from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.errors import FrontierError
 
 ACTIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING"})
@@ -30,7 +31,6 @@ class Allocation:
     batch_host: str
     tasks_per_node: int
     cpus_per_task: int
-    restarts: int
 
     @classmethod
     def from_environment(cls) -> Allocation:
@@ -45,7 +45,6 @@ class Allocation:
             batch_host=str(environ("SLURMD_NODENAME")),
             tasks_per_node=int(str(environ("SLURM_NTASKS_PER_NODE"))),
             cpus_per_task=int(environ("SLURM_CPUS_PER_TASK", "1") or 1),
-            restarts=int(environ("SLURM_RESTART_COUNT", "0") or 0),
         )
 
 
@@ -85,22 +84,14 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
 def unhealthy(nodes: Sequence[str]) -> list[str]:
     """Those of `nodes` that Slurm calls down, draining, failing or not answering."""
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
-    bad = set()
-    for line in text.splitlines():
-        name, _, state = line.strip().partition("|")
-        if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES):
-            bad.add(name)
+    states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
+    bad = {name for name, state in states if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES)}
     return [node for node in nodes if node in bad]
 
 
 def time_left_s(job_id: str) -> float | None:
     """Seconds until the job's walltime ends, or None when it has no limit."""
-    text = ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip()
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return None  # UNLIMITED, NOT_SET, INVALID
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return walltime_s(ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip())  # None: UNLIMITED, NOT_SET, INVALID
 
 
 def job_fields(job_id: str) -> dict[str, str]:

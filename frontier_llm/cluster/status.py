@@ -6,7 +6,8 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -49,10 +50,6 @@ class Status:
     slow_hosts: tuple[Slow, ...]  # named as stragglers
     blocked: dict[str, dict[str, int]]  # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
     last_failure: str | None
-
-    def as_dict(self) -> dict[str, object]:
-        """For --json."""
-        return asdict(self)
 
 
 def read_status(directory: Path) -> Status:
@@ -103,13 +100,12 @@ def read_status(directory: Path) -> Status:
 
 def _plan(directory: Path) -> tuple[int | None, int | None]:
     """(steps to train, tokens of one step), as far as the run's own configuration says."""
-    for name in ("config.yaml", "run.yaml"):
-        if (directory / name).is_file():
-            content = yaml.safe_load((directory / name).read_text(encoding="utf-8"))
-            batch, model = content.get("batch", {}), content.get("model", {})
-            known = "global_batch" in batch and "sequence_length" in model
-            return int(content["train"]["steps"]), int(batch["global_batch"]) * int(model["sequence_length"]) if known else None
-    return None, None
+    path = next((path for path in (directory / "config.yaml", directory / "run.yaml") if path.is_file()), None)
+    if path is None:
+        return None, None
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    samples, length = content.get("batch", {}).get("global_batch"), content.get("model", {}).get("sequence_length")
+    return int(content["train"]["steps"]), int(samples) * int(length) if samples and length else None
 
 
 def _blocked(directory: Path) -> dict[str, dict[str, int]]:
@@ -119,17 +115,13 @@ def _blocked(directory: Path) -> dict[str, dict[str, int]]:
 
 def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
     """The job that holds the run, or else the one queued for it."""
-    queued = directory / "successor"
-    ids = [str(run_dir.holder(directory).get("job_id", "")), queued.read_text(encoding="utf-8").strip() if queued.is_file() else ""]
-    best: tuple[str | None, dict[str, str]] = (next(filter(None, ids), None), {})
-    for job_id in filter(None, ids):
-        try:
+    ids = list(filter(None, (str(run_dir.holder(directory).get("job_id", "")), run_dir.queued_job(directory))))
+    with suppress(FrontierError):  # no Slurm here: the directory still tells the rest
+        for job_id in ids:
             fields = slurm.job_fields(job_id)
-        except FrontierError:  # no Slurm here: the directory still tells the rest
-            return best
-        if fields.get("JobState") in slurm.ACTIVE:
-            return job_id, fields
-    return best
+            if fields.get("JobState") in slurm.ACTIVE:
+                return job_id, fields
+    return next(iter(ids), None), {}
 
 
 def _state(directory: Path, fields: dict[str, str], checkpoint: int, target: int | None) -> str:

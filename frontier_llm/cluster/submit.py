@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import compileall
 import hashlib
-import json
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
@@ -28,6 +25,7 @@ from frontier_llm.cluster.sbatch import JobScript, render, render_site
 from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem, nearest
+from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
 
@@ -35,7 +33,7 @@ SNAPSHOT = ("launch", "slurm", "configs")
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What the user wants queued."""
 
     config: RunConfig
@@ -49,8 +47,6 @@ class Request:
     continue_with: str = "requeue"
     dependency: str | None = None
     exclude: tuple[str, ...] = ()
-    program: str = "frontier_llm.cluster.job"
-    words: tuple[str, ...] = ()  # for the program, before the run file
     flags: tuple[str, ...] = ()  # of train
     name: str | None = None
     expected_step_s: float = 0.0  # the planner's; counts until the run has measured its own
@@ -98,7 +94,7 @@ class Submission:
         }
 
 
-def _whole_node_problems(request: Request) -> list[Problem]:
+def _whole_node_problems(request: JobRequest) -> list[Problem]:
     """Nodes whose ranks cannot be cut into replicas; whoever asks for nodes is answered in nodes."""
     parallel, per_node = request.config.parallel, request.site.tasks_per_node
     model_ranks = parallel.tensor * parallel.pipeline
@@ -110,7 +106,7 @@ def _whole_node_problems(request: Request) -> list[Problem]:
     return [Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")]
 
 
-def problems(request: Request) -> list[Problem]:
+def problems(request: JobRequest) -> list[Problem]:
     """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
     found = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
     if request.nodes >= 1:
@@ -135,7 +131,7 @@ def problems(request: Request) -> list[Problem]:
     return found
 
 
-def prepare(request: Request) -> Submission:
+def prepare(request: JobRequest) -> Submission:
     """The script and the command line. Raises ConfigError with every problem; writes nothing."""
     if found := problems(request):
         raise ConfigError(found)
@@ -148,8 +144,6 @@ def prepare(request: Request) -> Submission:
         nodes=request.all_nodes,
         site=request.site.name,
         minutes=request.minutes,
-        program=request.program,
-        words=request.words,
         flags=request.flags,
         signal_lead_s=request.lead_s,
     )
@@ -175,7 +169,7 @@ def prepare(request: Request) -> Submission:
     return Submission(render(job, request.site), ("sbatch", "--parsable", *arguments, str(directory / "job.sbatch")), directory, variables)
 
 
-def submit(request: Request) -> Submission:
+def submit(request: JobRequest) -> Submission:
     """Check, freeze and queue; the result carries the job's id. Raises FrontierError before anything is queued."""
     made = prepare(request)
     _refuse_busy(request)
@@ -193,10 +187,10 @@ def submit(request: Request) -> Submission:
     return done
 
 
-def _refuse_busy(request: Request) -> None:
+def _refuse_busy(request: JobRequest) -> None:
     """One job per run directory, and no more in the queue than the site lets a user have."""
     found = []
-    for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), _read(request.directory / "successor")} - {""}:
+    for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), run_dir.queued_job(request.directory)} - {""}:
         if slurm.is_active(job_id):
             what = f"job {job_id} already runs or waits for {request.directory}"
             found.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))
@@ -209,31 +203,23 @@ def _refuse_busy(request: Request) -> None:
         raise ConfigError(found)
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+def _job_code(site: Site) -> dict[Path, bytes]:
+    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share directory.
 
-
-def _snapshot_files() -> dict[Path, Path]:
-    """What a job needs: path in the snapshot -> file; from a checkout, or from an installed package and its share directory."""
-    package = Path(__file__).resolve().parents[1]
+    With the site as the job will read it: `--site` may have named a file outside of the checkout.
+    """
+    package, sites = Path(__file__).resolve().parents[1], Path("slurm") / "sites"
     roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
-    found = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
-    return {relative: found[relative] for relative in sorted(found) if "__pycache__" not in relative.parts}
-
-
-def _site_files(site: Site) -> dict[Path, str]:
-    """The site as the job will read it; `--site` may have named a file outside of the checkout."""
-    folder = Path("slurm") / "sites"
-    return {folder / f"{site.name}.yaml": dump(site), folder / f"{site.name}.sh": render_site(site)}
+    files = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
+    code = {relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts}
+    return code | {sites / f"{site.name}.yaml": dump(site).encode(), sites / f"{site.name}.sh": render_site(site).encode()}
 
 
 def code_digest(site: Site) -> str:
     """sha256 over names and contents of what a snapshot holds; equal code and site give equal digests."""
     digest = hashlib.sha256()
-    for relative, source in _snapshot_files().items():
-        content = source.read_bytes()
+    for relative, content in _job_code(site).items():
         digest.update(f"{relative}\0{len(content)}\0".encode() + content)
-    digest.update(json.dumps([(str(path), text) for path, text in _site_files(site).items()]).encode())
     return digest.hexdigest()
 
 
@@ -242,16 +228,16 @@ def snapshot(target: Path, site: Site) -> None:
     if target.is_dir():
         return
     partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    for relative, source in _snapshot_files().items():
+    for relative, content in _job_code(site).items():
         (partial / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, partial / relative)
-    for relative, text in _site_files(site).items():
-        (partial / relative).write_text(text, encoding="utf-8")
+        (partial / relative).write_bytes(content)
+        if content.startswith(b"#!"):
+            (partial / relative).chmod(0o755)
     compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
     partial.rename(target)
 
 
-def describe(request: Request, made: Submission) -> str:
+def describe(request: JobRequest, made: Submission) -> str:
     """What a person wants to see before or after queueing."""
     nodes = f"{request.nodes} + {request.spares} spare nodes" if request.spares else plural(request.nodes, "node")
     minutes = request.slice_minutes
@@ -264,11 +250,6 @@ def describe(request: Request, made: Submission) -> str:
             f"{shlex.join(made.command)}  {outcome}",
         ]
     )
-
-
-def parse_hosts(text: str | None) -> tuple[str, ...]:
-    """--exclude's argument."""
-    return hostlist.expand(text) if text else ()
 
 
 def default_account() -> str | None:

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.attempt import Outcome, Step, run_step
+from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
 from frontier_llm.cluster.attempt import diagnose as diagnose_record
+from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.rank_env import rank_python
+from frontier_llm.cluster.sites import load_site, root_dir
+from frontier_llm.cluster.slurm import Allocation
+from frontier_llm.config import load_run
 from frontier_llm.failure import Evidence, Failure
 from tests.harness.system import FullDisk
 
@@ -25,23 +30,10 @@ def named(outcome: Outcome) -> tuple[str, int | None, str, bool]:
 TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
 
 
-def step(**changes: object) -> Step:
-    fields: dict[str, object] = {
-        "nodes": ("n0", "n2"),
-        "batch_host": "n0",
-        "tasks_per_node": 8,
-        "cpus_per_task": 7,
-        "gpus_per_node": 8,
-        "options": (("network", "disable_rdzv_get"), ("flag", "")),
-        "interface": None,
-        "launch_dir": Path("/l"),
-        "command": ("python", "x y"),
-        "run_dir": Path("/run"),
-        "log_dir": Path("/logs"),
-        "variables": {},
-        "deadline_s": None,
-    }
-    return Step(**{**fields, **changes})  # type: ignore[arg-type]
+def step(log_dir: Path = Path("/logs"), deadline_s: float | None = None) -> JobStep:
+    site = load_site("generic").model_copy(update={"gpus_per_node": 8, "srun": {"network": "disable_rdzv_get", "flag": ""}})
+    job = BatchJob(load_run("train_small"), ("x y",), Path("/run"), site, Allocation("7", ("n0", "n2"), "n0", 8, 7), program=("-m", "p"))
+    return JobStep(job, job.allocation.nodes, log_dir, {}, deadline_s)
 
 
 def test_srun_starts_one_task_per_gcd() -> None:
@@ -50,7 +42,7 @@ def test_srun_starts_one_task_per_gcd() -> None:
         command
     )
     assert {"--network=disable_rdzv_get", "--flag"} <= set(command)
-    assert command[-3:] == ["/l/rank.sh", "python", "x y"]
+    assert command[-5:] == [str(root_dir() / "launch" / "rank.sh"), rank_python(), "-m", "p", "x y"]
 
 
 def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

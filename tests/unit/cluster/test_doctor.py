@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.doctor import Report, _read_answers, ask_nodes, examine, judge, settings_for
-from frontier_llm.cluster.probe import NO_FI_INFO, Facts, gcd_memory_gib, interface_is_up, plugin_error, provider_error
+from frontier_llm.cluster.doctor import Report, _read_answers, ask_nodes, examine, judge
+from frontier_llm.cluster.probe import NO_FI_INFO, Facts, Settings, gcd_memory_gib, interface_is_up, plugin_error, provider_error
 from frontier_llm.cluster.sites import load_site
 
 FRONTIER = load_site("frontier")
@@ -102,7 +102,6 @@ def test_interfaces(tmp_path: Path) -> None:
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
         (tmp_path / "sys/class/net" / name / "operstate").write_text(state + "\n")
     assert [interface_is_up(tmp_path, f"hsn{index}") for index in range(3)] == [True, False, False]
-    assert settings_for(FRONTIER, tmp_path).interfaces == ("hsn0", "hsn1", "hsn2", "hsn3")
 
 
 def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,14 +160,14 @@ def allocation_of(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
 def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: the nodes and srun's start on them. Real: this node's own probe, the pipe, the reading and the judging."""
     nodes = allocation_of(384, tmp_path, monkeypatch, silence_s=0)
-    report = examine(FRONTIER, settings_for(FRONTIER, tmp_path), nodes)
+    report = examine(Settings(site=FRONTIER, run_dir=str(tmp_path)), nodes)
     assert {(finding.check, finding.hosts) for finding in report.findings} == {
         ("clock", ("node007",)),
         ("cores", ("node200",)),
         ("node", ("node383",)),
     }
     assert report.as_dict()["exclude"] == "node[007,200,383]"
-    own = examine(load_site("generic"), settings_for(load_site("generic"), tmp_path), [])
+    own = examine(Settings(site=load_site("generic"), run_dir=str(tmp_path)), [])
     assert report.seconds + own.seconds < 10
 
 
@@ -181,5 +180,7 @@ def test_a_stamp_that_comes_late_is_no_clock_that_runs_late() -> None:
 
 def test_a_hung_node_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = allocation_of(4, tmp_path, monkeypatch, silence_s=600)
-    facts, skew_s = ask_nodes(settings_for(FRONTIER, tmp_path), nodes, timeout_s=5.0)  # and comes back, long before the silence ends
+    facts, skew_s = ask_nodes(
+        Settings(site=FRONTIER, run_dir=str(tmp_path)), nodes, timeout_s=5.0
+    )  # and comes back, long before the silence ends
     assert sorted(facts) == sorted(skew_s) == nodes[:-1]

@@ -9,7 +9,7 @@ import pytest
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.job import attempt
-from frontier_llm.cluster.job_spec import Job, split_flags
+from frontier_llm.cluster.job_spec import BatchJob, split_flags
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
@@ -46,8 +46,8 @@ def test_a_site_may_leave_out_hosts_that_were_named_slow(tmp_path: Path, limit: 
     assert job(tmp_path, site).too_slow == left_out
 
 
-def job(directory: Path, site: Site) -> Job:
-    return Job(load_run("train_small"), ("train_small",), directory, site, Allocation("7", ("n0", "n1"), "n0", 1, 1, 0))
+def job(directory: Path, site: Site) -> BatchJob:
+    return BatchJob(load_run("train_small"), ("train_small",), directory, site, Allocation("7", ("n0", "n1"), "n0", 1, 1))
 
 
 STUCK_ON_N1 = Failure("it gives no sign of life", Evidence.NOTICES, rank=1, host="n1", host_suspect=True)

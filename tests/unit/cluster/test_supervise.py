@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import job as supervisor
 from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.job import supervise
-from frontier_llm.cluster.job_spec import Job
+from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure
+from frontier_llm.files import write_atomically
 
 Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps it did)
 
@@ -38,10 +38,10 @@ class Cluster:
         monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
         train = TrainConfig(run_dir=str(directory), steps=100)
         config = RunConfig(model=load_model("llama-tiny"), batch=BatchConfig(global_batch=8), train=train)
-        allocation = slurm.Allocation("7", ("n0", "n1", "n2"), "n0", 1, 1, 0)
-        self.job = Job(config, ("run.yaml",), directory, load_site("local"), allocation, spares=1)
+        allocation = slurm.Allocation("7", ("n0", "n1", "n2"), "n0", 1, 1)
+        self.job = BatchJob(config, ("run.yaml",), directory, load_site("local"), allocation, spares=1)
 
-    def _attempt(self, job: Job, nodes: tuple[str, ...]) -> Outcome:
+    def _attempt(self, job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
         self.used.append(nodes)
         start = run_dir.latest_step(self.directory)
         cause, steps = self.ending(len(self.used))
