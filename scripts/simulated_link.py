@@ -76,13 +76,13 @@ class LinkedGroup:
         """See Group."""
         return self._collective(self._group.start_all_to_all_into(arriving, x), self._share(x))
 
-    def broadcast_(self, x: Tensor, source: int) -> None:
+    def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group. Free of charge, as nothing in a step broadcasts."""
-        self._group.broadcast_(x, source)
+        return self._group.start_broadcast_(x, source)
 
-    def barrier(self) -> None:
+    def start_barrier(self) -> Pending:
         """See Group. Free of charge."""
-        self._group.barrier()
+        return self._group.start_barrier()
 
     def send(self, x: Tensor, to: int) -> Sending:
         """See Group. The receiver pays: a stamp of the sending time follows the message."""

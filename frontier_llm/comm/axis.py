@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
 from frontier_llm.comm.group import Collectives, Group
 from frontier_llm.comm.ledger import Ledger
+from frontier_llm.comm.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Axis:
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
     nodes: int = 1
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)
+    turns: Turns | None = field(default=None, compare=False, repr=False)  # where only one communication may be in flight
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
         """What carries out a collective; bytes are the whole tensor's, as in the ledger, so that every rank chooses alike."""
@@ -50,6 +52,11 @@ class Mesh:
     tied: Axis  # the two stages that hold a tied embedding; size 1 everywhere else
     channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per direction (see comm.p2p)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
+
+    @property
+    def one_in_flight(self) -> bool:
+        """Whether each communication of this rank ends before the next begins."""
+        return self.world.turns is not None
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""

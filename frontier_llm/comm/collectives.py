@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.group import DONE, Collectives, Pending
-from frontier_llm.comm.ledger import Call
 
 
 class Started:
-    """A collective or message under way; waiting is timed in the axis' ledger."""
+    """A collective or message, counted and begun; waiting is timed in the axis' ledger."""
 
-    def __init__(self, work: Pending, axis: Axis, call: Call) -> None:
-        self._work, self._axis, self._call = work, axis, call
+    def __init__(self, axis: Axis, operation: str, size_bytes: int, begin: Callable[[], Any], staged: bool = False) -> None:
+        """`begin` starts it. What is `staged` consists of others, which are in flight themselves.
+
+        Some transports do their work in the start, others while they are waited for: both are timed.
+        """
+        self._axis, self._in_flight = axis, not staged
+        self._begin: Callable[[], Any] | None = begin  # holds the tensors until the wait
+        self._call = axis.ledger.add(axis.name, operation, size_bytes)
+        axis.ledger.count_in_flight(self._in_flight)
+        with axis.ledger.blocked(self._call, last=False):
+            self._work = begin() if axis.turns is None else axis.turns.take(begin, staged)
+        if axis.turns is not None:  # the next begins when this one has ended, whenever its result is asked for
+            self._end()
 
     def wait(self) -> None:
         """See Pending."""
@@ -24,16 +35,22 @@ class Started:
             return
         with self._axis.ledger.blocked(self._call):
             self._work.wait()
+        self._begin = None
+        self._end()
+
+    def _end(self) -> None:
+        self._axis.ledger.count_in_flight(-self._in_flight)
+        self._in_flight = False
+
+    def is_done(self) -> bool:
+        """See Sending."""
+        return bool(self._work.is_done())
 
 
 def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collectives], Pending]) -> Pending:
-    """Count a collective and begin it. Some transports do their work in the start, others while they are waited for: both are timed."""
-    if (group := axis.collectives(operation, size_bytes)) is None:
-        return DONE
-    call = axis.ledger.add(axis.name, operation, size_bytes)
-    with axis.ledger.blocked(call, last=False):
-        work = start(group)
-    return Started(work, axis, call)
+    """Begin a collective by whoever carries it out on this axis."""
+    group = axis.collectives(operation, size_bytes)
+    return DONE if group is None else Started(axis, operation, size_bytes, lambda: start(group), staged=group is axis.hierarchical)
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -94,14 +111,10 @@ def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Copy `x` of axis rank `source` to all; returns x."""
-    if (group := axis.collectives("broadcast", x.nbytes)) is not None:
-        with axis.ledger.blocked(axis.ledger.add(axis.name, "broadcast", x.nbytes)):
-            group.broadcast_(x, source)
+    _start(axis, "broadcast", x.nbytes, lambda group: group.start_broadcast_(x, source)).wait()
     return x
 
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
-    if axis.group is not None:
-        with axis.ledger.blocked(axis.ledger.add(axis.name, "barrier", 0)):
-            axis.group.barrier()
+    _start(axis, "barrier", 0, lambda group: group.start_barrier()).wait()

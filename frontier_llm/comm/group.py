@@ -70,11 +70,11 @@ class Collectives(Protocol):
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
         """Part r of this rank's `x` goes to rank r; part r of `arriving` comes from it."""
 
-    def broadcast_(self, x: Tensor, source: int) -> None:
+    def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """`x` of rank `source`, in place."""
 
-    def barrier(self) -> None:
-        """Return when every rank is here."""
+    def start_barrier(self) -> Pending:
+        """Ends when every rank is here."""
 
 
 class Group(Collectives, Protocol):
@@ -152,14 +152,14 @@ class TorchGroup:
         """See Group."""
         return self._watch("all_to_all", lambda: dist.all_to_all_single(arriving, x, group=self.process_group, async_op=True))
 
-    def broadcast_(self, x: Tensor, source: int) -> None:
+    def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group."""
         root = self._ranks[source]
-        self._watch("broadcast", lambda: dist.broadcast(x, src=root, group=self.process_group, async_op=True)).wait()
+        return self._watch("broadcast", lambda: dist.broadcast(x, src=root, group=self.process_group, async_op=True))
 
-    def barrier(self) -> None:
+    def start_barrier(self) -> Pending:
         """See Group."""
-        self._watch("barrier", lambda: dist.barrier(group=self.process_group, async_op=True, device_ids=self._device_ids)).wait()
+        return self._watch("barrier", lambda: dist.barrier(group=self.process_group, async_op=True, device_ids=self._device_ids))
 
     def send(self, x: Tensor, to: int) -> Sending:
         """See Group."""

@@ -24,6 +24,7 @@ from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import open_channels
 from frontier_llm.comm.rendezvous import forget_stores, join_store
 from frontier_llm.comm.shm import ShmGroup
+from frontier_llm.comm.turns import Turns
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import Placement, round_robin
@@ -71,6 +72,8 @@ class _Groups:
     """Makes the groups of one mesh."""
 
     def __init__(self, global_rank: int, timeout_s: float, comm: CommConfig, ranks_per_node: int | None) -> None:
+        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        self._turns = Turns(self.device) if comm.in_flight == "one" else None
         self._global_rank, self._timeout_s, self._comm, self._ranks_per_node = global_rank, timeout_s, comm, ranks_per_node
         self._algorithms = load_algorithms(comm.algorithms)
         self._timeouts_s = comm.timeouts_s.model_dump()
@@ -82,7 +85,7 @@ class _Groups:
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
         rank = ranks.index(self._global_rank)
-        flat = Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger)
+        flat = Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger, turns=self._turns)
         node, rail = self._levels(name, ranks)
         if rail.size == 1:
             return flat
@@ -164,6 +167,7 @@ def build_mesh(
     of the placement has a communicator of its own, on which a pair has a single writer.
     `comm.timeouts_s` has other time-outs than `timeout_s` for single axes. Axes that span several nodes of `ranks_per_node` consecutive
     ranks take the algorithm that `comm.algorithms` gives for each call.
+    With `comm.in_flight: one` each of this rank's communications ends before the next begins; "auto", which is the machine's matter, is many here.
     Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it.
     """
     groups = _Groups(global_rank, timeout_s, comm, ranks_per_node)
@@ -181,7 +185,7 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
     )
-    open_channels(mesh.channels, placement, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    open_channels(mesh.channels, placement, groups.device)
     return mesh
 
 

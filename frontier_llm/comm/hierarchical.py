@@ -180,15 +180,17 @@ class HierarchicalGroup:
         to_rail_Nkp = from_node_kNp.transpose(0, 1).contiguous()  # [to node, from place, …]
         return start_all_to_all_into(arriving.view_as(to_rail_Nkp), to_rail_Nkp, self._rail)
 
-    def broadcast_(self, x: Tensor, source: int) -> None:
+    def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group. Along the source's rail first."""
         node, place = divmod(source, self._node.size)
         if self._node.rank == place:
             broadcast_(x, self._rail, node)
         broadcast_(x, self._node, place)
+        return DONE
 
-    def barrier(self) -> None:
+    def start_barrier(self) -> Pending:
         """See Group. Inside, between, and inside again: no rank leaves before the last has come."""
         barrier(self._node)
         barrier(self._rail)
         barrier(self._node)
+        return DONE

@@ -74,6 +74,8 @@ class Ledger:
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECORDED_CALLS), repr=False)
     observer: Callable[[Call, float, float], None] | None = field(default=None, repr=False)  # told of each blocked interval (timelines)
     waits: list[Span] | None = field(default=None, repr=False)  # on a GPU, while a step is measured: what the stream stood still for
+    in_flight: int = 0  # communications that have begun and were not waited for to their end
+    most_in_flight: int = 0
     _numbers: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int), repr=False)
     _depth: int = field(default=0, repr=False)
 
@@ -85,6 +87,11 @@ class Ledger:
         call = Call(axis, operation, self._numbers[axis, operation], size_bytes, time.time())
         self.recent.append(call)
         return call
+
+    def count_in_flight(self, more: int) -> None:
+        """So many more are in flight than before."""
+        self.in_flight += more
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
     @contextmanager
     def blocked(self, call: Call, last: bool = True) -> Iterator[None]:

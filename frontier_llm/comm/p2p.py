@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.collectives import Started
-from frontier_llm.comm.group import Sending
 from frontier_llm.schedule import Placement
 
 
@@ -27,12 +25,6 @@ class Receive:
         return self._buffer
 
 
-class _Sent(NamedTuple):
-    message: Tensor  # kept alive until it has been taken
-    work: Sending
-    started: Started
-
-
 class Sends:
     """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at the next send.
 
@@ -42,32 +34,29 @@ class Sends:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._outstanding: dict[str, deque[_Sent]] = defaultdict(deque)
+        self._outstanding: dict[str, deque[Started]] = defaultdict(deque)
 
     def start(self, x: Tensor, channel: Axis, to: int) -> None:
         """Send a contiguous tensor to axis rank `to`."""
-        assert channel.group is not None, "an axis of one rank has no one to send to"
+        group = channel.group
+        assert group is not None, "an axis of one rank has no one to send to"
         queue = self._outstanding[channel.name]
-        while queue and (len(queue) >= self._limit or queue[0].work.is_done()):
-            queue.popleft().started.wait()
-        call = channel.ledger.add(channel.name, "send", x.nbytes)
-        with channel.ledger.blocked(call, last=False):
-            work = channel.group.send(x, to)
-        queue.append(_Sent(x, work, Started(work, channel, call)))
+        while queue and (len(queue) >= self._limit or queue[0].is_done()):
+            queue.popleft().wait()
+        queue.append(Started(channel, "send", x.nbytes, lambda: group.send(x, to)))
 
     def wait_all(self) -> None:
         """Return when every send has been taken."""
         for queue in self._outstanding.values():
             while queue:
-                queue.popleft().started.wait()
+                queue.popleft().wait()
 
 
 def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channel: Axis, source: int) -> Receive:
     """Post a receive from axis rank `source`; it overlaps with whatever is computed until `wait()`."""
-    assert channel.group is not None, "an axis of one rank has no one to receive from"
-    buffer = torch.empty(shape, dtype=dtype, device=device)
-    call = channel.ledger.add(channel.name, "recv", buffer.nbytes)
-    return Receive(buffer, Started(channel.group.receive(buffer, source), channel, call))
+    group, buffer = channel.group, torch.empty(shape, dtype=dtype, device=device)
+    assert group is not None, "an axis of one rank has no one to receive from"
+    return Receive(buffer, Started(channel, "recv", buffer.nbytes, lambda: group.receive(buffer, source)))
 
 
 def open_channels(channels: Mapping[str, Axis], placement: Placement, device: torch.device) -> None:
@@ -89,9 +78,8 @@ def open_channels(channels: Mapping[str, Axis], placement: Placement, device: to
 
 def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> None:
     """Send to axis rank `to` and receive from axis rank `source` at the same time; both contiguous, counted as send and recv."""
-    assert axis.group is not None, "an axis of one rank has no one to exchange with"
+    group = axis.group
+    assert group is not None, "an axis of one rank has no one to exchange with"
     sent = axis.ledger.add(axis.name, "send", outgoing.nbytes)
-    received = axis.ledger.add(axis.name, "recv", incoming.nbytes)
-    with axis.ledger.blocked(received):
-        axis.group.exchange(outgoing, to, incoming, source).wait()
+    Started(axis, "recv", incoming.nbytes, lambda: group.exchange(outgoing, to, incoming, source)).wait()
     sent.finished = True

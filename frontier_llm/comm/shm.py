@@ -129,14 +129,14 @@ class ShmGroup:
         assert arriving.shape == x.shape and arriving.dtype == x.dtype and x.numel() % len(self._ranks) == 0
         return self._start("all_to_all", x, arriving, x.numel() // len(self._ranks))
 
-    def broadcast_(self, x: Tensor, source: int) -> None:
+    def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group."""
-        self._start("broadcast", x, x, x.numel(), root=source).wait()
+        return self._start("broadcast", x, x, x.numel(), root=source)
 
-    def barrier(self) -> None:
+    def start_barrier(self) -> Pending:
         """See Group."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        self._start("all_reduce", nothing, nothing, 0).wait()
+        return self._start("all_reduce", nothing, nothing, 0)
 
     def send(self, x: Tensor, to: int) -> Sending:
         """See Group. The message is copied out at once; only a peer that lags by a whole arena makes this wait."""

@@ -216,6 +216,8 @@ class CommConfig(Section):
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
     store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
+    # communications of a rank at a time: one = each ends before the next begins, in the schedule's one order; auto: as the machine file says
+    in_flight: Literal["auto", "one", "many"] = "auto"
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 

@@ -110,6 +110,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         hbm_bytes_s=device.memory_gbps.value * 1e9,
         compute_units=int(device.compute_units.value),
         node_devices=int(node.devices.value),
+        one_in_flight=machine.in_flight.mode == "one",
         nodes=int(node.count.value),
         node_network_bytes_s=node.nics.value * node.nic_gbps.value * 1e9,
         fabric_size=tuple(size for size, _ in fabric),

@@ -72,4 +72,5 @@ class Rates(Software):
     host_executes: bool = False  # the device is the host: dispatching an operation does not run ahead of it
     meeting_s: float = 0.0  # what ranks wait for the last one at each meeting inside a layer …
     spread: float = 0.0  # … and as a share of the compute between two meetings
+    one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
     sharded_slowdown: float = 1.0  # collectives of sharded weights, which torch carries, over those of the tables

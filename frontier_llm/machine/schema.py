@@ -176,6 +176,12 @@ class Operations(Section):
     queue: tuple[QueueBin, ...] = ()
 
 
+class InFlight(Sourced):
+    """How many communications a rank may have under way at once; the source says why."""
+
+    mode: Literal["one", "many"]
+
+
 class Machine(Section):
     """A cluster."""
 
@@ -187,6 +193,7 @@ class Machine(Section):
     network: Network
     allreduce: AllReduceTable | None = None
     algorithms: str | None = None  # the table in configs/algorithms that runs on this machine use (comm.algorithms)
+    in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no reason is known against it")
     default_stack: str
     stacks: dict[str, Stack]
     operations: Operations | None = None

@@ -98,9 +98,10 @@ class Engine:
         """`stages` are this rank's virtual stages, in the order of the model; `loss_weights` names the further losses that they return.
 
         Raises ScheduleError where this rank's list is not legal.
-        With `overlap` messages go on under the compute beside them; without, the rank waits for each where the order of communication has it.
+        With `overlap` messages go on under the compute beside them; without, and with one communication in flight, the rank waits for each where
+        the order of communication has it.
         """
-        rank = mesh.pp.rank
+        rank, overlap = mesh.pp.rank, overlap and not mesh.one_in_flight
         check(schedule, rank)
         positions = schedule.placement.positions_of(rank)
         assert len(stages) == len(positions) and mesh.pp.size == schedule.stages

@@ -118,7 +118,14 @@ def search(
     fixed = dict(fixed or {})
     devices = nodes * rates.node_devices
     tp_max = max(rates.node_devices, fixed.get("tp", 1))
-    layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
+
+    def legal(tp_max: int) -> Layouts:
+        layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
+        if rates.one_in_flight and "sharding" not in fixed:  # topology.plan refuses FSDP there: it issues communication of its own
+            layouts = layouts.where(layouts.sharding != "weights")
+        return layouts
+
+    layouts = legal(tp_max)
     nothing = Search(model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed)
     if len(layouts) == 0:
         return nothing
@@ -131,7 +138,7 @@ def search(
     seconds = step_s(model, fitting, rates)
     plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates, top)
     plans = [replace(plan, binding=_binding(plan, layouts, fitting)) for plan in plans]
-    wide = enumerate_layouts(model, devices, global_batch, 8 * rates.node_devices, fixed, **shared) if cross_node else layouts
+    wide = legal(8 * rates.node_devices) if cross_node else layouts
     return replace(
         result,
         dominated=_dominated(seconds, memory[fits]),

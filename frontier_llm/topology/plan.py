@@ -9,6 +9,7 @@ from frontier_llm.blueprint import StageSpec, model_parameters
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
 from frontier_llm.errors import ConfigError, LayoutError, Problem, divisors, nearest
+from frontier_llm.machine import load_machine
 from frontier_llm.schedule import Placement
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import split_layers
@@ -82,6 +83,12 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         zero=parallel.zero,
     )
+
+
+def in_flight(config: RunConfig) -> str:
+    """'one' or 'many' communications of a rank at a time: the run's own word, else that of its machine."""
+    chosen = config.comm.in_flight
+    return load_machine(config.machine).in_flight.mode if chosen == "auto" else chosen
 
 
 def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:
@@ -209,6 +216,11 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
     def refuse(where: str, what: str, fix: str) -> None:
         found.append(Problem(where, what, fix))
 
+    if not native and in_flight(config) == "one":
+        who = "fsdp" if fsdp else "deepspeed"
+        what = f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order of its own"
+        fix = "use the native engine with data_mode=zero, or set comm.in_flight=many where many at a time do not hang"
+        refuse("comm.in_flight", what, fix)
     if fsdp and deepspeed:
         refuse("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them")
     if parallel.zero > 1:

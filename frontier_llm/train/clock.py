@@ -62,9 +62,9 @@ class PhaseClock:
         self._blocked_taken = by_axis
         return taken
 
-    def communication(self) -> dict[str, dict[str, Any]]:
-        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) and `axes` (Ledger.latency_by_axis)."""
-        return {"operations": self._ledger.summary(), "axes": self._ledger.latency_by_axis()}
+    def communication(self) -> dict[str, Any]:
+        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) `axes` (Ledger.latency_by_axis), `most_in_flight`."""
+        return {"operations": self._ledger.summary(), "axes": self._ledger.latency_by_axis(), "most_in_flight": self._ledger.most_in_flight}
 
     def _timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
         """`function`, its time booked to `phase` instead of the phase that calls it."""

@@ -20,7 +20,7 @@ from frontier_llm.machine import load_machine
 from frontier_llm.machine.env import MACHINES
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.machine.precision import FLUSHING, fp16_note
-from frontier_llm.topology import ParallelPlan, make_plan
+from frontier_llm.topology import ParallelPlan, in_flight, make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.host_memory import keep_freed_memory
 from frontier_llm.units import plural
@@ -139,6 +139,6 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
         plan.placement,
         tied_embeddings=config.model.tied_embeddings,
         timeout_s=timeout_s,
-        comm=config.comm,
+        comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
         ranks_per_node=place.local_world_size,
     )

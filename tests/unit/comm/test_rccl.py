@@ -103,8 +103,8 @@ def test_collectives_are_asked_for_as_this_torch_takes_them(asked: SimpleNamespa
     axis_group.start_all_gather_into(x, x[:2]).wait()
     axis_group.start_reduce_scatter_into(x[:2], x).wait()
     axis_group.start_all_to_all_into(torch.empty(6), x).wait()
-    axis_group.broadcast_(x, 2)
-    axis_group.barrier()
+    axis_group.start_broadcast_(x, 2).wait()
+    axis_group.start_barrier().wait()
     collectives = (asked.all_reduce, asked.all_gather, asked.reduce_scatter, asked.all_to_all_single, asked.broadcast, asked.barrier)
     for stand_in in collectives:
         assert stand_in.call_args.kwargs["group"] == "the group" and stand_in.call_args.kwargs["async_op"] is True

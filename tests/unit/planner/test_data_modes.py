@@ -14,6 +14,7 @@ from frontier_llm.config import load_model, load_run
 from frontier_llm.costs.memory import stage_memory
 from frontier_llm.costs.seconds import times
 from frontier_llm.costs.time import gradient_reduction_s, layer_s, sharding_s, step_s
+from frontier_llm.errors import LayoutError
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.candidates import enumerate_layouts, parse_fixed
 from frontier_llm.planner.emit import emit
@@ -75,7 +76,15 @@ def test_sharding_is_offered_without_a_pipeline_only() -> None:
 def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     machine, path = load_machine("frontier"), tmp_path / "mine.yaml"
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed([f"data_mode={mode}"]))
-    emit(path, "llama-2-7b", "frontier", machine, found, FRONTIER)
+    if mode == "fsdp":  # not where one communication at a time is the rule, and without being told it is not proposed there either
+        with pytest.raises(LayoutError, match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own"):
+            emit(path, "llama-2-7b", "frontier", machine, found, FRONTIER)
+        assert {plan.layout.sharding for plan in search(MODEL, FRONTIER, 4, 256, parse_fixed(["pipeline=1"])).plans} <= {
+            "none",
+            "optimizer",
+        }
+    name = "frontier" if mode == "zero" else "mi300x"
+    emit(path, "llama-2-7b", name, load_machine(name), found, FRONTIER)
     config = load_run(str(path))
     assert config.parallel.data_mode == mode
     assert layout_of(config, 32).sharding == found.best.layout.sharding

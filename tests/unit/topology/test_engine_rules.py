@@ -29,6 +29,12 @@ DEEPSPEED = {"engine": "deepspeed"}
         ({"parallel": {"zero": 0}, "optimizer": DEEPSPEED}, "parallel.zero: without ZeRO"),
         ({"precision": {"dtype": "fp16"}, "optimizer": DEEPSPEED}, "precision.dtype: fp16 with the engine deepspeed"),
         ({"optimizer": {"deepspeed_config": "ds.json"}}, "optimizer.deepspeed_config: is given, but the engine is native"),
+        (
+            {"parallel": {"data_mode": "fsdp"}, "comm": {"in_flight": "one"}},
+            "comm.in_flight: one communication at a time on local, but fsdp",
+        ),
+        ({"parallel": {"data_mode": "fsdp"}, "machine": "lumi"}, "comm.in_flight: one communication at a time on lumi, but fsdp issues"),
+        ({"optimizer": DEEPSPEED, "machine": "frontier"}, "comm.in_flight: one communication at a time on frontier, but deepspeed"),
     ],
 )
 def test_refused(sections: dict[str, Any], expected: str) -> None:
@@ -41,6 +47,8 @@ def test_refused(sections: dict[str, Any], expected: str) -> None:
     [
         {"parallel": {"data_mode": "fsdp", "tensor": 2}},
         {"parallel": {"tensor": 2}, "optimizer": DEEPSPEED},
+        {"parallel": {"data_mode": "fsdp"}, "machine": "frontier", "comm": {"in_flight": "many"}},
+        {"machine": "frontier"},
         {"parallel": {"pipeline": 2, "schedule": "zb-h1"}, "optimizer": DEEPSPEED},
     ],
 )
