@@ -1,6 +1,9 @@
 """Units and how people read them; every quantity in the package names its unit (`_bytes`, `_s`, `_us`, `_flops`)."""
 
+import math
+import os
 import re
+from typing import Any
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 TERA = 1e12
@@ -59,3 +62,18 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 def printable(text: str) -> str:
     """The text with control characters written out: a name that a stranger chose must not command the terminal."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def strict_json(content: Any, indent: int | None = 1, ensure_ascii: bool = True) -> str:
+    """JSON that every reader takes: NaN and infinities, for which JSON has no word, become null; paths become text."""
+    import json  # `--help` is answered without it
+
+    return json.dumps(_without_nan(content), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False, default=os.fspath)
+
+
+def _without_nan(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _without_nan(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_without_nan(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

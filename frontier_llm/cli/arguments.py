@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from frontier_llm.errors import FrontierError, closest
+from frontier_llm.units import strict_json
 
 _BYTES = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -159,9 +160,7 @@ RESUME = (
 
 def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> None:
     """A command's result: with --json its content, else its text."""
-    import json  # `--help` is answered without it
-
-    print(json.dumps(content, indent=1) if args.json else text())
+    print(strict_json(content) if args.json else text())
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import STOP_FILE
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, warmup_note
 from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.units import format_bytes, plural
 
@@ -38,6 +38,8 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
     log_datasets(config)
+    if note := warmup_note(config):
+        log.warn(note)
 
 
 def check_start(config: RunConfig, world_size: int) -> None:

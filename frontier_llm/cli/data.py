@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
-from frontier_llm.units import printable
+from frontier_llm.units import printable, strict_json
 
 INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
 BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
@@ -116,7 +115,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     report = inspect(args.prefix, args.tokenizer, args.samples, args.top)
     if args.json:
-        print(json.dumps(report, indent=1))
+        print(strict_json(report))
     else:
         _print_tables(report)
     return 0
@@ -164,7 +163,7 @@ def _stdlib(args: argparse.Namespace) -> int:
 
     corpus = prepare(args.directory, args.vocab_size, workers=args.workers, tokenizer=args.tokenizer)
     if args.json:
-        print(json.dumps(asdict(corpus), indent=1, default=str))
+        print(strict_json(asdict(corpus)))
         return 0
     for split, meta in ((corpus.train, corpus.train_meta), (corpus.validation, corpus.validation_meta)):
         print(f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, o
 from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
+from frontier_llm.units import printable, strict_json
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
@@ -80,16 +80,18 @@ def _evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.data.indexed import IndexedDataset
     from frontier_llm.inference.evaluate import evaluate_task
     from frontier_llm.inference.heldout import held_out
-    from frontier_llm.inference.open import open_model
+    from frontier_llm.inference.open import check_dataset, open_model
 
     opened = open_model(args.model)
     # whatever is missing is refused before the weights are read
     datasets = args.data or ([] if args.task else _validation(opened.run))
     if not datasets and not args.task:
         raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
+    tokenizer = tokenizer_of(args, opened) if args.task or args.tokenizer or opened.tokenizer_spec else None
     for prefix in datasets:
         IndexedDataset(prefix)
-    tokenizer = tokenizer_of(args, opened) if args.task else None
+        if tokenizer is not None:
+            check_dataset(prefix, tokenizer)
     with inference_model(args, opened) as (model, prints):
         progress = ProgressBar(prints)
         losses = [held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches")) for prefix in datasets]
@@ -115,7 +117,7 @@ def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], results
         "held_out": [{**vars(entry), "perplexity": entry.perplexity} for entry in losses],
         "tasks": [{**vars(entry), "stderr": entry.stderr} for entry in results],
     }
-    text = json.dumps(content, indent=1)
+    text = strict_json(content)
     if args.output:
         Path(args.output).write_text(text + "\n", encoding="utf-8")
     if args.json:
@@ -125,10 +127,10 @@ def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], results
         print(f"{'held-out data':<32} {'tokens':>12} {'loss':>9} {'perplexity':>11} {'bits/byte':>10}")
         for entry in losses:
             bits = "-" if entry.bits_per_byte is None else f"{entry.bits_per_byte:.4f}"
-            print(f"{entry.dataset[-32:]:<32} {entry.tokens:>12,} {entry.loss:>9.4f} {entry.perplexity:>11.2f} {bits:>10}")
+            print(f"{printable(entry.dataset)[-32:]:<32} {entry.tokens:>12,} {entry.loss:>9.4f} {entry.perplexity:>11.2f} {bits:>10}")
     if results:
         print(f"{'task':<20} {'shots':>5} {'items':>7} {'acc':>8} {'±':>7} {'acc_norm':>9} {'acc_token':>10}  format")
         for result in results:
             norm = "-" if result.acc_norm is None else f"{result.acc_norm:.4f}"
             numbers = f"{result.acc:>8.4f} {result.stderr:>7.4f} {norm:>9} {result.acc_token:>10.4f}"
-            print(f"{result.task:<20} {result.shots:>5} {result.items:>7} {numbers}  {result.format}")
+            print(f"{printable(result.task):<20} {result.shots:>5} {result.items:>7} {numbers}  {result.format}")

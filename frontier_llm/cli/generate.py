@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
 from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
 from frontier_llm.errors import ConfigError, LayoutError
+from frontier_llm.units import printable, strict_json
 
 if TYPE_CHECKING:
     from frontier_llm.inference.sampling import Sampling
@@ -84,14 +84,15 @@ def _generate(args: argparse.Namespace) -> int:
             model, tokenizer, prompts, sampling, args.stop or (), show, use_cache=not args.no_cache, batch_size=args.batch_size
         )
     if prints and args.json:
-        print(json.dumps([asdict(completion) for completion in completions], ensure_ascii=False, indent=1))
+        print(strict_json([asdict(completion) for completion in completions], ensure_ascii=False))
     elif live:
         _write("\n")
     elif prints:
-        print("\n\n".join(f"── {number + 1}\n{entry.prompt}{entry.text}" for number, entry in enumerate(completions)))
+        _write("\n\n".join(f"── {number + 1}\n{entry.prompt}{entry.text}" for number, entry in enumerate(completions)) + "\n")
     return 0
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """To stdout as it is; on a terminal without control characters, which a model may have learnt."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

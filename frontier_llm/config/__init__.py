@@ -16,7 +16,7 @@ from frontier_llm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from frontier_llm.config.validate import model_problems, optimizer_problems
+from frontier_llm.config.validate import model_problems, optimizer_problems, warmup_note
 
 __all__ = [
     "BatchConfig",
@@ -41,4 +41,5 @@ __all__ = [
     "load_run",
     "model_problems",
     "optimizer_problems",
+    "warmup_note",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frontier_llm.config.schema import ModelConfig, OptimizerConfig
+from frontier_llm.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from frontier_llm.errors import Problem, divisors, nearest
 
 
@@ -33,6 +33,17 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
         return []
     what = f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise"
     return [Problem("optimizer.min_lr", what, f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0")]
+
+
+def warmup_note(config: RunConfig) -> str:
+    """A warning for a run that ends before its learning rate is up; '' where there is nothing to say."""
+    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    if warmup < steps:
+        return ""
+    return (
+        f"optimizer.warmup_steps={warmup} is not over when the run ends at train.steps={steps}: the learning rate only ever rises; "
+        f"set e.g. optimizer.warmup_steps={steps // 10}"
+    )
 
 
 def rotary_dim(model: ModelConfig) -> int:

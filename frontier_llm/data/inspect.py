@@ -26,7 +26,7 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
     dataset = IndexedDataset(prefix, scan=True)
     dataset.check_token_ids()
     meta = read_meta(prefix)
-    spec = tokenizer or (_recorded_tokenizer(prefix, meta.tokenizer) if meta is not None else None)
+    spec = tokenizer or (recorded_tokenizer(prefix, meta.tokenizer) if meta is not None else None)
     codec = load_tokenizer(spec) if spec else None
     if codec is not None and meta is not None and codec.digest != meta.tokenizer_digest:
         raise DataError(f"did not make {prefix}: that was {meta.tokenizer}", where=codec.name, fix=f"give --tokenizer {meta.tokenizer}")
@@ -61,8 +61,8 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
     return report
 
 
-def _recorded_tokenizer(prefix: str, name: str) -> str | None:
-    """The tokenizer that the record names: at its path, or beside the dataset when both were moved."""
+def recorded_tokenizer(prefix: str, name: str) -> str | None:
+    """Where the tokenizer lies that a dataset's record names: at its path, or beside the dataset when both were moved; None: gone."""
     candidates = (name, str(Path(prefix).parent / Path(name).name))
     return name if name == "bytes" else next((path for path in candidates if Path(path).is_file()), None)
 

@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,7 +68,9 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise DataError(f"is no sentencepiece model: {error}", where=str(path), fix="give a .model file") from error
+            raise DataError(
+                "is no sentencepiece model", where=str(path), fix="give a .model file, or the tokenizer.json of another kind"
+            ) from error
         self.vocab_size, self.eod = self._model.vocab_size(), self._model.eos_id()
         if self.eod < 0:
             raise DataError("has no end-of-sentence id to end documents with", where=str(path), fix="train it with eos_id >= 0")
@@ -219,12 +222,20 @@ def train_sentencepiece(
         with _ended_by_ctrl_c():
             sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
     except RuntimeError as error:
-        raise DataError(
-            f"sentencepiece refused: {str(error).rpartition('] ')[2]}",
-            fix=f"give more text, or fewer than {vocab_size} pieces (at least 300)",
-        ) from error
+        raise _refusal(str(error), vocab_size) from error
     write_atomically(Path(path), model.getvalue())
     return SentencePieceTokenizer(path)
+
+
+def _refusal(reason: str, vocab_size: int) -> DataError:
+    """What sentencepiece's trainer refuses, in the words of `data tokenizer`."""
+    if most := re.search(r"set it to a value <= (\d+)", reason):
+        fix = f"set --vocab-size to at most {most[1]}, or give more text"
+        return DataError(f"the text yields no more than {most[1]} pieces, fewer than {vocab_size}", fix)
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
+        fix = f"set --vocab-size to at least {least[1]}"
+        return DataError(f"{vocab_size} pieces are too few: every byte and the characters of the text take {least[1]}", fix)
+    return DataError(f"sentencepiece refused: {reason.rpartition('] ')[2]}", fix="give other text, or another --vocab-size")
 
 
 def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES) -> HuggingFaceTokenizer:

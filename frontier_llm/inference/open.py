@@ -10,8 +10,13 @@ from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.inspect import recorded_tokenizer
+from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import CheckpointError, DataError
+
+COMPARED_TOKENS = 4096  # of a dataset, by which two tokenizer files are told apart
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,21 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
     if tokenizer.vocab_size > model.vocab_size:
         what = f"has {tokenizer.vocab_size} ids, the model's vocabulary {model.vocab_size}"
         raise DataError(what, fix="give the tokenizer that the model was trained with", where=tokenizer.name)
+
+
+def check_dataset(prefix: str, tokenizer: Tokenizer) -> None:
+    """Raises DataError for tokens that another tokenizer made; a dataset without a record passes unchecked, as in training.
+
+    An exported model's tokenizer has another file than the one that made the data: it passes where both read the same text.
+    """
+    meta, dataset = read_meta(prefix), IndexedDataset(prefix)
+    if meta is None or meta.tokenizer_digest == tokenizer.digest:
+        return
+    spec = recorded_tokenizer(prefix, meta.tokenizer)
+    ids = dataset.tokens[:COMPARED_TOKENS].tolist()
+    if spec is None or load_tokenizer(spec).decode(ids) != tokenizer.decode(ids):
+        fix = f"tokenize the text with {tokenizer.name}, or name the model's own tokenizer with --tokenizer"
+        raise DataError(f"was made by another tokenizer, {meta.tokenizer}, than the model's, {tokenizer.name}", where=prefix, fix=fix)
 
 
 def _open_checkpoint(path: Path, verified: bool) -> OpenedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from frontier_llm import log
 from frontier_llm.data.tokenizer import Tokenizer
 from frontier_llm.inference.generate import check_prompts, stream
 from frontier_llm.inference.model import InferenceModel
@@ -43,6 +44,9 @@ def complete(
     sampling = replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eod))
     ids = [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
     check_prompts(model.config, ids)
+    room = model.config.sequence_length - max(map(len, ids))
+    if room < sampling.max_new_tokens:
+        log.info(f"the model's context of {model.config.sequence_length} tokens has room for {room} of {sampling.max_new_tokens} new ones")
     for first in range(0, len(rows), batch_size):
         batch = range(first, min(first + batch_size, len(rows)))
         for tokens in stream(model, ids[batch.start : batch.stop], sampling, use_cache, first):

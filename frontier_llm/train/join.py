@@ -115,7 +115,10 @@ def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise FrontierError("train.device=cuda, but torch sees no GPU", fix="check the module, the container and ROCR_VISIBLE_DEVICES")
+        raise FrontierError(
+            "train.device=cuda, but torch sees no GPU",
+            fix="set train.device=cpu, or check the module, the container and ROCR_VISIBLE_DEVICES",
+        )
     index = (place.local_rank if place else 0) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     architecture = getattr(torch.cuda.get_device_properties(index), "gcnArchName", "")  # NVIDIA's have none

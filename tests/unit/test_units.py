@@ -1,8 +1,14 @@
 """How quantities read."""
 
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
 import pytest
 
-from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, plural
+from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, plural, strict_json
 
 
 def test_each_quantity_reads_in_its_usual_unit() -> None:
@@ -15,3 +21,11 @@ def test_each_quantity_reads_in_its_usual_unit() -> None:
 @pytest.mark.parametrize(("number", "noun", "text"), [(1, "rank", "1 rank"), (0, "rank", "0 ranks"), (2, "microbatch", "2 microbatches")])
 def test_one_of_a_thing_is_not_plural(number: int, noun: str, text: str) -> None:
     assert plural(number, noun) == text
+
+
+def test_strict_json_has_no_word_for_what_is_no_number() -> None:
+    content = {"loss": math.nan, "rows": [(1, math.inf), -math.inf], "path": Path("a/b"), "words": "NaN"}
+    expected = {"loss": None, "rows": [[1, None], None], "path": "a/b", "words": "NaN"}
+    assert json.loads(strict_json(content), parse_constant=pytest.fail) == expected
+    with pytest.raises(TypeError):
+        strict_json({"x": object()})

@@ -139,8 +139,12 @@ def test_empty_corpus(tmp_path: Path, train: object) -> None:
 
 
 def test_vocabulary_larger_than_the_text_allows(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="fewer than 5000 pieces"):
+    with pytest.raises(DataError, match="no more than 282 pieces, fewer than 5000") as raised:
         train_sentencepiece(["too little"], tmp_path / "x.model", 5000)
+    assert raised.value.problems[0].fix == "set --vocab-size to at most 282, or give more text"
+    with pytest.raises(DataError, match="100 pieces are too few: every byte and the characters of the text take 276") as raised:
+        train_sentencepiece(["too little text of many words"], tmp_path / "x.model", 100)
+    assert raised.value.problems[0].fix == "set --vocab-size to at least 276"
     assert list(tmp_path.iterdir()) == []
 
 

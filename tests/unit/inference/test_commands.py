@@ -31,6 +31,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(directory / "data", np.dtype("<u2")) as writer:
         writer.add_document([*BYTES.encode(text), BYTES.eod])
     write_meta(directory / "data", DatasetMeta("bytes", BYTES.digest, 257, 256, 1, len(text) + 1, len(text)))
+    with IndexedWriter(directory / "others", np.dtype("<u2")) as writer:  # tokens of a tokenizer that is not there any more
+        writer.add_document([*BYTES.encode(text), BYTES.eod])
+    write_meta(directory / "others", DatasetMeta("gone.model", "0" * 64, 257, 256, 1, len(text) + 1, len(text)))
     run = {
         "model": {"base": "llama-tiny", "vocab_size": 257, "sequence_length": 64},
         "batch": {"global_batch": 4}, "precision": {"dtype": "fp32"},
@@ -129,6 +132,7 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
         (["evaluate", "{room}/run", "--task=piqa"], "NAME=FILE"),
         (["evaluate", "{room}/run", "--output={room}/none/o.json"], "o.json cannot be written"),
         (["evaluate", "{room}/run", "--data={room}/none"], "no such file"),
+        (["evaluate", "{room}/run", "--data={room}/others"], "others: was made by another tokenizer, gone.model, than the model's, bytes"),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml", "model.heads=8"], "set model.heads=4"),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml"], "step_00000000 already"),
         (["checkpoint", "export-hf", "{room}/run", "{room}/hf"], "is not empty"),
@@ -144,3 +148,27 @@ def test_a_tokenizer_of_another_size_is_refused(room: Path, capfd: pytest.Captur
     export_huggingface(RandomWeights(load_model("llama-tiny")), tmp_path / "small", torch.float32)
     assert main(["generate", str(tmp_path / "small"), "--tokenizer=bytes"]) == 2
     assert "has 257 ids, the model's vocabulary 250" in capfd.readouterr().err
+
+
+def test_tokens_that_read_the_same_belong_to_the_model(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # the exported tokenizer.json has another digest than `bytes`, which made the data
+    assert main(["evaluate", str(room / "hf"), f"--data={room / 'data'}", "--windows=1"]) == 0
+    assert "held-out data" in capfd.readouterr().out
+
+
+def test_a_gpu_where_there_is_none(room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["generate", str(room / "run"), "--device=cuda"]) == 2
+    assert "--device cuda, but torch sees no GPU\n    fix: set --device cpu, or" in capfd.readouterr().err
+
+
+def test_a_generation_beyond_the_context_says_so(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(room / "run"), "--prompt=the quick", "--max-new-tokens=60", "--temperature=0"]) == 0
+    assert "the model's context of 64 tokens has room for 55 of 60 new ones" in capfd.readouterr().err
+
+
+def test_json_is_strict_where_a_number_does_not_exist(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"query": "q", "choices": ["x", "yy"], "gold": 0}))
+    assert main(["evaluate", str(room / "hf"), f"--task=one={tmp_path / 't.jsonl'}", "--json"]) == 0
+    content = json.loads(capfd.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert content["tasks"][0]["stderr"] is None  # of a single question
