@@ -27,6 +27,12 @@ class Problem:
         return printable(f"{text}\n    fix: {self.fix}" if self.fix else text)
 
 
+def not_installed(package: str, where: str = "") -> Problem:
+    """A package that is needed and not there; torch and what only some commands need (plots, models of others) are not requirements of ours."""
+    which = "  (docs/frontier.md has the index of the build for ROCm)" if package == "torch" else ""
+    return Problem(where, f"{package} is not installed", f"pip install {package}{which}")
+
+
 class FrontierError(Exception):
     """Anything the user can mend. The command line prints it without a traceback and exits with `exit_code`."""
 

@@ -83,8 +83,6 @@ def _report(args: argparse.Namespace, config: RunConfig, measurements: list[Link
 
     kind = link_kind(per_node, load_machine(config.machine).node.links)
     slow = slow_links(pairs, kind)
-    if args.heatmap and pairs:
-        draw_pairs(args.heatmap, pairs)
     names = ("axis", "operation", "bytes", "slowdown")
     content = {
         "rows": [measurement.as_json() for measurement in measurements],
@@ -93,6 +91,8 @@ def _report(args: argparse.Namespace, config: RunConfig, measurements: list[Link
         "slow_links": [vars(pair) for pair in slow],
     }
     show(args, content, lambda: "\n".join(_lines(measurements, pairs, slow, kind)))
+    if args.heatmap and pairs:  # last: what was measured must not be lost for want of a plotting package
+        draw_pairs(args.heatmap, pairs)
 
 
 def _lines(measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]) -> Iterator[str]:

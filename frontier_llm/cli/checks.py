@@ -11,7 +11,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.config import RunConfig, warmup_note
-from frontier_llm.errors import ConfigError, FrontierError, Problem
+from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed
 from frontier_llm.units import format_bytes, plural
 
 GPU_FILES = ("/dev/kfd", "/dev/nvidiactl")  # of the drivers of AMD and NVIDIA; asking torch takes two seconds
@@ -26,10 +26,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.data.summary import log_datasets
     from frontier_llm.topology import make_plan, plan_problems
 
-    problems = [*plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
-    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install tensorboard, or set train.tensorboard=false"
-        problems.append(Problem("train.tensorboard", "tensorboard is not installed", fix))
+    problems = [*_package_problems(config), *plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
         raise ConfigError(problems)
@@ -40,6 +37,18 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     log_datasets(config)
     if note := warmup_note(config):
         log.warn(note)
+
+
+def _package_problems(config: RunConfig) -> list[Problem]:
+    """Packages that ranks would miss. Events for TensorBoard are left out where it is not there, unless the run itself asks for them."""
+    problems = [] if importlib.util.find_spec("torch") else [not_installed("torch")]
+    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        missing = not_installed("tensorboard", "train.tensorboard")
+        if "tensorboard" in config.train.model_fields_set:
+            problems.append(replace(missing, fix=f"{missing.fix}, or set train.tensorboard=false"))
+        else:
+            log.info("tensorboard is not installed: no events are written, metrics.jsonl has the same numbers (pip install tensorboard)")
+    return problems
 
 
 def check_start(config: RunConfig, world_size: int) -> None:

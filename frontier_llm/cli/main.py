@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from frontier_llm import __version__
 from frontier_llm.cli.arguments import Parser
-from frontier_llm.errors import FrontierError, suggest
+from frontier_llm.errors import FrontierError, not_installed, suggest
 
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads only this table.
 COMMANDS = {
@@ -108,6 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     except BrokenPipeError:
         return 141
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "frontier_llm"):
+            raise
+        print(f"frontier-llm {name}: error\n{not_installed(package)}", file=sys.stderr)
+        return FrontierError.exit_code
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a write that fails does not say of which file
         if (error.filename is None and not full) or name == "train":  # of a training rank the whole traceback is wanted

@@ -5,13 +5,16 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from frontier_llm import log
 from frontier_llm.blueprint import StageSpec, matrix_parameters
 from frontier_llm.config import RunConfig
+from frontier_llm.errors import not_installed
 from frontier_llm.measure.latency import communication_section, table
 from frontier_llm.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
 from frontier_llm.schedule import build as build_schedule
@@ -47,9 +50,7 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
         f"<h1>{_text(first.config.model.name)}</h1>",
         f"<p class=sub>{_text(_model_line(first.config))}</p>",
         _tiles(records),
-        "<h2>Curves</h2><div class=figures>",
-        *(f"<figure>{svg}</figure>" for svg in _curves(records)),
-        "</div>",
+        f"<h2>Curves</h2>{_curves(records)}",
         *(_layout(record, part) for record in records for part in record.parts),
         *(communication_section(_of_run(record, record.moved_on.name), record.operations) for record in records if record.operations),
         _table(records),
@@ -62,6 +63,9 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(first.config.model.name)}</title>'
     page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>{body}</body></html>\n'
     output.write_text(page, encoding="utf-8")
+    if not _can_draw():
+        missing = not_installed("matplotlib")
+        log.warn(f"{output} has no figures: {missing.what} ({missing.fix})")
     return output
 
 
@@ -96,9 +100,16 @@ def _tiles(records: Sequence[RunRecord]) -> str:
     return f"<div class=tiles>{boxes}</div>"
 
 
-def _curves(records: Sequence[RunRecord]) -> list[str]:
+def _can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def _curves(records: Sequence[RunRecord]) -> str:
+    if not _can_draw():
+        return f"<p class=sub>No figures: {_text(not_installed('matplotlib').what)}.</p>"
     names = {"loss": "loss, nats per token", "gradient_norm": "gradient norm", "tokens_per_s": "tokens per second"}
-    return [_plot(records, key, title) for key, title in {**names, "learning_rate": "learning rate"}.items()]
+    figures = [_plot(records, key, title) for key, title in {**names, "learning_rate": "learning rate"}.items()]
+    return f"<div class=figures>{''.join(f'<figure>{svg}</figure>' for svg in figures)}</div>"
 
 
 def _plot(records: Sequence[RunRecord], key: str, title: str) -> str:
@@ -162,7 +173,7 @@ def _layout(record: RunRecord, part: LayoutSpan) -> str:
         stages.append(f"<div class=stage><b>stage {pp}</b><br>{_text(what)}<br>{'<br>'.join(rows)}</div>")
     schedule = build_schedule(plan.schedule, grid.pp, plan.microbatches, plan.chunks)
     timeline = simulate(schedule, lambda stage, action: 1.0 if action.kind.value == "F" else 2.0)
-    picture = f"<figure>{_svg(lambda file: render_figure(timeline, file, 'svg'))}</figure>" if grid.pp > 1 else ""
+    picture = f"<figure>{_svg(lambda file: render_figure(timeline, file, 'svg'))}</figure>" if grid.pp > 1 and _can_draw() else ""
     note = "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units.</p>" if picture else ""
     when = f" after step {part.after_step}" if len(record.parts) > 1 or part.after_step else ""
     title = f"Layout{when}: {_of_run(record, plan.describe())}"

@@ -8,6 +8,7 @@ import resource
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Metrics:
         self._layout = layout_of(config, world_size)
         self._flops_per_token, self._peak_tflops = model_flops_per_token(config.model), peak_tflops(config)
         run_dir = Path(config.train.run_dir)
-        self._events = run_dir / "events" if config.train.tensorboard else None
+        self._events = run_dir / "events" if config.train.tensorboard and find_spec("tensorboard") else None
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = open_lines(run_dir / "metrics.jsonl")
         self._board: Any = None

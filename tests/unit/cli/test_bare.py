@@ -1,0 +1,119 @@
+"""Where packages are missing or a directory cannot take anything: every command says so in a line, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.unit.measure.test_report import make_run
+
+BLOCKED = ("torch", "matplotlib", "tensorboard", "transformers")
+# every command, with what it writes in {d}; {run} is the directory of a run
+COMMANDS = {
+    "plan --emit": "plan gpt-tiny --machine local --nodes 1 --emit {d}/x.yaml",
+    "plan --figures": "plan gpt-tiny --machine local --nodes 1 --figures {d}/figures",
+    "plan --chrome-trace": "plan gpt-tiny --machine local --nodes 1 --chrome-trace {d}/trace.json",
+    "train": "train bench train.run_dir={d}/new train.steps=2",
+    "train on ranks": "train bench train.run_dir={d}/new train.steps=2 parallel.data=2",
+    "report": "report {run} --output {d}/report.html",
+    "doctor": "doctor --this-node --run-dir {d}",
+    "submit": "submit train_22b --site frontier --nodes 16 -A x --dry-run train.run_dir={d}/new",
+    "status": "status {run}",
+    "scaling": "scaling weak --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output {d}/series",
+    "data tokenizer": "data tokenizer {text} --output {d}/t.model --vocab-size 300",
+    "data tokenize": "data tokenize {text} --output {d}/tokens --tokenizer bytes",
+    "data inspect": "data inspect {d}/tokens",
+    "checkpoint list": "checkpoint list {run}",
+    "checkpoint import-hf": "checkpoint import-hf {d}",
+    "evaluate": "evaluate {run} --data {d}/tokens",
+    "generate": "generate {run} --prompt x",
+    "ops list": "ops list",
+    "ops check": "ops check",
+    "bench step": "bench step bench train.run_dir={d}/new",
+    "bench comm": "bench comm bench train.run_dir={d}/new parallel.data=2",
+    "bench ops": "bench ops --model gpt-tiny",
+    "calibrate": "calibrate bench --ranks 1 --output {d}/machine.yaml",
+    "completion": "completion bash",
+}
+READERS = (
+    "calibrate",
+    "evaluate",
+    "checkpoint import-hf",
+    "data inspect",
+)  # what they read is asked for first, or they would measure for long
+WRITERS = {name: words for name, words in COMMANDS.items() if "{d}" in words and name not in READERS}
+# one process for all of them: it is the start of Python that takes long
+_EACH = """
+import contextlib, io, json, sys
+from frontier_llm.cli.main import main
+results = {}
+for name, words in json.loads(sys.argv[1]).items():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = main(words)
+        except BaseException as error:
+            code = f"Traceback: {type(error).__name__}: {error}"
+    results[name] = (code, said.getvalue())
+print("RESULTS" + json.dumps(results))
+"""
+
+
+def run_each(tmp_path: Path, place: Path, commands: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each command."""
+    text = tmp_path / "text.txt"
+    text.write_text("a few words of text\n" * 200)
+    run_dir = make_run(tmp_path / "run")
+    words = {name: line.format(d=place, run=run_dir, text=text).split() for name, line in commands.items()}
+    program = [sys.executable, "-c", _EACH, json.dumps(words)]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, **environment}, cwd=tmp_path, timeout=280)
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    results = json.loads(done.stdout.rpartition("RESULTS")[2])
+    assert results.keys() == commands.keys()
+    for name, (code, said) in results.items():
+        assert code in (0, 1) or (code == 2 and "fix: " in said), (name, code, said)
+    return {name: (code, said) for name, (code, said) in results.items()}
+
+
+def test_a_bare_wheel(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nfor name in {BLOCKED}:\n    sys.modules[name] = None\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    results = run_each(tmp_path, tmp_path, COMMANDS, {"PYTHONPATH": path})
+    for name in ("train", "train on ranks", "checkpoint list", "evaluate", "generate", "ops list", "bench step", "bench comm", "calibrate"):
+        assert results[name][0] == 2 and "torch is not installed\n    fix: pip install torch" in results[name][1], results[name]
+    assert results["plan --figures"][0] == 2 and "pip install matplotlib" in results["plan --figures"][1]
+    assert not list((tmp_path / "new").glob("logs/*")), "no rank was started"
+    for name in ("plan --emit", "plan --chrome-trace", "submit", "status", "data tokenize", "data inspect", "completion", "report"):
+        assert results[name][0] == 0, results[name]
+    page = (tmp_path / "report.html").read_text()
+    assert "no figures: matplotlib is not installed (pip install matplotlib)" in results["report"][1]
+    assert "No figures: matplotlib is not installed." in page and "4.100" in page and "<td>reduce_scatter</td>" in page
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    """/proc takes nothing, not even from root."""
+    results = run_each(tmp_path, Path("/proc/none"), WRITERS, {})
+    assert [(name, said) for name, (code, said) in results.items() if code == 2 and "/proc/none" not in said] == []
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k,nr_inodes=64", "tmpfs", str(full)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a small file system")
+    try:
+        with suppress(OSError), (full / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        results = run_each(tmp_path, full, {name: words for name, words in WRITERS.items() if name != "bench step"}, {})
+        assert "No space left on device" in results["plan --emit"][1]
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
