@@ -1,18 +1,16 @@
-"""The Triton ops behind the face: shapes, strides and grids for the prebuilt kernels, and autograd around them.
+"""The Triton ops behind the face: shapes, strides and grids for the prebuilt kernels.
 
 Shapes and meaning are those of `ops.reference`. `Kernels` runs them: prebuilt code objects, or Triton's interpreter in tests.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.gpu_attention import attention as _attention
+from frontier_llm.ops import gpu_attention
+from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
 from frontier_llm.ops.kernel_table import NORM_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import AdamWUpdate, Scores
@@ -25,173 +23,129 @@ def _blocks(count: int, block: int) -> int:
     return -(-count // block)
 
 
-class _NormKernels(NamedTuple):
-    """Those of RMSNorm, or (centred) of LayerNorm."""
-
-    kernels: Kernels
-    centred: bool
-
-    def variant(self, columns: int) -> tuple[str, str]:
-        """Suffix of the kernels' names and the variant for rows of this length."""
-        kind, block = "layernorm" if self.centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
-        return ("_long", kind) if block is None else ("", f"{kind}-{block}")
+def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
+    """Suffix of the kernels' names and the variant for rows of this length."""
+    name, block = "layernorm" if kind.centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
+    return ("_long", name) if block is None else ("", f"{name}-{block}")
 
 
-class _Norm(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, norm: _NormKernels) -> Any:
+class GpuOps(DifferentiableOps):
+    """The face's functions over one set of kernels."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
+        """bf16 and fp16, head dims up to 256 that are multiples of 16."""
+        return gpu_attention.forward(self.kernels, q_SBaD, k_SBgD, v_SBgD, scores)
+
+    def attention_backward(self, grad_o: Tensor, saved: Attended, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        return gpu_attention.backward(self.kernels, grad_o, saved, scale)
+
+    def norm_forward(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output, total, mean and scale."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         columns, out = x.shape[-1], torch.empty_like(x)
         rows, total = x.numel() // columns, x if residual is None else torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        mean = torch.empty(rows if norm.centred else 0, dtype=torch.float32, device=x.device)
-        low_weight, low_bias = (None if p is None else p.to(x.dtype).contiguous() for p in (weight, bias))
-        long, variant = norm.variant(columns)
-        norm.kernels.launch(
-            f"norm_forward{long}", x.dtype, variant, (rows, 1, 1), x=x, residual=residual, weight=low_weight, bias=low_bias, out=out,
-            total=total, mean=mean, scale=scale, columns=columns, eps=eps, has_residual=int(residual is not None), has_bias=int(bias is not None),
+        mean = torch.empty(rows if kind.centred else 0, dtype=torch.float32, device=x.device)
+        long, variant = _norm_variant(kind, columns)
+        self.kernels.launch(
+            f"norm_forward{long}", x.dtype, variant, (rows, 1, 1), x=x, residual=residual, weight=weight, bias=bias, out=out, total=total,
+            mean=mean, scale=scale, columns=columns, eps=kind.eps, has_residual=int(residual is not None), has_bias=int(bias is not None),
         )  # fmt: skip
-        ctx.save_for_backward(total, weight, mean, scale)
-        ctx.norm, ctx.has_residual, ctx.bias_dtype = norm, residual is not None, None if bias is None else bias.dtype
-        return (out, total) if residual is not None else out
+        return out, total, mean, scale
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, mean, scale = ctx.saved_tensors
-        grad, grad_total = grad_outputs[0].contiguous(), grad_outputs[1].contiguous() if ctx.has_residual else None
-        columns, rows, dtype, kernels = total.shape[-1], scale.numel(), total.dtype, ctx.norm.kernels
-        grad_x, low, strips = torch.empty_like(total), weight.to(dtype).contiguous(), _blocks(rows, _ROWS_PER_STRIP)
-        partial = torch.empty(1 + ctx.norm.centred, strips, columns, dtype=torch.float32, device=total.device)
-        inputs = {"grad": grad, "total": total, "mean": mean, "scale": scale, "columns": columns}
-        for_x = {"grad_total": grad_total, "weight": low, "grad_x": grad_x, "has_grad_total": int(ctx.has_residual)}
-        for_weight = {"partial_weight": partial[0], "partial_bias": partial[-1], "rows": rows, "rows_per_program": _ROWS_PER_STRIP}
-        long, variant = ctx.norm.variant(columns)
+    def norm_backward(self, grad: Tensor, grad_total: Tensor | None, saved: Normed) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the total, the weight and the bias: in one kernel, but in two where a row is longer than a block."""
+        total, weight, mean, scale, kind, _ = saved
+        grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
+        columns, rows, kernels, has_grad_total = total.shape[-1], scale.numel(), self.kernels, int(grad_total is not None)
+        grad_x, strips = torch.empty_like(total), _blocks(rows, _ROWS_PER_STRIP)
+        partial = torch.empty(1 + kind.centred, strips, columns, dtype=torch.float32, device=total.device)
+        long, variant = _norm_variant(kind, columns)
         if long:
-            kernels.launch("norm_backward_long", dtype, variant, (rows, 1, 1), **inputs, **for_x)
+            kernels.launch(
+                "norm_backward_long", total.dtype, variant, (rows, 1, 1), grad=grad, total=total, mean=mean, scale=scale, columns=columns,
+                grad_total=grad_total, weight=weight, grad_x=grad_x, has_grad_total=has_grad_total,
+            )  # fmt: skip
             grid = (_blocks(columns, kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
-            kernels.launch("norm_weight_gradient_long", dtype, variant, grid, **inputs, **for_weight)
+            kernels.launch(
+                "norm_weight_gradient_long", total.dtype, variant, grid, grad=grad, total=total, mean=mean, scale=scale, columns=columns,
+                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=_ROWS_PER_STRIP,
+            )  # fmt: skip
         else:
-            kernels.launch("norm_backward", dtype, variant, (strips, 1, 1), **inputs, **for_x, **for_weight)
+            kernels.launch(
+                "norm_backward", total.dtype, variant, (strips, 1, 1), grad=grad, total=total, mean=mean, scale=scale, columns=columns,
+                grad_total=grad_total, weight=weight, grad_x=grad_x, has_grad_total=has_grad_total,
+                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=_ROWS_PER_STRIP,
+            )  # fmt: skip
         sums = partial.sum(1)
-        grad_bias = None if ctx.bias_dtype is None else sums[1].to(ctx.bias_dtype)
-        return grad_x, grad_x if ctx.has_residual else None, sums[0].to(weight.dtype), grad_bias, None, None
+        return grad_x, sums[0], sums[-1]
 
-
-class _Rope(Function):
-    @staticmethod
-    def forward(ctx: Any, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float, kernels: Kernels) -> Tensor:
+    def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
+        """rope by sign times the angles."""
         x_SBaD = x_SBaD if x_SBaD.stride(-1) == 1 else x_SBaD.contiguous()
         cos_SR, sin_SR = cos_SR.float().contiguous(), sin_SR.float().contiguous()
-        ctx.save_for_backward(cos_SR, sin_SR)
-        ctx.kernels, ctx.sign = kernels, sign
         sequence, batch, heads, head_dim = x_SBaD.shape
         half, out = cos_SR.shape[-1], torch.empty(x_SBaD.shape, dtype=x_SBaD.dtype, device=x_SBaD.device)
         if half > 128:
             raise BackendError(f"rope over {2 * half} dims of a head; the kernel has at most 256", "set ops.rope=reference")
         variant = f"r{next(block for block in (32, 64, 128) if block >= half)}"
         angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
-        grid = (sequence * batch, _blocks(heads, kernels.block("rope", variant, "BLOCK_HEADS")), 1)
-        kernels.launch(
+        grid = (sequence * batch, _blocks(heads, self.kernels.block("rope", variant, "BLOCK_HEADS")), 1)
+        self.kernels.launch(
             "rope", x_SBaD.dtype, variant, grid, x=x_SBaD, cos=cos_SR, sin=sin_SR, out=out, sign=sign, batch=batch, heads=heads,
             head_dim=head_dim, half=half, x_s=x_SBaD.stride(0), x_b=x_SBaD.stride(1), x_a=x_SBaD.stride(2), angle_s=angle_s, angle_b=angle_b,
         )  # fmt: skip
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return _Rope.apply(grad_outputs[0], *ctx.saved_tensors, -ctx.sign, ctx.kernels), None, None, None, None
-
-
-class _Swiglu(Function):
-    @staticmethod
-    def forward(ctx: Any, x_2f: Tensor, kernels: Kernels) -> Tensor:
+    def swiglu_forward(self, x_2f: Tensor) -> Tensor:
+        """silu(gate) * up."""
         x_2f = x_2f.contiguous()
-        ctx.save_for_backward(x_2f)
-        ctx.kernels = kernels
         out = torch.empty(*x_2f.shape[:-2], x_2f.shape[-1], dtype=x_2f.dtype, device=x_2f.device)
-        grid = _rows_grid(out, kernels, "swiglu_forward", "any")
-        kernels.launch("swiglu_forward", x_2f.dtype, "any", grid, x=x_2f, out=out, columns=out.shape[-1])
+        grid = self._rows_grid(out, "swiglu_forward", "any")
+        self.kernels.launch("swiglu_forward", x_2f.dtype, "any", grid, x=x_2f, out=out, columns=out.shape[-1])
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        (x_2f,), grad = ctx.saved_tensors, grad_outputs[0].contiguous()
-        grad_x = torch.empty_like(x_2f)
-        grid = _rows_grid(grad, ctx.kernels, "swiglu_backward", "any")
-        ctx.kernels.launch("swiglu_backward", x_2f.dtype, "any", grid, grad=grad, x=x_2f, grad_x=grad_x, columns=grad.shape[-1])
-        return grad_x, None
+    def swiglu_backward(self, grad: Tensor, x_2f: Tensor) -> Tensor:
+        """Gradient of x."""
+        grad, x_2f = grad.contiguous(), x_2f.contiguous()
+        grad_x, grid = torch.empty_like(x_2f), self._rows_grid(grad, "swiglu_backward", "any")
+        self.kernels.launch("swiglu_backward", x_2f.dtype, "any", grid, grad=grad, x=x_2f, grad_x=grad_x, columns=grad.shape[-1])
+        return grad_x
 
-
-def _rows_grid(x: Tensor, kernels: Kernels, kernel: str, variant: str) -> tuple[int, int, int]:
-    return x.numel() // max(1, x.shape[-1]), _blocks(x.shape[-1], kernels.block(kernel, variant, "BLOCK")), 1
-
-
-class _Gelu(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, kernels: Kernels) -> Tensor:
-        x, low = x.contiguous(), None if bias is None else bias.to(x.dtype).contiguous()
-        ctx.save_for_backward(x, bias)
-        ctx.kernels, ctx.variant = kernels, "tanh" if approximate else "erf"
-        out, grid = torch.empty_like(x), _rows_grid(x, kernels, "gelu_forward", ctx.variant)
-        has_bias = int(bias is not None)
-        kernels.launch("gelu_forward", x.dtype, ctx.variant, grid, x=x, bias=low, out=out, columns=x.shape[-1], has_bias=has_bias)
+    def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
+        """GELU of x + bias."""
+        x, variant, has_bias = x.contiguous(), "tanh" if approximate else "erf", int(bias is not None)
+        out, grid = torch.empty_like(x), self._rows_grid(x, "gelu_forward", variant)
+        self.kernels.launch("gelu_forward", x.dtype, variant, grid, x=x, bias=bias, out=out, columns=x.shape[-1], has_bias=has_bias)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (x, bias), grad, kernels = ctx.saved_tensors, grad_outputs[0].contiguous(), ctx.kernels
+    def gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool) -> tuple[Tensor, Tensor]:
+        """Gradients of x and the bias."""
+        grad, x, variant = grad.contiguous(), x.contiguous(), "tanh" if approximate else "erf"
         columns, grad_x = x.shape[-1], torch.empty_like(x)
         rows = x.numel() // max(1, columns)
         strips = _blocks(rows, _ROWS_PER_STRIP)
         partial = torch.empty(0 if bias is None else strips, columns, dtype=torch.float32, device=x.device)
-        grid = (strips, _blocks(columns, kernels.block("gelu_backward", ctx.variant, "BLOCK")), 1)
-        low = None if bias is None else bias.to(x.dtype).contiguous()
-        kernels.launch(
-            "gelu_backward", x.dtype, ctx.variant, grid, grad=grad, x=x, bias=low, grad_x=grad_x, partial_bias=partial, rows=rows,
+        grid = (strips, _blocks(columns, self.kernels.block("gelu_backward", variant, "BLOCK")), 1)
+        self.kernels.launch(
+            "gelu_backward", x.dtype, variant, grid, grad=grad, x=x, bias=bias, grad_x=grad_x, partial_bias=partial, rows=rows,
             columns=columns, rows_per_program=_ROWS_PER_STRIP, has_bias=int(bias is not None),
         )  # fmt: skip
-        return grad_x, None if bias is None else partial.sum(0).to(bias.dtype), None, None
+        return grad_x, partial.sum(0)
 
-
-class GpuOps:
-    """The face's functions over one set of kernels."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
-
-    def attention(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-        """Causal attention, bf16 and fp16, head dims up to 256 that are multiples of 16."""
-        return _attention(self.kernels, q_SBaD, k_SBgD, v_SBgD, scores)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dim."""
-        return _Norm.apply(x, None, weight, None, eps, _NormKernels(self.kernels, centred=False))
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """LayerNorm over the last dim."""
-        return _Norm.apply(x, None, weight, bias, eps, _NormKernels(self.kernels, centred=True))
-
-    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual) in one pass."""
-        centred = kind == "layernorm"
-        return _Norm.apply(x, residual, weight, bias if centred else None, eps, _NormKernels(self.kernels, centred))
-
-    def rope(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-        """Rotate-half embedding."""
-        return _Rope.apply(x_SBaD, cos_SR, sin_SR, 1.0, self.kernels)
-
-    def swiglu(self, x_2f: Tensor) -> Tensor:
-        """silu(gate) * up."""
-        return _Swiglu.apply(x_2f, self.kernels)
-
-    def gelu(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
-        """GELU of x + bias."""
-        return _Gelu.apply(x, bias, approximate, self.kernels)
+    def _rows_grid(self, x: Tensor, kernel: str, variant: str) -> tuple[int, int, int]:
+        return x.numel() // max(1, x.shape[-1]), _blocks(x.shape[-1], self.kernels.block(kernel, variant, "BLOCK")), 1
 
     def cross_entropy_stats(self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
         """stats_3N of this vocabulary shard."""
-        logits_Nv = _rows(logits_Nv.detach())
+        logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
         stats_3N = torch.empty(3, rows, dtype=torch.float32, device=logits_Nv.device)
         self.kernels.launch(
@@ -205,7 +159,7 @@ class GpuOps:
     ) -> Tensor:
         """The gradient in the logits' own memory (in a copy when their rows are not contiguous)."""
         # the target's logit is read by the program that overwrites it and by no other
-        logits_Nv = _rows(logits_Nv.detach())
+        logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
         grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
         self.kernels.launch(
@@ -251,7 +205,3 @@ class GpuOps:
             "embedding_backward", grad.dtype, "any", grid, main_grad=main_grad_vH, rows=rows_N, order=order_N, grad=grad,
             tokens=rows_N.numel(), columns=columns, vocab_rows=vocab_rows,
         )  # fmt: skip
-
-
-def _rows(logits_Nv: Tensor) -> Tensor:
-    return logits_Nv if logits_Nv.stride(1) == 1 or logits_Nv.shape[1] == 1 else logits_Nv.contiguous()

@@ -2,98 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.functional import pad
 
 from frontier_llm.errors import BackendError
+from frontier_llm.ops.differentiable import Attended
 from frontier_llm.ops.driver import Grid
 from frontier_llm.ops.kernel_table import HEAD_DIMS, ROWS_PER_PAD
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import Scores
 
 
-def attention(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-    """o_SBaD; see `reference.attention`. Raises BackendError for a head dim that no kernel has."""
-    head_dim = q_SBaD.shape[-1]
+def forward(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
+    """See `reference.attention`. Raises BackendError for a head dim that no kernel has."""
+    q, k, v = _readable(q_SBaD), _readable(k_SBgD), _readable(v_SBgD)
+    sequence, batch, heads, head_dim = q.shape
     if head_dim % 16 or head_dim > HEAD_DIMS[-1]:
         what = f"head dim {head_dim}: the prebuilt attention wants a multiple of 16 up to {HEAD_DIMS[-1]}"
         raise BackendError(what, "set ops.attention=sdpa, or another model.head_dim")
-    slopes_a, documents_BS = scores.alibi_slopes_a, scores.documents_BS
-    if slopes_a is not None or documents_BS is not None:  # one variant has both, so each gets its neutral value
-        sequence, batch, heads = q_SBaD.shape[:3]
-        slopes_a = q_SBaD.new_zeros(heads) if slopes_a is None else slopes_a.detach()
-        documents_BS = q_SBaD.new_zeros(batch, sequence) if documents_BS is None else documents_BS
+    slopes, documents = scores.alibi_slopes_a, scores.documents_BS
+    if slopes is not None or documents is not None:  # one variant has both, so each gets its neutral value
+        slopes = q.new_zeros(heads) if slopes is None else slopes.detach()
+        documents = q.new_zeros(batch, sequence) if documents is None else documents
         # numbers of documents within a row are small, so exact in fp32, where a difference and its size are one instruction each
-        documents_BS = pad(documents_BS.float(), (0, _padded(sequence) - sequence), value=-1.0)
-        scores = Scores(scores.scale, slopes_a.float().contiguous(), documents_BS)
-    return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scores, kernels)
+        documents = pad(documents.float(), (0, _padded(sequence) - sequence), value=-1.0)
+        slopes = slopes.float().contiguous()
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    logsumexp = torch.empty(batch, heads, _padded(sequence), dtype=torch.float32, device=q.device)
+    variant = _variant(head_dim, documents is not None)
+    grid = (-(-sequence // kernels.block("attention_forward", variant, "BLOCK_M")), batch * heads, 1)
+    kernels.launch(
+        "attention_forward", q.dtype, variant, grid, q=q, k=k, v=v, slopes=slopes, documents=documents, o=o, logsumexp=logsumexp,
+        scale=scores.scale, sequence=sequence, heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
+    )  # fmt: skip
+    return Attended(q, k, v, o, logsumexp, slopes, documents)
+
+
+def backward(kernels: Kernels, grad_o: Tensor, saved: Attended, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    q, k, v, o, logsumexp, slopes, documents = saved
+    grad_o, delta = _readable(grad_o), torch.empty_like(logsumexp)
+    sequence, batch, heads, head_dim = q.shape
+    group, plain, variant = heads // k.shape[2], _variant(head_dim, False), _variant(head_dim, documents is not None)
+
+    def grid(kernel: str, name: str, block: str, read_by: int) -> Grid:
+        return -(-sequence // kernels.block(kernel, name, block)), batch * read_by, 1
+
+    kernels.launch(
+        "attention_delta", q.dtype, plain, grid("attention_delta", plain, "BLOCK_M", heads), o=o, grad_o=grad_o, delta=delta,
+        sequence=sequence, heads=heads, head_dim=head_dim, **_strides(o=o, g=grad_o),
+    )  # fmt: skip
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    kernels.launch(
+        "attention_grad_kv", q.dtype, variant, grid("attention_grad_kv", variant, "BLOCK_N", k.shape[2]),
+        q=q, k=k, v=v, slopes=slopes, documents=documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_k=grad_k, grad_v=grad_v,
+        scale=scale, sequence=sequence, heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
+    )  # fmt: skip
+    kernels.launch(
+        "attention_grad_q", q.dtype, variant, grid("attention_grad_q", variant, "BLOCK_M", heads),
+        q=q, k=k, v=v, slopes=slopes, documents=documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_q=grad_q,
+        scale=scale, sequence=sequence, heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
 
 
 def _readable(x: Tensor) -> Tensor:
     """x itself when the kernels' 16-byte accesses can read it where it is, else a contiguous copy."""
     fits = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
-
-
-class _Attention(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: Kernels) -> Tensor:
-        q, k, v = _readable(q), _readable(k), _readable(v)
-        sequence, batch, heads, head_dim = q.shape
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        logsumexp = torch.empty(batch, heads, _padded(sequence), dtype=torch.float32, device=q.device)
-        slopes, documents = scores.alibi_slopes_a, scores.documents_BS
-        variant = _variant(head_dim, documents is not None)
-        grid = (-(-sequence // kernels.block("attention_forward", variant, "BLOCK_M")), batch * heads, 1)
-        kernels.launch(
-            "attention_forward", q.dtype, variant, grid, q=q, k=k, v=v, slopes=slopes, documents=documents, o=o, logsumexp=logsumexp,
-            scale=scores.scale, sequence=sequence, heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, o, logsumexp, slopes, documents)
-        ctx.scale, ctx.kernels = scores.scale, kernels
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, logsumexp, slopes, documents = ctx.saved_tensors
-        grad_o, kernels = _readable(grad_outputs[0]), ctx.kernels
-        sequence, batch, heads, head_dim = q.shape
-        delta = torch.empty_like(logsumexp)
-        plain, variant = _variant(head_dim, False), _variant(head_dim, documents is not None)
-        inputs = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "slopes": slopes,
-            "documents": documents,
-            "grad_o": grad_o,
-            "logsumexp": logsumexp,
-            "delta": delta,
-        }
-        sizes = {"sequence": sequence, "heads": heads, "head_dim": head_dim, "group": heads // k.shape[2], "scale": ctx.scale}
-        strides = _strides(q=q, k=k, v=v, g=grad_o)
-
-        def grid(kernel: str, name: str, block: str, read_by: int) -> Grid:
-            return -(-sequence // kernels.block(kernel, name, block)), batch * read_by, 1
-
-        kernels.launch(
-            "attention_delta", q.dtype, plain, grid("attention_delta", plain, "BLOCK_M", heads), o=o, grad_o=grad_o, delta=delta,
-            sequence=sequence, heads=heads, head_dim=head_dim, **_strides(o=o, g=grad_o),
-        )  # fmt: skip
-        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        kernels.launch(
-            "attention_grad_kv", q.dtype, variant, grid("attention_grad_kv", variant, "BLOCK_N", k.shape[2]),
-            **inputs, grad_k=grad_k, grad_v=grad_v, **sizes, **strides, **_strides(gk=grad_k),
-        )  # fmt: skip
-        kernels.launch(
-            "attention_grad_q", q.dtype, variant, grid("attention_grad_q", variant, "BLOCK_M", heads),
-            **inputs, grad_q=grad_q, **sizes, **strides, **_strides(gq=grad_q),
-        )  # fmt: skip
-        return grad_q, grad_k, grad_v, None, None
 
 
 def _padded(sequence: int) -> int:

@@ -75,6 +75,12 @@ def _module(name: str) -> Callable[[], Mapping[str, Op]]:
     return lambda: functions_of(importlib.import_module(f"frontier_llm.ops.{name}"))
 
 
+def _load_cpu() -> Mapping[str, Op]:
+    from frontier_llm.ops.cpu import CpuOps
+
+    return functions_of(CpuOps())
+
+
 def _triton_missing() -> str:
     try:
         kernels_of_this_gpu()
@@ -132,7 +138,7 @@ PROVIDERS: dict[str, Provider] = {
             groups=tuple(GROUPS),
             devices=CPU,
             dtypes=frozenset({torch.float32, torch.bfloat16}),
-            load=_module("cpu"),
+            load=_load_cpu,
             version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
             missing=native.load_cpu_library,
             build=native.BUILD_COMMAND,

@@ -15,7 +15,9 @@ from frontier_llm.ops.check import against_reference, normal
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
 if not missing:
-    from frontier_llm.ops import cpu
+    from frontier_llm.ops.cpu import CpuOps
+
+    cpu = CpuOps()
 
 DTYPES = [torch.float32, torch.bfloat16]
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]

@@ -46,7 +46,7 @@ def test_fp64_is_always_the_reference(capsys):
 @pytest.mark.skipif(bool(native.load_cpu_library()), reason="the C++ ops are not built")
 def test_auto_takes_the_cpp_ops_on_cpu(capsys):
     ops = select_ops(OpsConfig(), "cpu", torch.bfloat16)
-    assert ops.attention.__module__ == "frontier_llm.ops.cpu"
+    assert type(ops.attention.__self__).__module__ == "frontier_llm.ops.cpu"
     said = capsys.readouterr().err
     assert f"cpu (C++, {torch.ops.frontier_llm.instruction_set()}): auto" in said and "attention" in said
 
@@ -109,6 +109,8 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
     """Registration checks it; here for back-ends whose packages or devices are missing, too."""
     if name == "triton":
         implementation = GpuOps(None)
+    elif name == "cpu":
+        implementation = pytest.importorskip("frontier_llm.ops.cpu").CpuOps()
     else:
         module = {"flash_attn": "flash_attn_provider", "apex": "apex_provider", "torch": "torch_linear"}.get(name, name)
         implementation = importlib.import_module(f"frontier_llm.ops.{module}")

@@ -1,0 +1,197 @@
+"""Autograd around a back-end's forward and backward calls: written once for the C++ ops of the CPU and the prebuilt kernels of the GPU.
+
+A back-end derives from `DifferentiableOps` and gives the plain calls. None of them may know autograd, and all are called without a graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd import Function
+
+from frontier_llm.ops.reference import Scores
+
+
+class Attended(NamedTuple):
+    """What attention keeps for its backward: everything as the kernels read it, so that no copy or conversion is made twice."""
+
+    q: Tensor  # [S, B, a, D]
+    k: Tensor  # [S, B, g, D], as v
+    v: Tensor
+    o: Tensor  # as q
+    logsumexp: Tensor  # [B, a, S or more]
+    slopes: Tensor | None  # [a]
+    documents: Tensor | None  # [B, S or more]
+
+
+class NormKind(NamedTuple):
+    """RMSNorm, or (centred) LayerNorm."""
+
+    centred: bool
+    eps: float
+
+
+class Normed(NamedTuple):
+    """What a norm keeps for its backward; the weight is of the input's type."""
+
+    total: Tensor  # the input, with the residual if there was one
+    weight: Tensor
+    mean: Tensor  # one per row; empty unless centred
+    scale: Tensor  # one per row: 1 / sqrt(variance + eps)
+    kind: NormKind
+    has_bias: bool
+
+
+class DifferentiableOps(ABC):
+    """The face's differentiable ops over the calls that a back-end gives. Shapes and meaning are those of `ops.reference`."""
+
+    def attention(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
+        """Causal attention; saves the logarithm of each row's sum, not the scores."""
+        return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scores, self)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dim."""
+        return _Norm.apply(x, None, weight, None, NormKind(False, eps), self)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """LayerNorm over the last dim."""
+        return _Norm.apply(x, None, weight, bias, NormKind(True, eps), self)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual) in one pass."""
+        centred = kind == "layernorm"
+        return _Norm.apply(x, residual, weight, bias if centred else None, NormKind(centred, eps), self)
+
+    def rope(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        """Rotate-half embedding; the backward turns the gradient back by the same angles."""
+        return _Rope.apply(x_SBaD, cos_SR, sin_SR, self)
+
+    def swiglu(self, x_2f: Tensor) -> Tensor:
+        """silu(gate) * up; saves its input alone."""
+        return _Swiglu.apply(x_2f, self)
+
+    def gelu(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
+        """GELU of x + bias; saves x and bias, not their sum."""
+        return _Gelu.apply(x, bias, approximate, self)
+
+    @abstractmethod
+    def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
+        """The output, and what the backward needs."""
+
+    @abstractmethod
+    def attention_backward(self, grad_o: Tensor, saved: Attended, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+
+    @abstractmethod
+    def norm_forward(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output, and `Normed`'s total, mean and scale. Weight and bias are of x's type and contiguous."""
+
+    @abstractmethod
+    def norm_backward(self, grad: Tensor, grad_total: Tensor | None, saved: Normed) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the total, and in fp32 of the weight and of the bias (of no meaning without one)."""
+
+    @abstractmethod
+    def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
+        """rope by sign times the angles."""
+
+    @abstractmethod
+    def swiglu_forward(self, x_2f: Tensor) -> Tensor:
+        """silu(gate) * up."""
+
+    @abstractmethod
+    def swiglu_backward(self, grad: Tensor, x_2f: Tensor) -> Tensor:
+        """Gradient of x."""
+
+    @abstractmethod
+    def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
+        """GELU of x + bias, which is of x's type and contiguous."""
+
+    @abstractmethod
+    def gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool) -> tuple[Tensor, Tensor]:
+        """Gradients of x, and in fp32 of the bias (of no meaning without one)."""
+
+
+def rows_in_order(logits_Nv: Tensor) -> Tensor:
+    """The logits without a graph, in their own memory unless the numbers of a row lie apart."""
+    logits_Nv = logits_Nv.detach()
+    return logits_Nv if logits_Nv.stride(1) == 1 or logits_Nv.shape[1] == 1 else logits_Nv.contiguous()
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ops: DifferentiableOps) -> Tensor:
+        saved = ops.attention_forward(q, k, v, scores)
+        ctx.save_for_backward(*saved)
+        ctx.scale, ctx.ops = scores.scale, ops
+        return saved.o
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.ops.attention_backward(grad_outputs[0], Attended(*ctx.saved_tensors), ctx.scale), None, None)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind, ops: DifferentiableOps
+    ) -> Any:
+        out, total, mean, scale = ops.norm_forward(x, residual, _of_type(weight, x), None if bias is None else _of_type(bias, x), kind)
+        ctx.save_for_backward(total, weight, mean, scale)
+        ctx.kind, ctx.ops = kind, ops
+        ctx.has_residual, ctx.bias_dtype = residual is not None, None if bias is None else bias.dtype
+        return (out, total) if residual is not None else out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, mean, scale = ctx.saved_tensors
+        saved = Normed(total, _of_type(weight, total), mean, scale, ctx.kind, ctx.bias_dtype is not None)
+        grad_total = grad_outputs[1] if ctx.has_residual else None
+        grad_x, grad_weight, grad_bias = ctx.ops.norm_backward(grad_outputs[0], grad_total, saved)
+        grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_x if ctx.has_residual else None, grad_weight.to(weight.dtype), grad_bias, None, None
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Any, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, ops: DifferentiableOps) -> Tensor:
+        ctx.save_for_backward(cos_SR, sin_SR)
+        ctx.ops = ops
+        return ops.rotate(x_SBaD, cos_SR, sin_SR, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ops.rotate(grad_outputs[0], *ctx.saved_tensors, -1.0), None, None, None
+
+
+class _Swiglu(Function):
+    @staticmethod
+    def forward(ctx: Any, x_2f: Tensor, ops: DifferentiableOps) -> Tensor:
+        ctx.save_for_backward(x_2f)
+        ctx.ops = ops
+        return ops.swiglu_forward(x_2f)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.ops.swiglu_backward(grad_outputs[0], *ctx.saved_tensors), None
+
+
+class _Gelu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, ops: DifferentiableOps) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.approximate, ctx.ops = approximate, ops
+        return ops.gelu_forward(x, None if bias is None else _of_type(bias, x), approximate)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        grad_x, grad_bias = ctx.ops.gelu_backward(grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate)
+        return grad_x, None if bias is None else grad_bias.to(bias.dtype), None, None
+
+
+def _of_type(parameter: Tensor, x: Tensor) -> Tensor:
+    return parameter.to(x.dtype).contiguous()
