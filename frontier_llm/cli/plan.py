@@ -90,7 +90,7 @@ def _plan(args: argparse.Namespace) -> int:
     best = found.best
     run_of = campaign(machine, best, args.tokens)
     if args.json:
-        print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1))
+        print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1, allow_nan=False))
     else:
         print(report.text(found, machine, numbers, run_of, _width()))
         if args.explain:
