@@ -136,7 +136,7 @@ def read_table(path: Path) -> list[Row]:
             where=str(path),
             fix="name the columns as in frontier_llm/planner/published",
         )
-    rows, heads = [], dict[str, str]()
+    rows, heads = list[Row](), dict[str, str]()
     for cells in csv.DictReader(text.splitlines(), delimiter=delimiter):
         row = defaultdict(str, {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key})
         source = row["source"][:60]  # tables give the head count where it changes: an empty cell means the one above, of the same source
