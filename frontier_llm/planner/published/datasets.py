@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.errors import DataError
 
 PUBLISHED = Path(__file__).parent
+Row = Mapping[str, str]  # cells of a throughput table by column
 SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
 
 
@@ -115,8 +116,8 @@ CLUSTERS = (
 )
 
 
-def read_measurements(path: Path) -> list[PublishedRun]:
-    """The rows of a file that carry a time and a complete model shape.
+def read_table(path: Path) -> list[Row]:
+    """The rows of a file in the columns of a throughput table; columns that it lacks are empty.
 
     Raises DataError when the file has neither format's columns.
     """
@@ -126,22 +127,52 @@ def read_measurements(path: Path) -> list[PublishedRun]:
         raise DataError(f"cannot read: {error}", where=str(path), fix="give a vTrain CSV or a throughput TSV") from error
     header = text.partition("\n")[0]
     delimiter = "\t" if "\t" in header else ","
-    rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
     columns = set(header.strip().split(delimiter))
-    if "iteration time (ms)" in columns:
-        rows = list(map(_vtrain, rows))
-    elif not {"id", "layers", "hidden", "TP", "PP"} <= columns:
+    vtrain = "iteration time (ms)" in columns
+    if not vtrain and not {"id", "layers", "hidden", "TP", "PP"} <= columns:
         raise DataError(
             "has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): "
             f"{header[:80]}",
             where=str(path),
             fix="name the columns as in frontier_llm/planner/published",
         )
-    heads: dict[str, str] = {}  # tables give the head count where it changes: an empty cell means the one above, of the same source
-    for row in rows:
-        source = (row["source"] or "")[:60]
+    rows, heads = list[Row](), dict[str, str]()
+    for cells in csv.DictReader(text.splitlines(), delimiter=delimiter):
+        row = defaultdict(str, {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key})
+        source = row["source"][:60]  # tables give the head count where it changes: an empty cell means the one above, of the same source
         row["heads"] = heads[source] = row["heads"] or heads.get(source, "")
-    return [run for row in rows if (run := _published_run(row)) is not None]
+        rows.append(row)
+    return rows
+
+
+def read_measurements(path: Path) -> list[PublishedRun]:
+    """The rows of a file that carry a time, a model shape and a cluster that is known; what they do not state is searched for."""
+    return [run for row in read_table(path) if (run := _published_run(row)) is not None]
+
+
+def read_stated(path: Path) -> tuple[list[PublishedRun], Counter[str]]:
+    """(the rows of a file that can be priced as they stand, how many others by the reason why not)."""
+    runs, left_out = [], Counter[str]()
+    for row in read_table(path):
+        run, reason = _published_run(row), _unlike_anything_here(row)
+        if run is None or reason:
+            left_out[reason or "no time, no model shape or no known cluster"] += 1
+        else:
+            runs.append(run)
+    return runs, left_out
+
+
+def _unlike_anything_here(row: Row) -> str:
+    """Why no layout here is what this row ran, or nothing."""
+    words = " ".join((row["id"], row["model"], row["TP"], row["zero_or_shard"], row["seq_parallel"])).lower()
+    reasons = {
+        "parallelism of other dimensions": "d:" in row["TP"].lower(),
+        "tensor or pipeline degree not stated": not row["TP"] or not row["PP"],
+        "experts": _number(row["experts"]) > 1 or bool(re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)),
+        "context parallelism": _number(row["CP"]) > 1 or bool(re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)),
+        "ZeRO-3 of another system": bool(re.search(r"zero(-| |)(stage |)3|stage.?3", words)),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def shipped() -> list[PublishedRun]:
@@ -152,7 +183,7 @@ def shipped() -> list[PublishedRun]:
 def _vtrain(row: dict[str, str]) -> dict[str, str]:
     """A row of vTrain's CSV in the columns of a throughput table, with what all its runs have in common."""
     single = int(row["# GPUs"]) <= 8
-    table = {column: row[theirs] for column, theirs in VTRAIN_COLUMNS.items()} | {
+    return {column: row[theirs] for column, theirs in VTRAIN_COLUMNS.items()} | {
         "id": ",".join(value for key, value in row.items() if key and key != "iteration time (ms)"),
         "machine": "vtrain-a100-node" if single else "vtrain-a100",
         "stack": "megatron-lm",
@@ -160,7 +191,6 @@ def _vtrain(row: dict[str, str]) -> dict[str, str]:
         "position": "learned",
         "sec_per_iter": repr(float(row["iteration time (ms)"]) / 1e3),
     }
-    return defaultdict(str, table)
 
 
 def _number(text: str | None, default: float = 0.0) -> float:
@@ -168,9 +198,8 @@ def _number(text: str | None, default: float = 0.0) -> float:
     return float(found.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[found.group(2)] if found else default
 
 
-def _published_run(cells: Mapping[str, str | None]) -> PublishedRun | None:
-    """A row of the table; None where it has no time, no shape or no cluster that is known. Columns that a table lacks are empty."""
-    row = defaultdict(str, {key: (value or "").strip() for key, value in cells.items() if key})
+def _published_run(row: Row) -> PublishedRun | None:
+    """A row of the table; None where it has no time, no shape or no cluster that is known."""
     cluster = _cluster(row)
     shape = _shape(row)
     if cluster is None or shape is None:
@@ -207,7 +236,7 @@ def _published_run(cells: Mapping[str, str | None]) -> PublishedRun | None:
     )
 
 
-def _model(row: Mapping[str, str], shape: Mapping[str, int]) -> ModelConfig:
+def _model(row: Row, shape: Mapping[str, int]) -> ModelConfig:
     """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head is the embedding."""
     llama = "lama" in row["model"]
     return ModelConfig(
@@ -229,7 +258,7 @@ def _model(row: Mapping[str, str], shape: Mapping[str, int]) -> ModelConfig:
     )
 
 
-def _cluster(row: Mapping[str, str]) -> tuple[str, str] | None:
+def _cluster(row: Row) -> tuple[str, str] | None:
     """(machine, stack) as the row names them, else by what it says of itself."""
     if row["machine"]:
         return row["machine"], row["stack"]
@@ -238,7 +267,7 @@ def _cluster(row: Mapping[str, str]) -> tuple[str, str] | None:
     return next(((machine, stack) for pattern, machine, stack in CLUSTERS if re.search(pattern, label)), None)
 
 
-def _shape(row: Mapping[str, str]) -> dict[str, int] | None:
+def _shape(row: Row) -> dict[str, int] | None:
     """The model's sizes; layers that are not stated follow from the number of parameters."""
     H, S, V = (int(_number(row[key], default)) for key, default in (("hidden", 0), ("seq", 2048), ("vocab", 51200)))
     if not H:
@@ -250,12 +279,12 @@ def _shape(row: Mapping[str, str]) -> dict[str, int] | None:
     return {"S": S, "V": V, "layers": layers, "H": H, "A": int(_number(row["heads"])) or H // 128, "F": F}
 
 
-def _dies(row: Mapping[str, str]) -> int:
+def _dies(row: Row) -> int:
     """Devices in what the row counts as one: the device here is the GCD, of which an MI250X package has two."""
     return 2 if "OAM" in row["dev_unit"] else 1
 
 
-def _layout(row: Mapping[str, str], shape: Mapping[str, int]) -> Layout:
+def _layout(row: Row, shape: Mapping[str, int]) -> Layout:
     """The row's degrees, microbatches and sharding; what is not stated is what such codes are run with."""
     tp, pp, shard = _degree(row["TP"]), _degree(row["PP"]), row["zero_or_shard"].lower()
     devices = int(_number(row["devices"])) * _dies(row) or 8 * tp * pp  # else enough for eight replicas
@@ -277,7 +306,7 @@ def _layout(row: Mapping[str, str], shape: Mapping[str, int]) -> Layout:
     )
 
 
-def _seconds(row: Mapping[str, str], shape: Mapping[str, int], layout: Layout) -> float:
+def _seconds(row: Row, shape: Mapping[str, int], layout: Layout) -> float:
     """Per step: as stated, else from the throughput; 0 where neither is given."""
     if stated := _number(row["sec_per_iter"]):
         return stated
@@ -286,7 +315,7 @@ def _seconds(row: Mapping[str, str], shape: Mapping[str, int], layout: Layout) -
     return shape["S"] * layout.global_batch / tokens_per_s / devices if tokens_per_s else 0.0
 
 
-def _unstated(row: Mapping[str, str], pp: int, stack: str) -> tuple[str, ...]:
+def _unstated(row: Row, pp: int, stack: str) -> tuple[str, ...]:
     """Knobs that the source leaves open."""
     missing = {
         "micro_batch": _number(row["MBS"]) == 0,
@@ -313,7 +342,7 @@ SHARDING_OF = {
 }
 
 
-def _tokens_per_s(row: Mapping[str, str], shape: Mapping[str, int]) -> float:
+def _tokens_per_s(row: Row, shape: Mapping[str, int]) -> float:
     """Per device as the source counts devices; from TFLOP/s by the stated convention where tokens/s are missing."""
     if _number(row["tokens_per_s_per_dev"]):
         return _number(row["tokens_per_s_per_dev"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -11,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from frontier_llm.errors import DataError
-from frontier_llm.planner.published.datasets import FITTED, PublishedRun, read_measurements, shipped
+from frontier_llm.planner.published.datasets import FITTED, PublishedRun, read_stated, shipped
 from frontier_llm.planner.published.predict import RowPrediction, predict
+from frontier_llm.units import plural
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Accuracy:
     p90: float
     bias: float
     pairs: int  # of rows that differ only in their layout
-    order: float  # share of pairs ranked as measured, percent; NaN without pairs
-    regret: float  # mean loss of taking the predicted best of a group, percent; NaN without groups
+    order: float | None  # share of pairs ranked as measured, percent; None without pairs
+    regret: float | None  # mean loss of taking the predicted best of a group, percent; None without groups
     false_no_fit: int  # runs that took place and would have been refused
 
 
@@ -52,8 +55,8 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accu
         p90=float(np.quantile(size, 0.9)),
         bias=float(100 * errors.mean()),
         pairs=pairs,
-        order=100 * right / pairs if pairs else float("nan"),
-        regret=100 * float(np.mean(regrets)) if regrets else float("nan"),
+        order=100 * right / pairs if pairs else None,
+        regret=100 * float(np.mean(regrets)) if regrets else None,
         false_no_fit=sum(not one.fits and not one.row.approximate for one in predictions),
     )
 
@@ -69,11 +72,10 @@ def _groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def score_all(rows: Sequence[PublishedRun]) -> list[Accuracy]:
+def score_all(predictions: Sequence[RowPrediction]) -> list[Accuracy]:
     """One line per data set and part, in the order in which they appear."""
-    predictions = predict(rows)
     scores = []
-    for dataset in dict.fromkeys(row.dataset for row in rows):
+    for dataset in dict.fromkeys(one.row.dataset for one in predictions):
         mine = [one for one in predictions if one.row.dataset == dataset]
         for part, chosen in (("fitted", True), ("unseen", False)):
             group = [one for one in mine if is_fitted(one.row) == chosen]
@@ -96,26 +98,34 @@ def as_text(scores: Sequence[Accuracy]) -> str:
     lines = [head, "-" * len(head)]
     for one in scores:
         errors = f"{one.mape:6.1f} {one.median:6.1f} {one.p90:6.1f} {one.bias:+6.1f}"
-        order, regret = ("     -" if np.isnan(value) else f"{value:6.1f}" for value in (one.order, one.regret))
+        order, regret = ("     -" if value is None else f"{value:6.1f}" for value in (one.order, one.regret))
         lines.append(f"{one.dataset:38} {one.part:20} {one.n:>4} {errors} {one.pairs:>5} {order} {regret} {one.false_no_fit:>7}")
     return "\n".join(lines)
 
 
 def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bool = False) -> int:
-    """Print the scores of the shipped set, or of files in the two known formats."""
-    rows = [row for path in files for row in read_measurements(path)] if files else shipped()
+    """Print the scores of the shipped set, or of files in the two known formats, of which rows unlike anything here are left out."""
+    rows, left_out = ([], Counter[str]()) if files else (shipped(), Counter[str]())
+    for path in files:
+        runs, reasons = read_stated(path)
+        rows += runs
+        left_out += reasons
+    why = f"left out {plural(left_out.total(), 'row')}: " + ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
     if not rows:
         raise DataError(
-            "no row holds a time, a model shape and a known cluster",
+            "no row holds a time, a model shape, a known cluster and a layout that exists here" + (f"; {why}" if left_out else ""),
             "see frontier_llm/planner/published for the columns",
             "plan --validate",
         )
-    scores = score_all(rows)
+    if left_out:
+        print(why, file=sys.stderr)
+    predictions = predict(rows)
+    scores = score_all(predictions)
     if as_json:
-        print(json.dumps([asdict(one) for one in scores], indent=1))
+        print(json.dumps([asdict(one) for one in scores], indent=1, allow_nan=False))
         return 0
     if show_rows:
-        for one in predict(rows):
+        for one in predictions:
             times = f"measured {one.row.seconds:9.3f} s  predicted {one.seconds:9.3f} s  {100 * one.error:+6.1f} %"
             print(f"{one.row.dataset:24} {one.row.key:44} {times}")
     print(

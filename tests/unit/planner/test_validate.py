@@ -199,6 +199,34 @@ def test_the_command_reads_files_and_prints_json(tmp_path: Path, capsys: pytest.
     assert "MAPE" in capsys.readouterr().out
 
 
+def write_table(path: Path, *changes: dict[str, str]) -> Path:
+    columns = (PUBLISHED / "throughput.tsv").read_text(encoding="utf-8").partition("\n")[0].split("\t")
+    stated = {"id": "x", "hardware": "MI300X", "devices": "64", "layers": "32", "hidden": "4096", "TP": "2", "PP": "1", "GBS": "64", "MBS": "1",
+              "tokens_per_s_per_dev": "5000", "recompute": "none", "precision": "bf16"}  # fmt: skip
+    rows = [dict.fromkeys([*columns, "experts", "CP"], "") | stated | change for change in changes]
+    path.write_text("\n".join("\t".join(row) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n", encoding="utf-8")
+    return path
+
+
+def test_rows_unlike_anything_here_are_left_out_and_counted_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = {
+        "tensor or pipeline degree not stated": [{"TP": ""}, {"PP": ""}],
+        "experts": [{"model": "Mixtral-8x7B"}, {"experts": "8"}],
+        "context parallelism": [{"CP": "2"}, {"seq_parallel": "ring attention"}],
+        "ZeRO-3 of another system": [{"zero_or_shard": "ZeRO-3"}, {"zero_or_shard": "DeepSpeed stage 3"}],
+        "parallelism of other dimensions": [{"TP": "4D: 2x2x2"}],
+        "no time, no model shape or no known cluster": [{"tokens_per_s_per_dev": ""}, {"hidden": ""}, {"hardware": "abacus"}],
+    }
+    path = write_table(tmp_path / "mine.tsv", {}, *(change for changes in others.values() for change in changes))
+    assert validate_command([path], as_json=True) == 0
+    out, err = capsys.readouterr()
+    assert [one["n"] for one in json.loads(out, parse_constant=pytest.fail)] == [1]  # one row has no pairs: null, not NaN
+    assert "left out 12 rows" in err
+    assert all(f"{len(changes)} {reason}" in err for reason, changes in others.items())
+    with pytest.raises(DataError, match="1 experts"):
+        validate_command([write_table(path, {"experts": "8"})])
+
+
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
