@@ -167,6 +167,7 @@ class DataConfig(Section):
 
     train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"
     validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None
+    allow_synthetic: bool = False  # a long run on a cluster with synthetic data is meant
     tokenizer: PathText | None = None  # sentencepiece .model or Hugging Face tokenizer.json
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
     seed: NonNegativeInt = 1234
@@ -233,6 +234,7 @@ class TrainConfig(Section):
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
+    save_final: bool = True  # a checkpoint after the last step; False for benchmarks, whose weights nobody wants
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
