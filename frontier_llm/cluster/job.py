@@ -23,6 +23,7 @@ from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
 from frontier_llm.cluster.doctor import examine
 from frontier_llm.cluster.hand_on import hand_on
+from frontier_llm.cluster.holder import STALE_AFTER_S, living_holder, refuse_second_start
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
 from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.probe import Settings
@@ -31,7 +32,7 @@ from frontier_llm.errors import FrontierError
 from frontier_llm.failure import FILE, Evidence, Failure, forget_failure, write_failure
 
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
-LOCK_STALE_S = 65.0  # checkpoint/lock.py takes a silent holder on another host for dead after 60 s
+LOCK_STALE_S = STALE_AFTER_S + 5.0
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 
 
@@ -102,6 +103,9 @@ def preflight(job: BatchJob) -> None:
 
 def refuse_second_holder(job: BatchJob) -> None:
     """Raise FrontierError when another live job owns the run directory."""
+    living = living_holder(job.directory)
+    if living is not None and not living.job:  # one of a job may have died just now: Slurm knows
+        refuse_second_start(job.directory)
     other = run_dir.holder(job.directory)
     if other and other["job_id"] != job.allocation.job_id and slurm.is_active(other["job_id"]):
         fields = slurm.job_fields(other["job_id"])
