@@ -145,6 +145,7 @@ setup(
     version=version(),
     description="Pretraining with tensor x pipeline x ZeRO-1 data parallelism on MI250X supercomputers, and on a laptop",
     python_requires=">=3.11",
+    license="Apache-2.0",
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
     package_data={"frontier_llm": ["_native/*.so", "_native/gpu/*/*", "planner/published/*"]},
     data_files=shared_files(),
@@ -166,6 +167,7 @@ setup(
             "import-linter",
             "types-PyYAML",
             "zstandard",
+            "scipy",  # scripts/fit_machines.py
             "megatron-core==0.16.1",
             "mpi4py",
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels

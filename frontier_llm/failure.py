@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.atomic import write_atomically
+from frontier_llm.files import write_atomically
 
 FILE = "failure.json"
 REFUSED = 2  # exit code of a rank whose user has to change something: trying again is useless (errors.FrontierError.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and new names in a folder durable."""
+    """Make renames and new names in a folder durable: else a power loss may bring the old content back."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -41,10 +42,18 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, building: Path, content: bytes, on_written: Callable[[], None] = lambda: None) -> None:
-    """Give a file, by way of a new one at `building` and one rename, another content."""
-    building.unlink(missing_ok=True)
-    write_durably(building, content)
-    on_written()
-    building.rename(path)
+def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], None] = lambda: None) -> None:
+    """Replace a file so that a reader sees the old or the new content, never half of it. Text is written as UTF-8.
+
+    Its folder is made where it is missing; `on_written` is called between the flush and the rename. Raises OSError, naming the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    building = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_durably(building, content.encode() if isinstance(content, str) else content)
+        on_written()
+        building.replace(path)
+    except BaseException:
+        building.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)

@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 
-from frontier_llm.blueprint import Kind, Parameter
+from frontier_llm.blueprint import Parameter, ParameterKind
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import serial_mesh, single
@@ -50,7 +50,7 @@ def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, Zero]:
         def __init__(self) -> None:
             super().__init__()
             for index in range(8):
-                spec = shard(Parameter(f"weight{index}", (rows, 4096), Kind.MATRIX, init_std=0.02))
+                spec = shard(Parameter(f"weight{index}", (rows, 4096), ParameterKind.MATRIX, init_std=0.02))
                 setattr(self, f"w{index}", ShardedParameter.create(torch.empty(spec.shape, device="meta"), spec))
 
     buckets = build_buckets([Matrices()], ADAMW, single("dp"), 1, torch.device("cpu"), 40_000_000)

@@ -20,6 +20,7 @@ from torch import Tensor
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import all_gather, all_reduce_, barrier, build_mesh, connect, disconnect, post_receive, reduce_scatter
 from frontier_llm.comm.axis import Axis
+from frontier_llm.config import CommConfig
 from frontier_llm.topology import Grid
 
 SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, its half, a bucket of gradients, a scalar
@@ -51,7 +52,7 @@ def serve(rank: int, ranks: int, port: int, rounds: int, results: multiprocessin
     torch.set_num_threads(1)
     connect(rank, ranks, "127.0.0.1", port, "gloo", 120.0)
     axes = {
-        transport: build_mesh(Grid(ranks, 1, 1), rank, timeout_s=60.0, transport=transport).tp  # type: ignore[arg-type]
+        transport: build_mesh(Grid(ranks, 1, 1), rank, timeout_s=60.0, comm=CommConfig(transport=transport)).tp  # type: ignore[arg-type]
         for transport in ("torch", "shm")
     }
     rows = []

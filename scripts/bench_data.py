@@ -28,7 +28,7 @@ from frontier_llm.data.inputs import cut
 from frontier_llm.data.loader import Batches
 from frontier_llm.data.native import call
 from frontier_llm.data.samples import BLOCK, DocumentSamples
-from frontier_llm.data.tokenize import Job, TokenizeOptions, make_part
+from frontier_llm.data.tokenize import ShardWork, TokenizeOptions, make_part
 from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
 
 
@@ -74,7 +74,7 @@ def bench_tokenize(text_mb: int, repeats: int) -> dict[str, dict[str, float]]:
         pieces = tuple(cut(source, "file", 1 << 40))
         for kind, train in (("tokenizer.json", train_huggingface), ("tokenizer.model", train_sentencepiece)):
             codec = train(iter(texts), Path(directory) / kind, 4096)
-            job = Job(pieces, f"{directory}/part", codec.name, codec.digest, TokenizeOptions())
+            job = ShardWork(pieces, f"{directory}/part", codec.name, codec.digest, TokenizeOptions())
             make_part(job)
             alone = codec._model.encode
             ours_s, theirs_s = [], []

@@ -66,7 +66,7 @@ def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe
     config = load_run(run, overrides)
     connect(rank, ranks, "127.0.0.1", port, "gloo", 300.0)
     plan = make_plan(config, ranks)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 300.0, config.comm.transport)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 300.0, config.comm)
     import_engine(config)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     assert batches is not None

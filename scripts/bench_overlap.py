@@ -45,7 +45,7 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
     for overlap in (True, False):
         config = load_run(arguments.run, [*layout, on if overlap else off, *arguments.overrides])
         plan = make_plan(config, arguments.ranks)
-        mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm.transport)
+        mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm)
         if arguments.link_gbps:
             mesh = linked(mesh, Link(arguments.link_gbps * 1e9, arguments.link_us * 1e-6))
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)

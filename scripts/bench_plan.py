@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.cluster.rank_env import environment
 from frontier_llm.config import RunConfig, load_run
-from frontier_llm.costs import from_config
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology import make_plan
@@ -57,7 +57,7 @@ def predicted_s(config: RunConfig, numbers: Rates) -> float:
     parallel = config.parallel
     ranks = parallel.tensor * parallel.pipeline * (parallel.data or 1)
     plan = make_plan(config, ranks)
-    return play(from_config(config, ranks), numbers, plan.schedule, plan.stages).step_s
+    return play(config.model, layout_of(config, ranks), numbers, plan.stages).step_s
 
 
 def measured_s(run: str, overrides: list[str], steps: int) -> float:

@@ -81,9 +81,9 @@ def type_text(annotation: str) -> str:
     if bounded:
         limits = bounded.group(2).replace("ge=", "≥ ").replace("gt=", "> ").replace("le=", "≤ ").replace("lt=", "< ")
         return f"{NAMES[bounded.group(1)]} {limits}"
-    several = re.fullmatch(r"(?:tuple|dict)\[(.*)\]", annotation)
+    several = re.fullmatch(r"(?:tuple|Mapping)\[(.*)\]", annotation)
     if several and " | " not in annotation:
-        return "list of " + type_text(several.group(1).split(",")[0].strip()) if annotation.startswith("tuple") else "mapping"
+        return "list of " + type_text(several.group(1).split(",")[0].strip()) if annotation.startswith("tuple") else "mapping of names"
     parts = re.split(r" \| (?![^\[]*\])", annotation)
     if len(parts) > 1:
         return " or ".join(type_text(part) for part in parts)

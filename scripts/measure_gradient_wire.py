@@ -27,7 +27,7 @@ RUNS = {"full": "full", "bf16": "bf16", "nudged": "full"}
 def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
     config = load_run(arguments.run, [f"parallel.data={arguments.ranks}", f"precision.gradient_wire={wire}", *arguments.overrides])
     plan = make_plan(config, arguments.ranks)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm.transport)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     assert batches is not None
     return build_state(config, plan, mesh, torch.device("cpu"), batches)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from frontier_llm.blueprint.parameters import Parameter
+from frontier_llm.blueprint.layout import statistics_bytes
+from frontier_llm.blueprint.parameters import Parameter, model_parameters
+from frontier_llm.config import ModelConfig
 from frontier_llm.errors import ConfigError, suggest
 
 MASTER = "master"  # the wide copy of the weights, which every optimizer keeps first
@@ -43,3 +45,9 @@ def optimizer_rule(name: str) -> OptimizerRule:
     if name not in _RULES:
         raise ConfigError(f"{name!r} is no optimizer", suggest(name, _RULES), "optimizer.name")
     return _RULES[name]
+
+
+def state_bytes(model: ModelConfig, name: str, dtype: str = "bf16") -> int:
+    """What the optimizer keeps of a whole model that computes in `dtype`, which is also what a checkpoint of it holds."""
+    kept, item_bytes = optimizer_rule(name), statistics_bytes(dtype)
+    return sum(kept.bytes_per_element(parameter, item_bytes) * parameter.numel for parameter in model_parameters(model).values())

@@ -37,7 +37,7 @@ class Split:
     dim: int
 
 
-class Kind(Enum):
+class ParameterKind(Enum):
     """What a parameter is to an optimizer."""
 
     MATRIX = "matrix"
@@ -70,7 +70,7 @@ class Parameter:
 
     name: str  # dotted, unique in the model, the same on every layout: "layers.3.attention.qkv.weight"
     shape: tuple[int, ...]  # global
-    kind: Kind
+    kind: ParameterKind
     axes: Mapping[str, Split | How] = field(default_factory=dict)
     init_std: float | None = None  # normal(0, std) by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
@@ -80,7 +80,7 @@ class Parameter:
     @property
     def decay(self) -> bool:
         """Weight decay applies as in Megatron: to matrices and embeddings, not to biases and norms."""
-        return self.kind is not Kind.VECTOR
+        return self.kind is not ParameterKind.VECTOR
 
     @property
     def numel(self) -> int:
@@ -99,9 +99,9 @@ class Parameter:
 
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
     """A norm's weight and, for LayerNorm with norm_bias, its bias."""
-    yield Parameter(f"{name}.weight", (model.hidden,), Kind.VECTOR, across, init_value=1.0)
+    yield Parameter(f"{name}.weight", (model.hidden,), ParameterKind.VECTOR, across, init_value=1.0)
     if model.norm_bias:
-        yield Parameter(f"{name}.bias", (model.hidden,), Kind.VECTOR, across)
+        yield Parameter(f"{name}.bias", (model.hidden,), ParameterKind.VECTOR, across)
 
 
 def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = False) -> Iterator[Parameter]:
@@ -114,15 +114,15 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     def column(part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()) -> Iterator[Parameter]:
         """Output features (all dims but the last) cut over tp along `dim`."""
         split = {"tp": Split(dim)}
-        yield Parameter(f"{name}.{part}.weight", shape, Kind.MATRIX, split, model.init_std, pieces=pieces)
+        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces)
         if bias:
-            yield Parameter(f"{name}.{part}.bias", shape[:-1], Kind.VECTOR, split, pieces=pieces)
+            yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
 
     def row(part: str, shape: tuple[int, int]) -> Iterator[Parameter]:
         """Input features cut over tp; the bias is added once, after the sum."""
-        yield Parameter(f"{name}.{part}.weight", shape, Kind.MATRIX, {"tp": Split(1)}, output_std)
+        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, {"tp": Split(1)}, output_std)
         if model.bias:
-            yield Parameter(f"{name}.{part}.bias", shape[:1], Kind.VECTOR, across)
+            yield Parameter(f"{name}.{part}.bias", shape[:1], ParameterKind.VECTOR, across)
 
     yield from norm_parameters(model, f"{name}.attention_norm", across)
     qkv = (Piece("q", 1, 0, Q), Piece("k", 1, Q, Q + 1), Piece("v", 1, Q + 1, Q + 2))
@@ -149,15 +149,15 @@ def stage_parameters(
     if stage.embedding or (tied_head and not embedding_elsewhere):
         tied: dict[str, How] = {"tied": How.PARTIAL} if model.tied_embeddings and tied_ranks > 1 else {}
         uses = 2 if model.tied_embeddings and tied_ranks == 1 else 1
-        yield Parameter(VOCABULARY[0], vocabulary, Kind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
+        yield Parameter(VOCABULARY[0], vocabulary, ParameterKind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
     if stage.embedding and model.position == "learned":
-        yield Parameter("embedding.position.weight", (model.sequence_length, model.hidden), Kind.EMBEDDING, across, model.init_std)
+        yield Parameter("embedding.position.weight", (model.sequence_length, model.hidden), ParameterKind.EMBEDDING, across, model.init_std)
     for layer in stage.layers:
         yield from block_parameters(model, layer, sequence_parallel)
     if stage.head:
         yield from norm_parameters(model, "final_norm", across)
         if not model.tied_embeddings:
-            yield Parameter(VOCABULARY[1], vocabulary, Kind.EMBEDDING, {"tp": Split(0)}, model.init_std)
+            yield Parameter(VOCABULARY[1], vocabulary, ParameterKind.EMBEDDING, {"tp": Split(0)}, model.init_std)
 
 
 def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], sequence_parallel: bool = False) -> Iterator[Parameter]:
@@ -172,6 +172,17 @@ def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
     """All parameters of the model by name, padding rows included, a tied head once."""
     everything = StageSpec(0, model.layers, embedding=True, head=True)
     return {parameter.name: parameter for parameter in rank_parameters(model, [everything])}
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """Elements of the model, padding rows included, a tied head once."""
+    return sum(parameter.numel for parameter in model_parameters(model).values())
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup, no padding rows."""
+    matrices = sum(parameter.numel for parameter in block_parameters(model, 0, False) if parameter.kind is ParameterKind.MATRIX)
+    return model.layers * matrices + model.hidden * model.vocab_size
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:

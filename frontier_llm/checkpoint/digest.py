@@ -64,36 +64,4 @@ def _pair() -> Callable[..., Any] | None:
 def spread(work: Callable[[int], T], count: int, workers: int = WORKERS) -> list[T]:
     """[work(0), …, work(count - 1)], a few at a time; after the first exception nothing new begins and it is raised."""
     with ThreadPoolExecutor(workers, "checkpoint-block") as pool:
-        try:
-            return list(pool.map(work, range(count)))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-class RunningDigest:
-    """The same digest for data that comes in pieces of any size."""
-
-    def __init__(self, header: bytes) -> None:
-        self._header, self._blocks = header, list[bytes]()
-        self._open, self._left = hashlib.sha256(), BLOCK_BYTES
-
-    def update(self, data: memoryview) -> None:
-        """The next bytes after the header."""
-        while data:
-            taken = data[: self._left]
-            self._open.update(taken)
-            self._left -= len(taken)
-            data = data[len(taken) :]
-            if not self._left:
-                self._close_block()
-
-    def _close_block(self) -> None:
-        self._blocks.append(self._open.digest())
-        self._open, self._left = hashlib.sha256(), BLOCK_BYTES
-
-    def hexdigest(self) -> str:
-        """When all data has come."""
-        if self._left < BLOCK_BYTES:
-            self._close_block()
-        return combine(self._header, self._blocks)
+        return list(pool.map(work, range(count)))

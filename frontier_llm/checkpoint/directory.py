@@ -16,12 +16,12 @@ from frontier_llm import log
 from frontier_llm.checkpoint.manifest import MAX_MANIFEST_BYTES, DamagedCheckpoint, Manifest, digest_line, parse
 from frontier_llm.errors import CheckpointError
 from frontier_llm.failpoints import hit
-from frontier_llm.files import replace_durably, sync_directory, write_durably
+from frontier_llm.files import sync_directory, write_atomically, write_durably
 
 MANIFEST, MANIFEST_DIGEST, LATEST = "manifest.json", "manifest.sha256", "LATEST"
 _COMPLETE = re.compile(r"step_([0-9]{8,12})")
 _REPLACED = re.compile(r"(step_[0-9]{8,12})\.replaced\.[0-9]+")
-_LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|LATEST\.tmp\.[0-9]+")
+_LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.LATEST\.[0-9a-f]{32}")
 
 
 def step_name(step: int) -> str:
@@ -122,16 +122,15 @@ def commit(directory: Path, manifest: Manifest) -> Path:
         raise
     sync_directory(directory)
     hit("checkpoint.before_latest")
-    point_latest(directory, final.name, incarnation)
+    point_latest(directory, final.name)
     if replaced.exists():
         delete_tree(replaced)
     return final
 
 
-def point_latest(directory: Path, name: str, incarnation: int) -> None:
+def point_latest(directory: Path, name: str) -> None:
     """LATEST holds the newest checkpoint's name; moved by rename."""
-    building = directory / f"{LATEST}.tmp.{incarnation}"
-    replace_durably(directory / LATEST, building, f"{name}\n".encode(), lambda: hit("checkpoint.latest_written"))
+    write_atomically(directory / LATEST, f"{name}\n", lambda: hit("checkpoint.latest_written"))
     hit("checkpoint.latest_moved")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from frontier_llm.config import ModelConfig, build, model_problems
 from frontier_llm.errors import CheckpointError, Problem
@@ -33,6 +33,17 @@ class Fields:
             self.refuse(key, value, " or ".join(map(repr, allowed)))
         return value
 
+    def fixed(self, **values: Any) -> None:
+        """Keys that may only have their default there."""
+        for key, value in values.items():
+            self.only(key, value, default=value)
+
+    def section(self, key: str, content: dict[str, Any] | None = None) -> Self:
+        """A part of the configuration, whose problems are this one's; by default what stands under `key`."""
+        part = type(self)(self.get(key, {}) if content is None else content, f"{self.where}: {key}")
+        part.problems = self.problems
+        return part
+
     def refuse(self, key: str, value: Any, supported: str) -> None:
         """Note a value that has no counterpart."""
         self.problems.append(Problem(f"{self.where}: {key}", f"{value!r} has no counterpart here", f"supported: {supported}"))
@@ -42,7 +53,6 @@ class Fields:
         if self.problems:
             raise CheckpointError(self.problems)
         model = build(ModelConfig, values, where=self.where)
-        problems = model_problems(model)
-        if problems:
+        if problems := model_problems(model):
             raise CheckpointError(problems)
         return model

@@ -14,7 +14,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import shard as shard_file
 from frontier_llm.checkpoint.drift import Change, check_allowed, config_changes, environment_changes, with_defaults
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
-from frontier_llm.checkpoint.weights import SavedTensors
+from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, Problem
 
@@ -94,8 +94,8 @@ class Difference:
 
 def compare(first: Path, second: Path) -> Difference:
     """Differences between two checkpoints, element by element, independent of the layouts that wrote them. Raises DamagedCheckpoint."""
-    (a, _), (b, _) = folder.read_manifest(first), folder.read_manifest(second)
-    left, right = SavedTensors(first, a), SavedTensors(second, b)
+    left, right = CheckpointWeights(first), CheckpointWeights(second)
+    a, b = left.manifest, right.manifest
     progress = [
         Change(f"progress.{key}", value, vars(b.progress)[key], False)
         for key, value in vars(a.progress).items()
@@ -118,7 +118,7 @@ def compare(first: Path, second: Path) -> Difference:
     )
 
 
-def _compare_tensors(a: SavedTensors, b: SavedTensors, names: list[str]) -> Iterator[TensorDifference]:
+def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str]) -> Iterator[TensorDifference]:
     for name in names:
         for kind in a.manifest.kinds_of(a.tensors[name]):
             left, right = a.read(name, kind), b.read(name, kind)

@@ -19,7 +19,7 @@ from torch import Tensor
 from frontier_llm.blueprint.optimizers import MASTER
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest
-from frontier_llm.checkpoint.shard import Entry, layout_of, opened, read_exactly, verify
+from frontier_llm.checkpoint.shard import Extent, layout_of, opened, read_exactly, verify
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer, StateRectangle
@@ -36,8 +36,6 @@ DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8
 class Transfer:
     """The common part of a saved rectangle and a needed one."""
 
-    shard: int  # index into manifest.shards
-    piece: int  # index into that shard's pieces
     saved: Rectangle
     needed: StateRectangle
     overlap: Rectangle
@@ -66,7 +64,7 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
                 saved = Rectangle(offset, shape)
                 overlap = saved.intersect(piece.rectangle)
                 if overlap is not None:
-                    transfers[shard_number][piece_number].append(Transfer(shard_number, piece_number, saved, piece, overlap))
+                    transfers[shard_number][piece_number].append(Transfer(saved, piece, overlap))
                     missing[id(piece)] -= overlap.numel
     if any(missing.values()):
         names = sorted({piece.name for piece in needed if missing[id(piece)]})
@@ -154,7 +152,7 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
 def _read_whole(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
     dtype = DTYPES[manifest.dtype]
 
-    def consume(entry: Entry, first: int, block: memoryview) -> None:
+    def consume(entry: Extent, first: int, block: memoryview) -> None:
         for transfer in wanted.get(entry.piece, ()):
             targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster.holder import STALE_AFTER_S, Holder, incarnations, process_start, read_holder
 from frontier_llm.errors import CheckpointError
-from frontier_llm.files import replace_durably, write_durably
+from frontier_llm.files import write_atomically, write_durably
 
 HEARTBEAT_S = 5.0
 
@@ -121,5 +121,4 @@ class RunLock:
         path = self._path(self.incarnation)
         if not path.exists() or self._newest() > self.incarnation:
             return
-        building = self._folder / f"release.{self.incarnation}"
-        replace_durably(path, building, replace(self._holder, released=True).to_bytes())
+        write_atomically(path, replace(self._holder, released=True).to_bytes())

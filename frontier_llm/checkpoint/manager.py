@@ -221,7 +221,7 @@ class CheckpointManager:
         """Rank 0: LATEST names what the run continues from, also after damage or a crash between rename and LATEST."""
         if self._lock is not None and folder.read_latest(self.directory) != loaded:
             self._lock.check()
-            folder.point_latest(self.directory, loaded, self.incarnation)
+            folder.point_latest(self.directory, loaded)
 
     def load(self, path: Path) -> Progress:
         """Fill optimizer state and weights from one checkpoint, whatever layout wrote it, checking every file's digest.

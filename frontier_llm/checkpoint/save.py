@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,18 @@ from frontier_llm.units import format_bytes
 STAGES = ("write", "commit", "audit", "prune")
 
 
-class _Task:
-    """One stage's work of this rank, in a thread; `problems` holds what went wrong."""
+def _in_thread(work: Callable[[], Any], stage: str) -> Future[Any]:
+    """One stage's work of this rank. A daemon, unlike a pool's thread: a write that hangs must not keep the process from ending."""
+    future = Future[Any]()
 
-    def __init__(self, work: Callable[[], Any] | None, name: str) -> None:
-        self.result: Any = None
-        self.problems: list[Problem] = []
-        self.superseded = False
-        self._thread = threading.Thread(target=self._run, args=(work,), name=f"checkpoint-{name}", daemon=True) if work else None
-        if self._thread:
-            self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
+    def run() -> None:
         try:
-            self.result = work()
-        except FrontierError as error:
-            self.problems, self.superseded = list(error.problems), isinstance(error, Superseded)
+            future.set_result(work())
         except Exception as error:  # whatever it is, it must reach the step loop of every rank
-            self.problems = [Problem("checkpoint", f"{type(error).__name__}: {error}")]
+            future.set_exception(error)
 
-    @property
-    def running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    threading.Thread(target=run, name=f"checkpoint-{stage}", daemon=True).start()
+    return future
 
 
 class Writer:
@@ -177,7 +164,7 @@ class Save:
 
     def __init__(self, writer: Writer, progress: Progress) -> None:
         self._writer, self._progress, self._stage = writer, progress, 0
-        self._task = _Task(lambda: writer.write_shard(progress.step), "write")
+        self._task = _in_thread(lambda: writer.write_shard(progress.step), "write")
 
     @property
     def committed(self) -> bool:
@@ -195,35 +182,35 @@ class Save:
         Raises CheckpointError with the problems of all ranks when any failed before LATEST moved; later ones are only warnings.
         """
         writer = self._writer
-        if block:
-            self._task.join()
-        unfinished, failed = maximum([int(self._task.running), int(bool(self._task.problems))], writer.mesh.world, writer.device)
+        done = bool(wait([self._task], None if block else 0).done)
+        unfinished, failed = maximum([int(not done), int(done and bool(self._task.exception()))], writer.mesh.world, writer.device)
         if unfinished:
             return None
         if failed:
             self._fail()
             return None
         stage = STAGES[self._stage]
-        result = self._task.result
-        parts = all_gather_json(result, writer.mesh.world, writer.device) if stage == "write" else []
+        parts = all_gather_json(self._task.result(), writer.mesh.world, writer.device) if stage == "write" else []
         self._stage += 1
-        self._task = self._next_task(parts)
+        if not self.finished:
+            self._begin(parts)
         return writer.directory / folder.step_name(self._progress.step) if stage == "commit" else None
 
-    def _next_task(self, parts: Sequence[dict[str, Any] | None]) -> _Task:
-        writer, progress, first = self._writer, self._progress, self._writer.mesh.world.rank == 0
-        if self.finished:
-            return _Task(None, "done")
-        work: dict[str, Callable[[], Any] | None] = {
-            "commit": (lambda: str(writer.commit(progress, parts))) if first else None,
+    def _begin(self, parts: Sequence[dict[str, Any] | None]) -> None:
+        writer, stage = self._writer, STAGES[self._stage]
+        work: dict[str, Callable[[], Any]] = {
+            "commit": lambda: writer.commit(self._progress, parts),
             "audit": writer.audit,
-            "prune": writer.prune if first else None,
+            "prune": writer.prune,
         }
-        return _Task(work[STAGES[self._stage]], STAGES[self._stage])
+        if stage == "audit" or writer.mesh.world.rank == 0:
+            self._task = _in_thread(work[stage], stage)  # the others have the stage before, which is finished
 
     def _fail(self) -> None:
         writer, stage = self._writer, STAGES[self._stage]
-        mine = {"problems": [vars(problem) for problem in self._task.problems[:5]], "superseded": self._task.superseded}
+        error = self._task.exception()
+        problems = error.problems if isinstance(error, FrontierError) else [Problem("checkpoint", f"{type(error).__name__}: {error}")]
+        mine = {"problems": [vars(problem) for problem in problems[:5] if error], "superseded": isinstance(error, Superseded)}
         answers = all_gather_json(mine, writer.mesh.world, writer.device)
         problems = list(dict.fromkeys(Problem(**row) for answer in answers for row in answer["problems"]))
         superseded = any(answer["superseded"] for answer in answers)

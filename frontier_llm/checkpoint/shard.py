@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -26,7 +26,7 @@ from frontier_llm.files import created, write_all
 
 
 @dataclass(frozen=True)
-class Entry:
+class Extent:
     """Where one kind of one piece lies in a shard file."""
 
     kind: str
@@ -40,8 +40,9 @@ class ShardLayout:
     """What a shard file holds and where: a pure function of what the manifest says of it."""
 
     head: bytes  # up to the data
-    entries: tuple[Entry, ...]  # in file order
+    entries: tuple[Extent, ...]  # in file order
     total_bytes: int
+    item_bytes: int  # of an element
 
     @property
     def data_bytes(self) -> int:
@@ -49,10 +50,16 @@ class ShardLayout:
         return self.total_bytes - len(self.head)
 
 
+def safetensors_head(content: Mapping[str, object]) -> bytes:
+    """What a safetensors file begins with: u64 length, then JSON padded so that the data starts on 8 bytes, as the format asks."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+
+
 def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str) -> ShardLayout:
     """The layout of a file: for each kind, in the order in which the pieces name them, every piece that has it."""
     content: dict[str, object] = {"__metadata__": {"format": "frontier_llm checkpoint", "step": str(step), "file": file}}
-    entries, position, item = list[Entry](), 0, ITEM_BYTES[dtype]
+    entries, position, item = list[Extent](), 0, ITEM_BYTES[dtype]
     for kind in dict.fromkeys(kind for piece in pieces for kind in piece.kinds):
         for index, piece in enumerate(pieces):
             if kind in piece.kinds:
@@ -60,12 +67,10 @@ def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str)
                 # the offset makes names unique: a rank may hold several rectangles of one tensor
                 name = f"{kind}/{piece.name}@{','.join(map(str, piece.offset))}"
                 content[name] = {"dtype": dtype, "shape": list(piece.shape), "data_offsets": [position, position + numel * item]}
-                entries.append(Entry(kind, index, position, numel))
+                entries.append(Extent(kind, index, position, numel))
                 position += numel * item
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
-    return ShardLayout(head, tuple(replace(entry, start=len(head) + entry.start) for entry in entries), len(head) + position)
+    head = safetensors_head(content)
+    return ShardLayout(head, tuple(replace(entry, start=len(head) + entry.start) for entry in entries), len(head) + position, item)
 
 
 def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
@@ -134,7 +139,7 @@ def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) ->
         done += count
 
 
-Consume = Callable[[Entry, int, memoryview], None]  # (entry, first element, bytes); called from several threads, for disjoint bytes
+Consume = Callable[[Extent, int, memoryview], None]  # (entry, first element, bytes); called from several threads, for disjoint bytes
 
 
 def verify(path: Path, manifest: Manifest, shard: Shard, consume: Consume | None = None, drop_cache: bool = False) -> None:
@@ -147,18 +152,18 @@ def verify(path: Path, manifest: Manifest, shard: Shard, consume: Consume | None
     with opened(path, shard.bytes, layout.head) as descriptor:
         if drop_cache:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        digest = _read_and_hash(descriptor, path, manifest, layout, consume)
+        digest = read_and_hash(descriptor, path, layout, manifest.block_bytes, consume)
     if digest != shard.sha256:
         names = list(dict.fromkeys(piece.name for piece in manifest.pieces_of(shard)))
         listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise DamagedCheckpoint(f"is damaged: digest {digest}, expected {shard.sha256}; it holds {listing}", where=str(path))
 
 
-def _read_and_hash(descriptor: int, path: Path, manifest: Manifest, layout: ShardLayout, consume: Consume | None) -> str:
-    head, places, item = layout.head, layout.entries, ITEM_BYTES[manifest.dtype]
-    whole = hashlib.sha256(head)  # version 1: one digest over everything, so one block after the other
-    block_bytes = manifest.block_bytes or BLOCK_BYTES
-    turn_bytes = TURN_BLOCKS * block_bytes
+def read_and_hash(descriptor: int, path: Path, layout: ShardLayout, block_bytes: int, consume: Consume | None = None) -> str:
+    """The digest of a file with this layout; without `block_bytes` that of version 1, one over everything."""
+    head, places, item = layout.head, layout.entries, layout.item_bytes
+    whole = None if block_bytes else hashlib.sha256(head)  # one block after the other
+    turn_bytes = TURN_BLOCKS * (block_bytes or BLOCK_BYTES)
     starts = [place.start for place in places]
     buffers = threading.local()
 
@@ -172,10 +177,10 @@ def _read_and_hash(descriptor: int, path: Path, manifest: Manifest, layout: Shar
             for place in places[bisect_right(starts, start) - 1 : bisect_left(starts, start + len(part))]:
                 first, stop = max(start, place.start), min(start + len(part), place.start + place.numel * item)
                 consume(place, (first - place.start) // item, part[first - start : stop - start])
-        if manifest.version == 1:
-            whole.update(part)
-            return b""
-        return block_digests(part, block_bytes)
+        if whole is None:
+            return block_digests(part, block_bytes)
+        whole.update(part)
+        return b""
 
-    blocks = spread(read_turn, block_count(layout.data_bytes, turn_bytes), workers=1 if manifest.version == 1 else WORKERS)
-    return whole.hexdigest() if manifest.version == 1 else combine(head, blocks)
+    blocks = spread(read_turn, block_count(layout.data_bytes, turn_bytes), WORKERS if whole is None else 1)
+    return combine(head, blocks) if whole is None else whole.hexdigest()

@@ -6,12 +6,14 @@ makes a step-0 checkpoint, tensor by tensor, from which training starts on any l
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +22,11 @@ from torch import Tensor
 from frontier_llm.blueprint.optimizers import MASTER, optimizer_rule
 from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.digest import BLOCK_BYTES, RunningDigest
+from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.load import DTYPES
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Manifest, Progress, SavedPiece, TensorEntry, shard_name
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, SavedPiece, TensorEntry, shard_name
 from frontier_llm.checkpoint.save import build_manifest
-from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, shard_layout, verify
+from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build
 from frontier_llm.errors import CheckpointError, Problem
@@ -34,50 +36,11 @@ from frontier_llm.packing import packed
 from frontier_llm.topology import Rectangle
 
 
-class _Place(NamedTuple):
-    """A rectangle in a file."""
-
-    rectangle: Rectangle
-    file: str
-    start: int  # byte of its first element
-
-
-class SavedTensors:
-    """The tensors of a complete checkpoint, put together from the rectangles that some layout wrote; files are mapped, not read whole."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        """`path` is a step's folder. Raises DamagedCheckpoint for a missing or truncated shard, naming it."""
-        self.path, self.manifest = path, manifest
-        self.tensors = {tensor.name: tensor for tensor in manifest.tensors}
-        self._dtype = DTYPES[manifest.dtype]
-        self._places: dict[tuple[str, str], list[_Place]] = defaultdict(list)
-        for shard in manifest.shards:
-            layout, pieces = layout_of(manifest, shard, path / shard.file), manifest.pieces_of(shard)
-            with opened(path / shard.file, shard.bytes, layout.head):
-                for entry in layout.entries:
-                    piece = pieces[entry.piece]
-                    place = _Place(Rectangle(piece.offset, piece.shape), shard.file, entry.start)
-                    self._places[piece.name, entry.kind].append(place)
-
-    def read(self, name: str, kind: str, wanted: Rectangle | None = None) -> np.ndarray:
-        """A rectangle of one tensor, by default all of it; fp32 (fp64 of an fp64 run). Raises CheckpointError when parts are nowhere."""
-        shape = self.tensors[name].shape
-        wanted = wanted or Rectangle((0,) * len(shape), shape)
-        result = np.empty(wanted.shape, self._dtype)
-        missing = wanted.numel
-        for place in self._places[name, kind]:
-            common = place.rectangle.intersect(wanted)
-            if common is not None:
-                held = np.memmap(self.path / place.file, self._dtype, "r", place.start, place.rectangle.shape)
-                result[common.within(wanted)] = held[common.within(place.rectangle)]
-                missing -= common.numel
-        if missing:
-            raise CheckpointError(f"{missing} elements of {name} are in no shard", where=str(self.path), fix="take another checkpoint")
-        return result
-
-
 class CheckpointWeights:
-    """The masters of a complete checkpoint, whatever layout wrote it (see WeightSource)."""
+    """The tensors of a complete checkpoint, put together from the rectangles that some layout wrote; files are mapped, not read whole.
+
+    As a WeightSource it gives the masters.
+    """
 
     def __init__(self, path: str | Path, verified: bool = False) -> None:
         """`path` is a step's folder. With `verified`, every shard is first read whole and compared with its digest.
@@ -86,21 +49,50 @@ class CheckpointWeights:
         """
         self.path = Path(path)
         self.manifest = folder.read_manifest(self.path)[0]
-        self.config = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
-        for shard in self.manifest.shards if verified else ():
-            verify(self.path / shard.file, self.manifest, shard)
-        self._saved = SavedTensors(self.path, self.manifest)
+        self.tensors = {tensor.name: tensor for tensor in self.manifest.tensors}
+        self._dtype = DTYPES[self.manifest.dtype]
+        # (tensor, kind) → its rectangles, each in which file and from which byte on
+        self._places: dict[tuple[str, str], list[tuple[Rectangle, Path, int]]] = defaultdict(list)
+        for shard in self.manifest.shards:
+            file = self.path / shard.file
+            if verified:
+                verify(file, self.manifest, shard)
+            layout, pieces = layout_of(self.manifest, shard, file), self.manifest.pieces_of(shard)
+            with opened(file, shard.bytes, layout.head):
+                for extent in layout.entries:
+                    piece = pieces[extent.piece]
+                    self._places[piece.name, extent.kind].append((Rectangle(piece.offset, piece.shape), file, extent.start))
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The run's. Raises ConfigError for one that this version cannot read."""
+        return build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
 
     @property
     def model(self) -> ModelConfig:
         """The shape that was trained."""
         return self.config.model
 
+    def read(self, name: str, kind: str, wanted: Rectangle | None = None) -> np.ndarray:
+        """A rectangle of one tensor, by default all of it; fp32 (fp64 of an fp64 run). Raises CheckpointError when parts are nowhere."""
+        shape = self.tensors[name].shape
+        wanted = wanted or Rectangle((0,) * len(shape), shape)
+        result, missing = np.empty(wanted.shape, self._dtype), wanted.numel
+        for rectangle, file, start in self._places[name, kind]:
+            common = rectangle.intersect(wanted)
+            if common is not None:
+                stored = np.memmap(file, self._dtype, "r", start, rectangle.shape)
+                result[common.within(wanted)] = stored[common.within(rectangle)]
+                missing -= common.numel
+        if missing:
+            raise CheckpointError(f"{missing} elements of {name} are in no shard", where=str(self.path), fix="take another checkpoint")
+        return result
+
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See WeightSource; fp32 (fp64 for an fp64 run)."""
-        if name not in self._saved.tensors:
+        if name not in self.tensors:
             raise CheckpointError(f"holds no tensor {name}", where=str(self.path), fix="it belongs to a model of another shape")
-        return torch.from_numpy(self._saved.read(name, MASTER, Rectangle(tuple(offset), tuple(shape))))
+        return torch.from_numpy(self.read(name, MASTER, Rectangle(tuple(offset), tuple(shape))))
 
 
 def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) -> Path:
@@ -128,7 +120,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     rows, parts = [], []
     for number, pieces in enumerate(packed(everything, state_bytes, shard_bytes)):
         layout = shard_layout(pieces, dtype, 0, shard_name(number))
-        digest = _write_shard(building / shard_name(number), source, pieces, layout, dtype)
+        digest = _write_shard(building / shard_name(number), source, pieces, layout, DTYPES[dtype])
         rows.append([(index[piece.name], piece.offset, piece.shape) for piece in pieces])
         parts.append({"file": shard_name(number), "bytes": layout.total_bytes, "sha256": digest})
     scale = initial_loss_scale(config)
@@ -178,23 +170,15 @@ def _resolved(model: ModelConfig) -> dict[str, object]:
     return content
 
 
-def _write_shard(path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: DtypeName) -> str:
-    """The digest of a shard with masters from the source, and states that are zero."""
-    digest, zeros = RunningDigest(layout.head), memoryview(bytes(BLOCK_BYTES))
+def _write_shard(path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: np.dtype[Any]) -> str:
+    """The digest of a shard with masters from the source, and states that are zero: holes in the file."""
     with created(path) as descriptor:
+        os.ftruncate(descriptor, layout.total_bytes)
         write_all(descriptor, memoryview(layout.head), 0)
         for entry in layout.entries:
-            blocks: Iterable[memoryview]
             if entry.kind == MASTER:
                 piece = pieces[entry.piece]
-                values = source.rectangle(piece.name, piece.offset, piece.shape).to(torch.float64 if dtype == "F64" else torch.float32)
-                blocks = [values.reshape(-1).view(torch.uint8).numpy().data]
-            else:
-                size = entry.numel * ITEM_BYTES[dtype]
-                blocks = (zeros[: size - done] for done in range(0, size, BLOCK_BYTES))
-            position = entry.start
-            for block in blocks:
-                digest.update(block)
-                write_all(descriptor, block, position)
-                position += len(block)
-    return digest.hexdigest()
+                values = source.rectangle(piece.name, piece.offset, piece.shape).to(torch.from_numpy(np.empty(0, dtype)).dtype)
+                write_all(descriptor, values.reshape(-1).view(torch.uint8).numpy().data, entry.start)
+    with opened(path, layout.total_bytes, layout.head) as descriptor:
+        return read_and_hash(descriptor, path, layout, BLOCK_BYTES)

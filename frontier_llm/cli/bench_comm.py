@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from frontier_llm.cluster.launchers import RankEnv
     from frontier_llm.comm import Mesh
     from frontier_llm.config import RunConfig
-    from frontier_llm.measure.links import Measurement, Pair
+    from frontier_llm.measure.links import LinkTime, Pair
 
 
 @command(
@@ -52,7 +52,7 @@ def comm(args: argparse.Namespace) -> int:
     return measure_on_ranks(args, measure)
 
 
-def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measurements: list[Measurement], per_node: int) -> None:
+def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measurements: list[LinkTime], per_node: int) -> None:
     """The table of algorithms and the machine file, where asked for."""
     import platform
 
@@ -77,7 +77,7 @@ def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measur
         log.info(f"wrote {args.machine_file} ({where}): use it with `frontier-llm plan MODEL --machine {args.machine_file}`")
 
 
-def _report(args: argparse.Namespace, config: RunConfig, measurements: list[Measurement], pairs: list[Pair], per_node: int) -> None:
+def _report(args: argparse.Namespace, config: RunConfig, measurements: list[LinkTime], pairs: list[Pair], per_node: int) -> None:
     from frontier_llm.machine import load_machine
     from frontier_llm.measure.link_tables import contention, draw_pairs, link_kind, slow_links
 
@@ -95,7 +95,7 @@ def _report(args: argparse.Namespace, config: RunConfig, measurements: list[Meas
     show(args, content, lambda: "\n".join(_lines(measurements, pairs, slow, kind)))
 
 
-def _lines(measurements: list[Measurement], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]) -> Iterator[str]:
+def _lines(measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]) -> Iterator[str]:
     from statistics import median
 
     what = f"{'axis':<7}{'ranks':>6}  {'operation':<15}{'algorithm':<13}{'groups':<9}"

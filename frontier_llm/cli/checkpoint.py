@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli import interchange
 from frontier_llm.cli.arguments import JSON, Command, aligned, command, option, show
-from frontier_llm.cli.progress import Progress
+from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import FrontierError
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds
 
@@ -62,7 +62,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     results = {}
     for path in find(args.path):
-        started_s, line = time.monotonic(), Progress()
+        started_s, line = time.monotonic(), ProgressBar()
         problems = results[str(path)] = verify(path, line.on(path.name, "shards"))
         line.close()
         if not args.json:

@@ -23,6 +23,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     Raises ConfigError (or its kin) with every problem found.
     """
     from frontier_llm.data.loader import data_problems
+    from frontier_llm.data.summary import log_datasets
     from frontier_llm.topology import make_plan, plan_problems
 
     problems = [*plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
@@ -36,12 +37,14 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
+    log_datasets(config)
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
     """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds without any activation."""
-    from frontier_llm.costs.parameters import total_parameters
-    from frontier_llm.costs.workload import DTYPE_BYTES, statistics_bytes
+    from frontier_llm.blueprint import total_parameters
+    from frontier_llm.blueprint.layout import DTYPE_BYTES, statistics_bytes
+    from frontier_llm.blueprint.optimizers import state_bytes
 
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
@@ -51,9 +54,8 @@ def check_start(config: RunConfig, world_size: int) -> None:
     parallel, dtype = config.parallel, config.precision.dtype
     whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients
     replicas = world_size // (parallel.tensor * parallel.pipeline) if whole else 1
-    statistic = statistics_bytes(dtype)
-    copies = replicas * (DTYPE_BYTES[dtype] + statistic) + 3 * statistic  # weights and gradients; masters and moments once
-    needed_bytes, held_bytes = copies * total_parameters(config.model), available_bytes()
+    per_replica = (DTYPE_BYTES[dtype] + statistics_bytes(dtype)) * total_parameters(config.model)  # weights and gradients
+    needed_bytes, held_bytes = replicas * per_replica + state_bytes(config.model, config.optimizer.name, dtype), available_bytes()
     if needed_bytes > held_bytes:
         what = f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
         fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
@@ -120,16 +122,14 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
 
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """The checkpoints that this start writes before it may delete one must fit, in bytes and in files."""
-    from frontier_llm.costs.parameters import total_parameters
-    from frontier_llm.costs.workload import statistics_bytes
+    from frontier_llm.blueprint.optimizers import state_bytes
 
     train = config.train
     checkpoints = Path(train.run_dir) / "checkpoints"
     existing = len(list(checkpoints.glob("step_????????"))) if checkpoints.is_dir() else 0
     saves = 1 + (train.steps - 1) // train.save_interval if train.save_interval else 1
     count = min(saves, 1 if existing >= train.keep_checkpoints else 2)
-    values = 3 * total_parameters(config.model)  # master weights and two moments
-    needed_bytes = count * values * statistics_bytes(config.precision.dtype)
+    needed_bytes = count * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     needed_files = count * (world_size + 3)  # a shard per rank, manifest, its digest, the folder
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     disk = os.statvfs(where)

@@ -26,21 +26,20 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
 def doctor(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing fatal was found, else 1."""
     from frontier_llm import log
+    from frontier_llm.blueprint.optimizers import state_bytes
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster.doctor import examine
     from frontier_llm.cluster.probe import Settings
     from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
-    from frontier_llm.costs.parameters import total_parameters
-    from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 
     site = load_site(args.site or environ("FRONTIER_LLM_SITE") or "generic")
     directory, needed_bytes = Path(args.run_dir), 0
     if args.run:
         config = load_run(args.run)
         directory = Path(config.train.run_dir)
-        needed_bytes = 2 * CHECKPOINT_BYTES_PER_PARAMETER * total_parameters(config.model)
+        needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
     if nodelist is None and not args.this_node:
         log.info("not inside an allocation (salloc, sbatch): only this machine is examined")

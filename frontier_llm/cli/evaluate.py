@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, option, positive
 from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
-from frontier_llm.cli.progress import Progress
+from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         IndexedDataset(prefix)
     tokenizer = tokenizer_of(args, opened) if args.task else None
     with inference_model(args, opened) as (model, prints):
-        progress = Progress(prints)
+        progress = ProgressBar(prints)
         losses = [held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches")) for prefix in datasets]
         results = []
         for name, task, pool in _tasks(args):

@@ -31,12 +31,14 @@ COMMANDS = {
     "ops": "which fused op runs with which back-end, and why",
     "bench": "measure the training step, the ops or the communication",
     "calibrate": "measure this machine and write its machine file",
+    "completion": "a script for bash or zsh that completes these words",
 }
 _GROUPS = {
     "plan and train": ("plan", "train", "report"),
     "on a cluster": ("doctor", "submit", "status", "scaling"),
     "data and models": ("data", "checkpoint", "evaluate", "generate"),
     "look at this machine": ("ops", "bench", "calibrate"),
+    "in the shell": ("completion",),
 }
 _FIRST = (
     "frontier-llm plan gpt-175b --machine frontier --nodes 128",
@@ -52,7 +54,7 @@ def _usage() -> str:
     head = (
         "usage: frontier-llm <command> [options]\n\nPretraining of language models on MI250X supercomputers, laptops, and what is between."
     )
-    tail = f"frontier-llm <command> --help explains a command; --version prints {__version__}"
+    tail = f"frontier-llm help <command> explains a command; --version prints {__version__}"
     return "\n\n".join([head, *blocks, tail])
 
 
@@ -84,10 +86,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors that the user can mend are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0
-    if arguments[0] == "--version":
+    if arguments[0] in ("-V", "--version"):
         print(__version__)
         return 0
     name = arguments[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from frontier_llm.cli.arguments import JSON, Command, command, option
+from frontier_llm.cli.arguments import JSON, Command, command, option, show
 
 
 @command(
@@ -15,22 +17,24 @@ from frontier_llm.cli.arguments import JSON, Command, command, option
     about="Print registers, LDS, matrix instructions and occupancy of an architecture's code objects.",
 )
 def _kernels(args: argparse.Namespace) -> int:
-    import json
-
     from frontier_llm.ops.manifest import kernel_report
 
-    lines = [line for line in kernel_report(args.architecture) if line["dtype"] == args.dtype]
-    if args.json:
-        print(json.dumps(lines, indent=1))
-        return 0
-    print("| kernel | variant | blocks | warps | registers | shared bytes | matrix instructions | spills | waves/SIMD |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for line in lines:
-        blocks = " x ".join(str(value) for name, value in line["constants"].items() if name.startswith("BLOCK"))
-        facts = [line[name] for name in ("warps", "registers", "shared_bytes", "matrix_instructions", "spills")]
-        variant = line["variant"] + ("" if line["aligned"] else ", unaligned")
-        print(f"| {line['kernel']} | {variant} | {blocks} | {' | '.join(map(str, facts))} | {line['waves_per_simd']:g} |")
+    kernels = [kernel for kernel in kernel_report(args.architecture) if kernel["dtype"] == args.dtype]
+    head = ("kernel", "variant", "blocks", "warps", "registers", "shared bytes", "matrix instructions", "spills", "waves/SIMD")
+    show(args, kernels, lambda: _markdown(head, map(_kernel_cells, kernels)))
     return 0
+
+
+def _kernel_cells(kernel: Mapping[str, Any]) -> list[object]:
+    blocks = " x ".join(str(value) for name, value in kernel["constants"].items() if name.startswith("BLOCK"))
+    facts = [kernel[name] for name in ("warps", "registers", "shared_bytes", "matrix_instructions", "spills")]
+    variant = kernel["variant"] + ("" if kernel["aligned"] else ", unaligned")
+    return [kernel["kernel"], variant, blocks, *facts, f"{kernel['waves_per_simd']:g}"]
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 @command(
@@ -40,12 +44,11 @@ def _kernels(args: argparse.Namespace) -> int:
     about="Run the prebuilt GPU ops on this machine's GPU, against the reference in float64; exit code 1 when one is wrong.",
 )
 def _check(args: argparse.Namespace) -> int:
-    import json
     from dataclasses import asdict
 
     import torch
 
-    from frontier_llm.cli.progress import Progress
+    from frontier_llm.cli.progress import ProgressBar
     from frontier_llm.errors import BackendError
     from frontier_llm.ops.check import DTYPES, check
     from frontier_llm.ops.gpu import GpuOps
@@ -53,20 +56,22 @@ def _check(args: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise BackendError("torch sees no GPU to check", "run it where there is one; scripts/check_gfx90a.py simulates gfx90a", "ops check")
-    results, progress = [], Progress(shown=not args.json)
+    results, progress = [], ProgressBar(shown=not args.json)
     for result in check(GpuOps(kernels_of_this_gpu()), "cuda", list(DTYPES) if args.all else ["bf16"]):
         results.append(result)
         progress.on(f"{result.dtype} {result.op}", "cases")(len(results))
     progress.close()
-    if args.json:
-        print(json.dumps([{**asdict(result), "ok": result.ok} for result in results], indent=1))
-    else:
-        print("| op | type | shape | error | of at most | |")
-        print("|---|---|---|---|---|---|")
-        for result in results:
-            verdict = "ok" if result.ok else f"wrong: {result.fault or 'the error is above the limit'}"
-            print(f"| {result.op} | {result.dtype} | {result.shape} | {result.error:.2f} | {result.limit:g} | {verdict} |")
-        print("forward and backward; errors in units in the last place of the largest element")
+
+    def table() -> str:
+        verdicts = ["ok" if result.ok else f"wrong: {result.fault or 'the error is above the limit'}" for result in results]
+        rows = [
+            (result.op, result.dtype, result.shape, f"{result.error:.2f}", f"{result.limit:g}", verdict)
+            for result, verdict in zip(results, verdicts, strict=True)
+        ]
+        unit = "forward and backward; errors in units in the last place of the largest element"
+        return f"{_markdown(('op', 'type', 'shape', 'error', 'of at most', ''), rows)}\n{unit}"
+
+    show(args, [{**asdict(result), "ok": result.ok} for result in results], table)
     return int(not all(result.ok for result in results))
 
 
@@ -77,23 +82,20 @@ def _check(args: argparse.Namespace) -> int:
     about="Print op x back-end x architecture: available, or why not.",
 )
 def _list(args: argparse.Namespace) -> int:
-    import json
-
     from frontier_llm.ops.manifest import prebuilt_architectures
     from frontier_llm.ops.select import backends
 
     rows, architectures = backends(args.dtype), prebuilt_architectures()
-    if args.json:
-        print(json.dumps({"backends": rows, "prebuilt": architectures}, indent=1))
-        return 0
-    for device in ("cpu", "cuda"):
-        print(f"{device} ({args.dtype}); * is what auto takes")
-        for row in (row for row in rows if row["device"] == device):
-            mark = "*" if row["chosen"] else " "
-            print(f"  {mark} {row['op']:<14} {row['backend']:<11} {row['status']}")
-    print("prebuilt GPU kernels")
-    for name, state in architectures.items():
-        print(f"    {name:<8} {state}")
+
+    def lines() -> Iterator[str]:
+        for device in ("cpu", "cuda"):
+            yield f"{device} ({args.dtype}); * is what auto takes"
+            for row in (row for row in rows if row["device"] == device):
+                yield f"  {'*' if row['chosen'] else ' '} {row['op']:<14} {row['backend']:<11} {row['status']}"
+        yield "prebuilt GPU kernels"
+        yield from (f"    {name:<8} {state}" for name, state in architectures.items())
+
+    show(args, {"backends": rows, "prebuilt": architectures}, lambda: "\n".join(lines()))
     return 0
 
 

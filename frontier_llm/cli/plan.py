@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     option("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page"),
     option("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto"),
     option("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)"),
-    option("--leave-models-out", action="store_true", help="with --validate: also cross-validate by leaving out whole models"),
     option("--rows", action="store_true", help="with --validate: print every prediction"),
     about="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
     "--validate scores the predictions against published measurements.",
@@ -56,9 +54,9 @@ if TYPE_CHECKING:
 def plan(args: argparse.Namespace) -> int:
     """Entry point; raises FrontierError for whatever the user can mend."""
     if args.validate is not None:
-        from frontier_llm.planner.validate import validate_command
+        from frontier_llm.planner.published.validate import validate_command
 
-        return validate_command([Path(name) for name in args.validate], as_json=args.json, cross=args.leave_models_out, show_rows=args.rows)
+        return validate_command([Path(name) for name in args.validate], as_json=args.json, show_rows=args.rows)
     if args.measured:
         return _measured(args)
     return _plan(args)
@@ -66,8 +64,6 @@ def plan(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
-    from frontier_llm.costs.parameters import total_parameters
-    from frontier_llm.costs.workload import DTYPE_BYTES
     from frontier_llm.machine import fp16_note, load_machine, own_stack, rates
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
@@ -87,17 +83,17 @@ def _plan(args: argparse.Namespace) -> int:
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
-    dtype_bytes = DTYPE_BYTES[base.precision.dtype] if base else 2
-    found = search(model, numbers, nodes, batch, fixed, args.allow_cross_node_tp, args.top, dtype_bytes)
+    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
+    found = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, top=args.top, **shared)
     check_found(found, machine, numbers)
     best = found.best
-    run_of = campaign(machine, nodes, total_parameters(model), best.step_s, float(best.workload.step_tokens), args.tokens)
-    if args.json:
-        print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1))
-    else:
-        print(report.text(found, machine, numbers, run_of, _width()))
-        if args.explain:
-            print("\n" + report.explain(best, machine, stack, numbers, _width()))
+    run_of = campaign(machine, best, args.tokens)
+
+    def text() -> str:
+        explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
+        return "\n".join([report.text(found, machine, numbers, run_of, _width()), *explained])
+
+    show(args, report.search_as_dict(found, machine, stack, numbers, run_of), text)
     _extras(args, found, machine, stack, numbers, fixed)
     return 0
 
@@ -139,10 +135,10 @@ def _is_run(name: str) -> bool:
 def _measured(args: argparse.Namespace) -> int:
     """`--measured`: runs that took place, each beside its prediction."""
     from frontier_llm.machine import load_machine, rates
-    from frontier_llm.measure.predicted import as_table, read_run
+    from frontier_llm.measure.predicted import as_table, beside_prediction
 
     numbers = rates(load_machine(args.machine), args.stack)
-    runs = [read_run(directory, numbers) for directory in args.measured]
+    runs = [beside_prediction(directory, numbers) for directory in args.measured]
     show(args, [{**vars(run), "directory": str(run.directory), "error": run.error} for run in runs], lambda: as_table(runs))
     return 0
 

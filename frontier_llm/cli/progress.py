@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 
-class Progress:
+class ProgressBar:
     """`on(what)` gives a callback; `close()` ends the line."""
 
     def __init__(self, shown: bool = True) -> None:

@@ -7,12 +7,12 @@ import sys
 import time
 
 from frontier_llm import log
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.errors import FrontierError
+from frontier_llm.files import write_atomically
 
 
 def hand_on(job: BatchJob) -> int:

@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.atomic import write_atomically
+from frontier_llm.files import write_atomically
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 TORN_BYTES = 1 << 16  # no line is nearly as long

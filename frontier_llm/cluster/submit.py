@@ -18,7 +18,6 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
@@ -26,6 +25,7 @@ from frontier_llm.cluster.sbatch import JobScript, render, render_site
 from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem, nearest
+from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
 

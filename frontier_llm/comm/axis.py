@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from frontier_llm.comm.group import Group
+from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
+from frontier_llm.comm.group import Collectives, Group
 from frontier_llm.comm.ledger import Ledger
 
 
@@ -22,6 +23,15 @@ class Axis:
     ranks: tuple[int, ...]  # global ranks in axis order
     group: Group | None = field(default=None, compare=False, repr=False)
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+    # where it spans nodes evenly: the same collectives in two stages, on how many nodes, and for which calls
+    hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
+    nodes: int = 1
+    algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)
+
+    def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
+        """What carries out a collective; bytes are the whole tensor's, as in the ledger, so that every rank chooses alike."""
+        chosen = self.algorithms.choose(operation, self.nodes, size_bytes)
+        return self.hierarchical if self.hierarchical is not None and chosen == "hierarchical" else self.group
 
 
 def single(name: str, global_rank: int = 0, ledger: Ledger | None = None) -> Axis:

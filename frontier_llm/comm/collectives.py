@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.group import DONE, Group, Pending
+from frontier_llm.comm.group import DONE, Collectives, Pending
 from frontier_llm.comm.ledger import Call
 
 
@@ -26,13 +26,13 @@ class Started:
             self._work.wait()
 
 
-def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Group], Pending]) -> Pending:
+def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collectives], Pending]) -> Pending:
     """Count a collective and begin it. Some transports do their work in the start, others while they are waited for: both are timed."""
-    if axis.group is None:
+    if (group := axis.collectives(operation, size_bytes)) is None:
         return DONE
     call = axis.ledger.add(axis.name, operation, size_bytes)
     with axis.ledger.blocked(call, last=False):
-        work = start(axis.group)
+        work = start(group)
     return Started(work, axis, call)
 
 
@@ -94,9 +94,9 @@ def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Copy `x` of axis rank `source` to all; returns x."""
-    if axis.group is not None:
+    if (group := axis.collectives("broadcast", x.nbytes)) is not None:
         with axis.ledger.blocked(axis.ledger.add(axis.name, "broadcast", x.nbytes)):
-            axis.group.broadcast_(x, source)
+            group.broadcast_(x, source)
     return x
 
 

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from frontier_llm import log
-from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
+from frontier_llm.comm.algorithms import load_algorithms
 from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.group import Group, TorchGroup
-from frontier_llm.comm.hierarchical import ChosenGroup, HierarchicalGroup
+from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import open_channels
 from frontier_llm.comm.rendezvous import forget_stores, join_store
 from frontier_llm.comm.shm import ShmGroup
+from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import Placement, round_robin
 from frontier_llm.topology import Grid
 
-Transport = Literal["auto", "shm", "torch"]  # auto: shared memory where gloo would serve ranks of one host
+AS_DEFAULT = CommConfig()
 
 
 def connect(
@@ -69,19 +70,11 @@ def disconnect() -> None:
 class _Groups:
     """Makes the groups of one mesh."""
 
-    def __init__(
-        self,
-        global_rank: int,
-        timeout_s: float,
-        timeouts_s: Mapping[str, float | None],
-        transport: Transport,
-        ranks_per_node: int | None,
-        algorithms: AlgorithmTable,
-    ) -> None:
-        self._global_rank, self._transport = global_rank, transport
-        self._timeout_s, self._timeouts_s = timeout_s, timeouts_s
-        self._ranks_per_node, self._algorithms = ranks_per_node, algorithms
-        self._said: set[str] = set()
+    def __init__(self, global_rank: int, timeout_s: float, comm: CommConfig, ranks_per_node: int | None) -> None:
+        self._global_rank, self._timeout_s, self._comm, self._ranks_per_node = global_rank, timeout_s, comm, ranks_per_node
+        self._algorithms = load_algorithms(comm.algorithms)
+        self._timeouts_s = comm.timeouts_s.model_dump()
+        self._logged: set[str] = set()
         self.ledger = Ledger()
 
     def axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
@@ -89,13 +82,12 @@ class _Groups:
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
         rank = ranks.index(self._global_rank)
-        group = self._group(name, rank, ranks)
+        flat = Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger)
         node, rail = self._levels(name, ranks)
-        if rail.size > 1:
-            flat, table = group, self._algorithms
-            group = ChosenGroup(flat, HierarchicalGroup(node, rail), lambda operation, size: table.choose(operation, rail.size, size))
-            self._say(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms")
-        return Axis(name, rank, len(ranks), ranks, group, self.ledger)
+        if rail.size == 1:
+            return flat
+        self._log(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms")
+        return replace(flat, hierarchical=HierarchicalGroup(node, rail), nodes=rail.size, algorithms=self._algorithms)
 
     def counted_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         """An axis that may have one rank here and several elsewhere: a group is made either way.
@@ -127,24 +119,24 @@ class _Groups:
         timeout_s = self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail and pp.forward as their axis
         process_group = _new_group(ranks, timeout_s)
         backend = dist.get_backend(process_group)
-        if self._transport == "torch" or (backend != "gloo" and self._transport == "auto"):
-            self._say(f"comm: {backend} through torch.distributed")
+        if self._comm.transport == "torch" or (backend != "gloo" and self._comm.transport == "auto"):
+            self._log(f"comm: {backend} through torch.distributed")
             return TorchGroup(process_group, ranks, name)
         descriptor, reason = None, f"{backend} serves it, and only CPU ranks share memory"
         if backend == "gloo":
             descriptor, reason = share_memory(process_group, rank, len(ranks))
         if descriptor is None:
-            if self._transport == "shm":
+            if self._comm.transport == "shm":
                 raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
-            self._say(f"comm: {backend} sockets for axis {name}: {reason}")
+            self._log(f"comm: {backend} sockets for axis {name}: {reason}")
             return TorchGroup(process_group, ranks, name)
-        self._say("comm: shared memory between the ranks of this host")
+        self._log("comm: shared memory between the ranks of this host")
         return ShmGroup(name, rank, ranks, descriptor, timeout_s)
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
+    def _log(self, message: str) -> None:
+        if message not in self._logged:
             log.info(message)
-        self._said.add(message)
+        self._logged.add(message)
 
 
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
@@ -162,34 +154,30 @@ def build_mesh(
     placement: Placement | None = None,
     tied_embeddings: bool = False,
     timeout_s: float = 600.0,
-    transport: Transport = "auto",
+    comm: CommConfig = AS_DEFAULT,
     ranks_per_node: int | None = None,
-    algorithms: AlgorithmTable = FLAT,
-    timeouts_s: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Mesh:
     """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group.
 
     `placement` says which pipeline rank holds which virtual stage (None: one each, in order). Its messages of opposite directions between
     the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point calls in order on one stream. So every channel
     of the placement has a communicator of its own, on which a pair has a single writer.
-    `timeouts_s` has other time-outs for single axes, by name. Axes that span several nodes of `ranks_per_node` consecutive ranks take
-    the algorithm that `algorithms` gives for each call.
-    Raises BackendError when `transport` is 'shm' and an axis cannot use it.
+    `comm.timeouts_s` has other time-outs than `timeout_s` for single axes. Axes that span several nodes of `ranks_per_node` consecutive
+    ranks take the algorithm that `comm.algorithms` gives for each call.
+    Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it.
     """
-    groups = _Groups(global_rank, timeout_s, timeouts_s, transport, ranks_per_node, algorithms)
+    groups = _Groups(global_rank, timeout_s, comm, ranks_per_node)
     pipeline = grid.group("pp", global_rank)
     placement = placement or round_robin(grid.pp)
     ends = tuple(pipeline[stage] for stage in placement.ends)
-    if tied_embeddings:
-        tied_axis = groups.counted_axis("tied", ends if global_rank in ends else (global_rank,))
-    else:
-        tied_axis = groups.axis("tied", (global_rank,))
+    tied_ranks = ends if tied_embeddings and global_rank in ends else (global_rank,)
+    tied = (groups.counted_axis if tied_embeddings else groups.axis)("tied", tied_ranks)
     mesh = Mesh(
         tp=groups.axis("tp", grid.group("tp", global_rank)),
         pp=groups.axis("pp", pipeline),
         dp=groups.axis("dp", grid.group("dp", global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
-        tied=tied_axis,
+        tied=tied,
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_all_to_all_into, start_reduce_scatter
-from frontier_llm.comm.group import DONE, Collectives, Group, Pending, Sending
+from frontier_llm.comm.group import DONE, Pending
 from frontier_llm.comm.p2p import exchange
 
 CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part of a Slingshot NIC's bandwidth curve
@@ -192,53 +192,3 @@ class HierarchicalGroup:
         barrier(self._node)
         barrier(self._rail)
         barrier(self._node)
-
-
-class ChosenGroup:
-    """A flat and a hierarchical group over the same ranks; `choose(operation, bytes)` → 'flat' or 'hierarchical' for each call.
-
-    Bytes are the whole tensor's, as in the ledger, so that every rank chooses alike.
-    """
-
-    def __init__(self, flat: Group, hierarchical: Collectives, choose: Callable[[str, int], str]) -> None:
-        self.flat, self.hierarchical, self._choose = flat, hierarchical, choose
-
-    def _group(self, operation: str, whole: Tensor) -> Collectives:
-        chosen = self._choose(operation, whole.nbytes)
-        return self.hierarchical if chosen == "hierarchical" else self.flat
-
-    def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """See Group."""
-        return self._group("all_reduce", x).start_all_reduce_(x, op)
-
-    def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
-        return self._group("all_gather", gathered).start_all_gather_into(gathered, x)
-
-    def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
-        return self._group("reduce_scatter", x).start_reduce_scatter_into(scattered, x)
-
-    def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """See Group."""
-        return self._group("all_to_all", x).start_all_to_all_into(arriving, x)
-
-    def broadcast_(self, x: Tensor, source: int) -> None:
-        """See Group."""
-        self._group("broadcast", x).broadcast_(x, source)
-
-    def barrier(self) -> None:
-        """See Group."""
-        self.flat.barrier()
-
-    def send(self, x: Tensor, to: int) -> Sending:
-        """See Group."""
-        return self.flat.send(x, to)
-
-    def receive(self, buffer: Tensor, source: int) -> Pending:
-        """See Group."""
-        return self.flat.receive(buffer, source)
-
-    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """See Group."""
-        return self.flat.exchange(outgoing, to, incoming, source)

@@ -17,10 +17,10 @@ from frontier_llm.comm.group import DONE, Pending
 
 
 class _Sum:
-    """Summands under way; added in wait()."""
+    """Summands under way; added in wait(). With `everywhere` every rank then gets all of it, rounded once more."""
 
-    def __init__(self, x: Tensor, axis: Axis, wire: torch.dtype) -> None:
-        self._x, self._axis, self._wire = x, axis, wire
+    def __init__(self, x: Tensor, axis: Axis, wire: torch.dtype, everywhere: bool) -> None:
+        self._x, self._axis, self._wire, self._everywhere = x, axis, wire, everywhere
         self._outgoing = x.to(wire)
         self._arriving = torch.empty_like(self._outgoing)
         self._pending: Pending | None = start_all_to_all_into(self._arriving, self._outgoing, axis)
@@ -36,24 +36,15 @@ class _Sum:
             if rank != self._axis.rank:
                 own += summand
         del self._outgoing, self._arriving
-
-
-class _SumEverywhere(_Sum):
-    """The same, and every rank gets all of it, rounded once more."""
-
-    def wait(self) -> None:
-        """See Pending."""
-        if self._pending is not None:
-            super().wait()
-            own = self._x.chunk(self._axis.size)[self._axis.rank]
+        if self._everywhere:
             self._x.copy_(all_gather(own.to(self._wire), self._axis))
 
 
 def start_narrow_reduce_scatter_(x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
     """Begin to sum [n * size] over the axis, summands sent as `wire`; after wait() this rank's part of `x` holds its sum."""
-    return DONE if axis.group is None else _Sum(x, axis, wire)
+    return DONE if axis.group is None else _Sum(x, axis, wire, everywhere=False)
 
 
 def start_narrow_all_reduce_(x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
     """Begin to sum [n * size] over the axis in place; the sums travel back as `wire` too, so that all ranks hold the same bits."""
-    return DONE if axis.group is None else _SumEverywhere(x, axis, wire)
+    return DONE if axis.group is None else _Sum(x, axis, wire, everywhere=True)

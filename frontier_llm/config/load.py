@@ -67,8 +67,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: not UTF-8, or a date that is none
-        said = str(error).replace('in "<unicode string>", ', "")
-        raise ConfigError(f"cannot read: {said}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
+        reason = str(error).replace('in "<unicode string>", ', "")
+        raise ConfigError(f"cannot read: {reason}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"a {type(content).__name__}"
         raise ConfigError(f"holds {held}, not a mapping", where=str(path), fix="write `key: value` lines")
@@ -239,15 +239,15 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
 
 def _joined(problems: list[Problem]) -> list[Problem]:
     """One problem per place: alternatives that all failed are named together, unless the fault lies deeper inside one of them."""
-    found: dict[str, Problem] = {}
+    by_place: dict[str, Problem] = {}
     for problem in problems:
         if any(other.where.startswith(f"{problem.where}.") for other in problems):
             continue
-        other = found.get(problem.where)
+        other = by_place.get(problem.where)
         if other is not None and "; got " in problem.what:
             problem = replace(other, what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}")
-        found[problem.where] = problem
-    return list(found.values())
+        by_place[problem.where] = problem
+    return list(by_place.values())
 
 
 def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T:

@@ -49,36 +49,36 @@ class RopeScaling(Section):
     factor: PositiveFloat  # by which slow rotations are slowed down
     low_freq_factor: PositiveFloat  # turns within the original context up to which a rotation is slow
     high_freq_factor: PositiveFloat  # and from which it is fast; those between are blended
-    original_sequence_length: PositiveInt
+    original_sequence_length: PositiveInt  # context that the model was trained with before, in tokens
 
 
 class ModelConfig(Section):
     """The transformer's shape and family; every other room reads the architecture from here alone."""
 
-    name: str = "custom"
-    layers: PositiveInt
-    hidden: PositiveInt  # H
+    name: str = "custom"  # for people, and for records; the file's own name where it is a model file
+    layers: PositiveInt  # transformer blocks
+    hidden: PositiveInt  # H, width of the residual stream
     heads: PositiveInt  # A, query heads
     kv_heads: PositiveInt | None = None  # key/value heads (grouped-query attention); None = heads
-    head_dim: PositiveInt | None = None  # D; None = hidden / heads
-    ffn_hidden: PositiveInt  # F
+    head_dim: PositiveInt | None = None  # D, width of a head; None = hidden / heads
+    ffn_hidden: PositiveInt  # F, width inside the MLP
     vocab_size: PositiveInt  # the tokenizer's true size; see padded_vocab_size
     vocab_multiple: PositiveInt = 128  # rows of the embedding are padded to this, whatever the layout
-    sequence_length: PositiveInt  # S
-    position: Literal["learned", "rope", "alibi"] = "rope"
-    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    norm_eps: PositiveFloat = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
+    sequence_length: PositiveInt  # S, the context in tokens
+    position: Literal["learned", "rope", "alibi"] = "rope"  # a table of vectors, rotated queries and keys, or a slope on the scores
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # of every block and before the head
+    norm_eps: PositiveFloat = 1e-5  # added to the variance (rmsnorm: the mean square)
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"  # of the MLP; swiglu has a gate and so a third matrix
     bias: bool = False  # of the linear layers
     qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
     tied_embeddings: bool = False  # the output head is the token embedding
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
-    rope_scaling: RopeScaling | None = None
-    alibi_max_bias: PositiveFloat = 8.0
-    init_std: PositiveFloat = 0.02  # output projections use init_std / sqrt(2 * layers)
+    rope_scaling: RopeScaling | None = None  # None = rotations as trained
+    alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
+    init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)
 
     @property
     def num_kv_heads(self) -> int:
@@ -109,9 +109,9 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """Degrees of the mesh and how the pipeline is played."""
 
-    tensor: PositiveInt = 1  # tp; at most the devices of a node on MI250X (8 GCDs)
-    pipeline: PositiveInt = 1  # pp
-    data: PositiveInt | None = None  # dp; None = world_size / (tp * pp)
+    tensor: PositiveInt = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs)
+    pipeline: PositiveInt = 1  # pp, ranks in a row that hold the layers
+    data: PositiveInt | None = None  # dp, replicas; None = world_size / (tp * pp)
     chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zb-h1, or what was registered (schedule.register)
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
@@ -124,53 +124,53 @@ class ParallelConfig(Section):
 class BatchConfig(Section):
     """Batch sizes in samples (sequences of model.sequence_length tokens)."""
 
-    global_batch: PositiveInt
-    micro_batch: PositiveInt = 1
+    global_batch: PositiveInt  # samples of one optimizer step, over all ranks
+    micro_batch: PositiveInt = 1  # samples that pass a stage at once, on one replica
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    name: str = "adamw"  # checked by the optimizers' own registry (blueprint.optimizers)
+    name: str = "adamw"  # checked by the optimizers' own registry, blueprint.optimizers (since 0.2)
     engine: Literal["native", "deepspeed"] = "native"  # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
-    lr: PositiveFloat = 3e-4
-    min_lr: NonNegativeFloat = 3e-5
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
+    lr: PositiveFloat = 3e-4  # the highest learning rate, after warm-up
+    min_lr: NonNegativeFloat = 3e-5  # where the decay ends
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)  # decay of the first and second moment, per step
+    eps: PositiveFloat = 1e-8  # added to the root of the second moment
+    weight_decay: NonNegativeFloat = 0.1  # of matrices, times the learning rate, per step
     clip_norm: NonNegativeFloat = 1.0  # 0 = no clipping
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # after warm-up; wsd stays at lr until its decay
+    warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr
     decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
 
 
 class PrecisionConfig(Section):
     """Working precision; gradients always accumulate and are summed in fp32 (fp64 under fp64)."""
 
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"  # of weights in the model, activations and messages; fp64 is for tests
     gradient_wire: Literal["full", "bf16"] = "full"  # what gradients travel as between replicas; bf16: half the bytes of fp32
     initial_loss_scale: PositiveFloat | None = None  # fp16 only, of the step's mean loss; None = 1024 for each token of the batch
     loss_scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
-    min_loss_scale: PositiveFloat = 1.0
+    min_loss_scale: PositiveFloat = 1.0  # fp16: an overflow never makes the scale smaller
 
 
 class DataSource(Section):
     """One member of a blend: a .bin/.idx prefix and its weight (normalised over the blend)."""
 
-    path: PathText
-    weight: PositiveFloat = 1.0
+    path: PathText  # prefix: the path without .bin/.idx
+    weight: PositiveFloat = 1.0  # share of the samples, relative to the other sources
 
 
 class DataConfig(Section):
     """Token datasets by prefix (path without .bin/.idx), alone or in a list; `synthetic` needs no files and suits benchmarks."""
 
-    train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"
-    validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None
-    allow_synthetic: bool = False  # a long run on a cluster with synthetic data is meant
+    train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"  # what is trained on; a path, a list of paths, or of {path, weight}
+    validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None  # what is evaluated on; None = nothing
+    allow_synthetic: bool = False  # a long and costly run on synthetic data is meant (since 0.2)
     tokenizer: PathText | None = None  # sentencepiece .model or Hugging Face tokenizer.json
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
-    seed: NonNegativeInt = 1234
+    seed: NonNegativeInt = 1234  # decides the order of documents and samples
     cache_dir: PathText | None = None  # sample indices; None = beside the data
 
     @field_validator("train", "validation", mode="before")
@@ -184,12 +184,12 @@ class DataConfig(Section):
 class OpsConfig(Section):
     """Which implementation of each fused op; `auto` takes the fastest that is present, once, at start-up."""
 
-    attention: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash_attn"] = "auto"
-    norm: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"
-    rope: Literal["auto", "reference", "cpu", "triton"] = "auto"
-    activation: Literal["auto", "reference", "cpu", "triton"] = "auto"
-    cross_entropy: Literal["auto", "reference", "cpu", "triton"] = "auto"
-    adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"
+    attention: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash_attn"] = "auto"  # softmax(q k) v
+    norm: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # LayerNorm and RMSNorm
+    rope: Literal["auto", "reference", "cpu", "triton"] = "auto"  # rotation of queries and keys
+    activation: Literal["auto", "reference", "cpu", "triton"] = "auto"  # the MLP's non-linearity, with bias or gate
+    cross_entropy: Literal["auto", "reference", "cpu", "triton"] = "auto"  # loss over the vocabulary that tp splits
+    adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
     no_jit: bool = False  # any attempt to compile while training is an error
@@ -198,11 +198,11 @@ class OpsConfig(Section):
 class TimeoutConfig(Section):
     """Seconds after which a collective or message of an axis fails; None = train.timeout_s."""
 
-    tp: PositiveFloat | None = None
-    pp: PositiveFloat | None = None
-    dp: PositiveFloat | None = None
-    tied: PositiveFloat | None = None
-    world: PositiveFloat | None = None
+    tp: PositiveFloat | None = None  # tensor parallelism
+    pp: PositiveFloat | None = None  # messages of the pipeline
+    dp: PositiveFloat | None = None  # gradients and weights between replicas
+    tied: PositiveFloat | None = None  # the embedding that the first and the last stage share
+    world: PositiveFloat | None = None  # what all ranks do together
 
 
 class CommConfig(Section):
@@ -223,22 +223,20 @@ class CommConfig(Section):
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
-    run_dir: PathText = "runs/default"
-    steps: PositiveInt = 100
+    run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
+    steps: PositiveInt = 100  # optimizer steps of the whole run
     seed: NonNegativeInt = 1234  # initial weights
-    recompute: Literal["none", "selective", "full"] = "none"
-    loss_weights: Mapping[str, float] = Field(
-        default_factory=dict
-    )  # of further loss terms by name (model.losses.register); none = the loss alone
-    log_interval: PositiveInt = 1
+    recompute: Literal["none", "selective", "full"] = "none"  # by backward instead of kept: nothing, attention's inside, whole layers
+    loss_weights: Mapping[str, float] = {}  # of further loss terms by name (model.losses.register); none = the loss alone (since 0.2)
+    log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    eval_samples: NonNegativeInt = 64
+    eval_samples: NonNegativeInt = 64  # of data.validation, in each evaluation
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    save_final: bool = True  # a checkpoint after the last step; False for benchmarks, whose weights nobody wants
+    save_final: bool = True  # a checkpoint after the last step; False for benchmarks, whose weights nobody wants (since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
-    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
-    tensorboard: bool = True
+    tensorboard: bool = True  # also write the metrics for TensorBoard
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
@@ -254,14 +252,14 @@ class GuardConfig(Section):
     rewind_skip_steps: PositiveInt = 200  # steps' worth of data that is left out, counted from where it went back to
     max_skips_in_row: PositiveInt = 100  # skipped steps after which the run stops
     recompute_interval: NonNegativeInt = 0  # steps between computing one step twice on all replicas, to find wrong arithmetic; 0 = never
-    straggler_interval: NonNegativeInt = 25  # steps between comparisons of how long each rank computes; 0 = never
+    straggler_interval: NonNegativeInt = 25  # steps between comparisons of how long each rank computes; 0 = never (since 0.2)
     replica_check_interval: NonNegativeInt = 100  # steps between comparisons of all copies, also before each save; 0 = never
 
 
 class RunConfig(Section):
     """A whole run; the root of a run file."""
 
-    model: ModelConfig
+    model: ModelConfig  # the transformer: a name, a path, or keys
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig
     optimizer: OptimizerConfig = OptimizerConfig()

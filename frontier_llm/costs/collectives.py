@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from frontier_llm.costs.workload import Number
+from frontier_llm.costs.layouts import Number
 from frontier_llm.machine.rates import Rates, Table
 
 # how often a ring moves the tensor: an all-reduce is a reduce-scatter and an all-gather

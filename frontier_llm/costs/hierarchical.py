@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from frontier_llm.costs.collectives import PASSES, flat_s, node_s
-from frontier_llm.costs.workload import Number
+from frontier_llm.costs.layouts import Number
 from frontier_llm.machine.rates import Rates
 
 

@@ -6,111 +6,109 @@ Each line is returned by name, so that a plan can say what fills the device. All
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
 import numpy as np
 
-from frontier_llm.blueprint import StageSpec
-from frontier_llm.costs.parameters import stage_columns, stage_parameters
-from frontier_llm.costs.workload import FSDP, GPIPE, ZERO_BUBBLE, Number, Workload
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
+from frontier_llm.blueprint.optimizers import optimizer_rule
+from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.work import Item, Keep, Phase, block_work, head_work
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts
+from frontier_llm.costs.parameters import stage_columns, stage_numel
+from frontier_llm.costs.time import cut, p2p_bytes, stage_layers
 from frontier_llm.machine.rates import Rates
+from frontier_llm.schedule import peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-STATE_BYTES = 12  # fp32 master weight and two moments per parameter
 BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
 
 
-def layer_activation_bytes(w: Workload, rates: Rates, recompute: Number) -> Number:
-    """What one layer keeps for backward of one microbatch.
-
-    Kept whole (cut over tp with sequence parallelism): the inputs of both norms and their outputs, 4·S·B·H elements.
-    Per tp part: q, k, v and the attention's output with its log-sum-exp; the MLP's pre-activation (twice if gated) and
-    activation. Unfused attention adds scores and probabilities; dropout adds one byte per element masked. Compare
-    Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks. Full recompute keeps the layer's input only;
-    selective drops the attention core's part.
-    """
-    T, H, tp, size = w.tokens * 1.0, w.H, np.asarray(w.tp, dtype=float), w.dtype_bytes
-    cut = np.asarray(w.sequence_shards, dtype=float)
-    heads, groups = np.asarray(w.A) * w.D / tp, np.asarray(w.G) * w.D / tp
-    # what linear layers keep of their inputs for the weight gradient; FP8 layers keep one byte, and the attention's output twice
-    kept = size if rates.linear_speedup == 1 else 1
-    whole = (2 * size + 2 * kept) * T * H / cut + (2 * T * H / cut if rates.dropout else 0.0)
-    flash = np.where(np.asarray(w.flash) < 0, rates.attention == "flash", np.asarray(w.flash) == 1)
-    scores = np.asarray(w.B) * w.A / tp * np.asarray(w.S, dtype=float) ** 2 * (2 * size + (1 if rates.dropout else 0))
-    qkv = T * (heads + 2 * groups) * size
-    output = T * heads * (size if rates.linear_speedup == 1 else size + kept)
-    core = np.where(flash, 4.0 * T * np.asarray(w.A) / tp, scores)
-    mlp = T * np.asarray(w.F) / tp * (size * (1 + np.asarray(w.gated)) + kept)
-    none = whole + qkv + output + core + mlp
-    selective = none - np.where(flash, 4.0 * T * np.asarray(w.A) / tp, scores)
-    share = np.asarray(w.recompute_share, dtype=float)
-    full = T * H * size / np.where(np.asarray(w.checkpoints_cut) == 1, tp, cut) * share + none * (1 - share)
-    mode = np.asarray(recompute)
-    return np.where(mode == 0, none, np.where(mode == 1, selective, full))
+def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) -> float:
+    """What a list of work holds for one microbatch until its backward; with phase W, from its input to its weight gradient."""
+    return sum(
+        item.work.size_bytes for item in items if isinstance(item.work, Keep) and item.phase is phase and recompute in item.work.modes
+    )
 
 
-def in_flight(w: Workload, stage: Number) -> Number:
-    """Chunk activations that a pipeline rank holds at its worst moment.
+class Held(NamedTuple):
+    """Bytes that the parts of a layout hold for one microbatch; numbers, or columns over many layouts."""
 
-    GPipe m; 1F1B min(m, pp - i); ZB-H1 min(m, pp); interleaved min(m·v, 2(pp - 1 - i) + (v - 1)·pp + 1).
-    `schedule.in_flight` counts the same on the action lists; a test compares the two.
-    """
-    pp, m, v = (np.asarray(value, dtype=float) for value in (w.pp, w.m, w.chunks))
-    one = np.minimum(m, pp - stage)
-    one = np.where(np.asarray(w.schedule) == ZERO_BUBBLE, np.minimum(m, pp), one)
-    one = np.where(np.asarray(w.schedule) == GPIPE, m, one)
-    many = np.minimum(m * v, 2 * (pp - 1 - stage) + (v - 1) * pp + 1)
-    return np.where(v > 1, many, one)
+    block: Number
+    block_waiting: Number  # of a block whose weight gradients wait: its products' factors, so all but the attention core
+    block_working: Number  # of a block while it is recomputed
+    logits: Number
+    logits_waiting: Number
 
 
-def waiting_for_weights(w: Workload, stage: Number) -> Number:
-    """Microbatches of a split backward (ZB-H1) whose input gradient is done and whose weight gradients are not, at the worst moment."""
-    pp, m = np.asarray(w.pp, dtype=float), np.asarray(w.m, dtype=float)
-    return np.where(np.asarray(w.schedule) == ZERO_BUBBLE, np.minimum(m, pp) - np.minimum(m, pp - stage), 0.0)
+def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
+    """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks."""
+
+    @cache
+    def lists(tp: int, micro_batch: int, sequence_parallel: bool) -> tuple[list[Item], list[Item]]:
+        part = Layout(tp=tp, micro_batch=micro_batch, sequence_parallel=sequence_parallel, dtype=layouts.dtype)
+        return block_work(model, part, rates), head_work(model, part, rates)
+
+    def fold(layout: Layout) -> Held:
+        (block, head), mode = lists(layout.tp, layout.micro_batch, layout.sequence_parallel), layout.recompute
+        whole, share = kept_bytes(block, "none"), rates.recompute_share if mode == "full" else 1.0
+        return Held(
+            block=kept_bytes(block, mode) * share + whole * (1 - share),
+            block_waiting=kept_bytes(block, "selective"),
+            block_working=whole if mode == "full" else 0.0,
+            logits=kept_bytes(head, mode),
+            logits_waiting=kept_bytes(head, mode, Phase.W),
+        )
+
+    parts: Held = over_layouts(layouts, fold)
+    return parts
 
 
-def stage_memory(w: Workload, rates: Rates, layers: Number, stage: Number, embedding: Number, head: Number) -> Lines:
-    """Lines of one pipeline rank that holds `layers` layers in all its chunks."""
-    parameters = stage_parameters(w, layers, embedding, head)
-    zero, dp = np.asarray(w.zero), np.asarray(w.dp, dtype=float)
-    size, tokens = w.dtype_bytes, w.tokens * 1.0
-    # gradients cut beside a pipeline are whole for one chunk, while its backwards add to them
-    cut = np.where(np.asarray(w.gradients_cut) == 1, np.minimum(1 / dp + 1 / np.asarray(w.chunks, dtype=float), 1.0), 1.0)
-    gradients = parameters * rates.gradient_bytes * np.where(zero >= 2, 1 / dp, cut)
+def stage_memory(
+    model: ModelConfig, layouts: Layout | Layouts, rates: Rates, stage: Number, layers: Number, embedding: Number, head: Number
+) -> Lines:
+    """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
+    parameters, parts = stage_numel(model, layouts.tp, layers, embedding, head), held(model, layouts, rates)
+    size, dp, chunks = DTYPE_BYTES[layouts.dtype], layouts.dp, layouts.chunks
+    cut_weights, cut_gradients = cut(layouts, 3), cut(layouts, 2)
+    # gradients that are cut are whole for one chunk of a pipeline, while its backwards add to them
+    whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
+    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / dp + whole, 1.0), 1.0)
     # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own weights only the fp32
     # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered once
-    gathered = stage_parameters(w, 1, False, False) * (rates.gradient_bytes + np.where(zero == FSDP, 2 * size, 0))
-    weights = np.where(zero == FSDP, 0.0, parameters * size)
-    state = STATE_BYTES if np.all(np.asarray(size) <= 2) else 2 * np.asarray(size)
-    per_chunk = np.asarray(layers, dtype=float) / w.chunks
-    held, waiting = in_flight(w, stage), waiting_for_weights(w, stage)
-    mode = np.asarray(w.recompute)
-    checkpointed = mode == 2
-    # a product that waits for its W keeps its two factors, the other gradients instead of q, k, v and pre-activation: all but the attention core
-    one, one_waiting = layer_activation_bytes(w, rates, mode), layer_activation_bytes(w, rates, np.ones_like(mode))
-    kept = (one * (held - waiting) + one_waiting * waiting) * per_chunk
-    working = np.where(checkpointed, layer_activation_bytes(w, rates, np.zeros_like(mode)), 0.0)
-    head_bytes = size if rates.fused and rates.attention == "flash" else size + 4
-    # the head's weight gradient waits with the gradient of its logits
-    logits = np.where(head, tokens * np.asarray(w.V) / w.tp * (head_bytes + size * waiting), 0.0)
-    boundary = np.where(np.asarray(w.pp) > 1, 4 * tokens * w.H * size / w.sequence_shards, 0.0)
+    twice = layouts.sharding == "weights"
+    gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
+    wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
+    master = 0 if size < wide else wide  # wide weights are their own master copy
+    state = stage_numel(model, layouts.tp, layers, embedding, head, lambda parameter: rule.bytes_per_element(parameter, wide) - master)
+    in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
+    kept = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
+    working = parts.block_working * rates.fragmentation
+    logits = np.where(head, parts.logits + parts.logits_waiting * waiting, 0.0)
+    sent = p2p_bytes(model, layouts, replace(rates, p2p_split=False))
     return {
-        "weights": weights,
+        "weights": np.where(twice, 0.0, parameters * size),
         "gradients": gradients,
-        "optimizer": parameters * state / np.where(zero >= 1, dp, 1.0),
+        "optimizer": state / np.where(cut(layouts, 1), dp, 1),
         "activations": kept * rates.fragmentation,
-        "recompute working set": working * rates.fragmentation,
-        "logits": np.maximum(logits - working * rates.fragmentation, 0.0),  # freed before the first layer is recomputed
-        "pipeline buffers": boundary,
-        "communication buffers": np.where(zero >= 2, gathered, np.minimum(np.where(dp > 1, BUCKET_BYTES, 0.0), parameters * size)),
+        "recompute working set": working,
+        "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed
+        "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
+        "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(dp > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
 
 
-def memory_by_rank(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[dict[str, float], ...]:
-    """Lines of every pipeline rank of one layout (plain numbers) with exactly these virtual stages."""
-    ranks = np.arange(int(w.pp))
+def memory_by_rank(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[dict[str, float], ...]:
+    """Lines of every pipeline rank of one layout with exactly these virtual stages."""
+    ranks = np.arange(layout.pp)
     layers, embeds, ends = (column.reshape(-1, len(ranks)).sum(axis=0) for column in stage_columns(stages))
-    lines = stage_memory(w, rates, layers, ranks, embeds > 0, ends > 0)
+    lines = stage_memory(model, layout, rates, ranks, layers, embeds > 0, ends > 0)
     lines = {name: np.broadcast_to(values, ranks.shape) for name, values in lines.items()}
     return tuple({name: float(values[rank]) for name, values in lines.items()} for rank in ranks)
 
@@ -120,11 +118,9 @@ def total(lines: Lines) -> Number:
     return sum(lines.values())
 
 
-def peak_memory(w: Workload, rates: Rates) -> Number:
+def peak_memory(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
     """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the last (head, logits)."""
-    pp = np.asarray(w.pp, dtype=float)
-    alone = pp == 1
-    first = total(stage_memory(w, rates, w.stage_layers, np.zeros_like(pp), True, alone))
-    last_layers = np.where(np.asarray(w.layers) % pp == 0, w.stage_layers, np.floor(np.asarray(w.layers) / pp))
-    last = total(stage_memory(w, rates, last_layers, pp - 1, alone, True))
-    return np.maximum(first, last)
+    layers = np.stack(stage_layers(model, layouts))
+    alone, yes = layouts.pp == 1, np.ones_like(layouts.pp, dtype=bool)
+    stage, embedding, head = (np.stack(ends) for ends in ((0 * layouts.pp, layouts.pp - 1), (yes, alone), (alone, yes)))
+    return total(stage_memory(model, layouts, rates, stage, layers, embedding, head)).max(axis=0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from frontier_llm.data import mds
-from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, Piece, open_packed, open_parquet
+from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, InputPiece, open_packed, open_parquet
 from frontier_llm.errors import DataError, suggest
 from frontier_llm.units import format_bytes
 
@@ -65,7 +65,7 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
-def read(piece: Piece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES) -> Iterator[Text | Damage]:
+def read(piece: InputPiece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES) -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
 
     A line, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory.
@@ -81,7 +81,7 @@ def read(piece: Piece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES) -
         yield Damage(piece.path, unpacked.damage)
 
 
-def _read_lines(piece: Piece, content: IO[bytes], text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
+def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
     for number, line in enumerate(_lines(piece, content, max_bytes)):
         if number == 0 and piece.start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -130,7 +130,7 @@ def _decode(line: bytes) -> str:
     return text if text.strip() else ""
 
 
-def _read_whole(piece: Piece, content: IO[bytes]) -> Iterator[Text | Damage]:
+def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage]:
     """One document; a file above CHUNK_BYTES comes in several texts. A chunk that is not UTF-8 is left out and named."""
     line, open_document, encoding = 1, False, "utf-8-sig"  # the first chunk may begin with a byte order mark
     for chunk, last in _chunks(content):
@@ -168,7 +168,7 @@ def _character_end(data: bytes) -> int:
     return len(data) - back if data[-back] & 0x80 else len(data)
 
 
-def _lines(piece: Piece, content: IO[bytes], max_bytes: int) -> Iterator[bytes]:
+def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[bytes]:
     """Lines whose first byte lies in the piece, newline included; of a longer line the first `max_bytes` + 1."""
     if piece.start:
         content.seek(piece.start - 1)
@@ -186,7 +186,7 @@ def _end_line(content: IO[bytes], line: bytes) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _line_number(piece: Piece) -> int:
+def _line_number(piece: InputPiece) -> int:
     """The 1-based number of the piece's first line; reads the file up to there, so only asked when something is damaged."""
     count, left = 1, piece.start
     with Path(piece.path).open("rb") as handle:
@@ -197,7 +197,7 @@ def _line_number(piece: Piece) -> int:
         return count if piece.start == 0 or handle.read(1) == b"\n" else count + 1
 
 
-def _read_parquet(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
+def _read_parquet(piece: InputPiece, text_key: str) -> Iterator[Text | Damage]:
     try:
         file = open_parquet(piece.path)
         if text_key not in file.schema_arrow.names:
@@ -218,7 +218,7 @@ def _read_parquet(piece: Piece, text_key: str) -> Iterator[Text | Damage]:
         yield Damage(f"{piece.path} (row groups {piece.start} to {piece.stop - 1})", f"cannot be read: {error}")
 
 
-def _read_mds(piece: Piece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
+def _read_mds(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
     """A shard's texts; what follows a damaged sample is left out with it."""
     try:
         yield from (Text(text) for text in mds.read_texts(piece.path, text_key, max_bytes) if text)

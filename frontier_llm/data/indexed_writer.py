@@ -61,12 +61,10 @@ class IndexedWriter:
         """Append all documents of another dataset of the same dtype, streaming."""
         if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
             raise DataError(f"is {other.dtype}, not {self.dtype}", where=other.prefix, fix="join datasets of one tokenizer only")
-        for start in range(0, other.token_count, SCAN_CHUNK):
-            self._bin.write(other.tokens[start : start + SCAN_CHUNK].tobytes())
-        for start in range(0, other.sequence_count, SCAN_CHUNK):
-            self._lengths.write(other.sequence_lengths[start : start + SCAN_CHUNK].tobytes())
-        for start in range(1, other.document_count + 1, SCAN_CHUNK):
-            self._documents.write((other.document_indices[start : start + SCAN_CHUNK] + self.sequence_count).astype("<i8").tobytes())
+        documents = (self._documents, other.document_indices[1:], self.sequence_count)
+        for spool, table, shift in ((self._bin, other.tokens, 0), (self._lengths, other.sequence_lengths, 0), documents):
+            for start in range(0, table.size, SCAN_CHUNK):
+                spool.write((table[start : start + SCAN_CHUNK] + shift).astype(table.dtype).tobytes())
         self.sequence_count += other.sequence_count
         self.document_count += other.document_count
         self.token_count += other.token_count

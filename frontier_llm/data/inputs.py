@@ -29,7 +29,7 @@ Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputPiece:
     """Part of a file that one worker reads: bytes [start, stop), or row groups of a parquet file; all of a compressed file."""
 
     path: str
@@ -86,35 +86,35 @@ def _plain_suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
 
 
-def cut(path: Path, documents: Literal["file", "line"], piece_bytes: int) -> list[Piece]:
+def cut(path: Path, documents: Literal["file", "line"], piece_bytes: int) -> list[InputPiece]:
     """The pieces of one file; `documents` says whether a text file is one document or one per line."""
     size, suffix = path.stat().st_size, _plain_suffix(path)
     if suffix == ".parquet":
         return _cut_parquet(path, piece_bytes)
     if suffix == ".mds":
-        return [Piece(str(path), "mds", 0, size, size)]
+        return [InputPiece(str(path), "mds", 0, size, size)]
     kind: Kind = "lines" if documents == "line" else "text"
     if suffix in LINES_SUFFIXES:
         kind = "jsonl"
     if kind == "text" or path.suffix in PACKED_SUFFIXES:
-        return [Piece(str(path), kind, 0, size, size)]
+        return [InputPiece(str(path), kind, 0, size, size)]
     return [
-        Piece(str(path), kind, start, min(start + piece_bytes, size), min(piece_bytes, size - start))
+        InputPiece(str(path), kind, start, min(start + piece_bytes, size), min(piece_bytes, size - start))
         for start in range(0, size, piece_bytes)
     ]
 
 
-def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
+def _cut_parquet(path: Path, piece_bytes: int) -> list[InputPiece]:
     size = path.stat().st_size
     try:
         metadata = open_parquet(path).metadata
     except (OSError, ValueError):  # pyarrow's errors; reading the piece reports it as damage
-        return [Piece(str(path), "parquet", 0, 1, size)]
+        return [InputPiece(str(path), "parquet", 0, 1, size)]
     pieces, start, held = [], 0, 0
     for group in range(metadata.num_row_groups):
         held += metadata.row_group(group).total_byte_size
         if held >= piece_bytes or group == metadata.num_row_groups - 1:
-            pieces.append(Piece(str(path), "parquet", start, group + 1, held))
+            pieces.append(InputPiece(str(path), "parquet", start, group + 1, held))
             start, held = group + 1, 0
     return pieces
 

@@ -10,9 +10,8 @@ for every dp and micro_batch that divide the global batch, and pipeline and tens
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ VALIDATION_SEED_OFFSET = 1  # the validation stream's order has a seed of its ow
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class SampleBatch:
     """B samples of S + 1 tokens: inputs are [:, :-1], targets [:, 1:].
 
     With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0 (queries attend only keys of equal number)
@@ -81,36 +80,29 @@ class Batches:
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
-        self._capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
-        self._kept: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
-        self._lock = threading.Lock()
+        capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
+        self._prepared = functools.lru_cache(capacity)(self._submit)
 
     def sample_ids(self, step: int, index: int) -> range:
         """Global numbers of the samples in a microbatch of a step."""
         first = step * self.global_batch + index * self.micro_batch * self.dp + self.dp_rank * self.micro_batch
         return range(first, first + self.micro_batch)
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         """Microbatch `index` (0 … microbatches - 1) of step `step` (0 …). Raises DataError for a token outside the vocabulary."""
         if not 0 <= index < self.microbatches:
             raise IndexError(f"microbatch {index} of {self.microbatches}")
         if self._pool is None:
             return self._make(step, index)
-        wanted = [divmod(step * self.microbatches + index + ahead, self.microbatches) for ahead in self._read_ahead]
-        with self._lock:
-            steps = {key[0] for key in wanted}
-            for key in [key for key in self._kept if key[0] not in steps]:  # an older step, or one read ahead before a jump
-                self._kept.pop(key).cancel()
-            for key in wanted:
-                if key not in self._kept:
-                    self._kept[key] = self._pool.submit(self._make, *key)
-                self._kept.move_to_end(key)
-            while len(self._kept) > self._capacity:
-                self._kept.popitem(last=False)
-            future = self._kept[wanted[0]]
-        return future.result()
+        place = step * self.microbatches + index
+        futures = [self._prepared(*divmod(place + ahead, self.microbatches)) for ahead in self._read_ahead]
+        return futures[0].result()
 
-    def _make(self, step: int, index: int) -> Microbatch:
+    def _submit(self, step: int, index: int) -> Future[SampleBatch]:
+        assert self._pool is not None
+        return self._pool.submit(self._make, step, index)
+
+    def _make(self, step: int, index: int) -> SampleBatch:
         ids = self.sample_ids(step, index)
         tokens = np.empty((len(ids), self.samples.sequence_length + 1), np.int64)
         lengths = [self.samples.fill(k, tokens[row]) for row, k in enumerate(ids)]
@@ -119,9 +111,9 @@ class Batches:
             what = f"sample {ids[row]} holds token {tokens[row].max()}, the vocabulary has {self.vocab_size}"
             raise DataError(what, fix="train with the tokenizer that made the data, or raise model.vocab_size")
         if not self.reset_at_documents:
-            return Microbatch(tokens)
+            return SampleBatch(tokens)
         documents = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in lengths])
-        return Microbatch(tokens, documents[:, :-1].copy(), documents[:, 1:] == documents[:, :-1])
+        return SampleBatch(tokens, documents[:, :-1].copy(), documents[:, 1:] == documents[:, :-1])
 
     def close(self) -> None:
         """Stop the background thread."""
@@ -174,7 +166,8 @@ def prepare_indices(run: RunConfig) -> None:
 def data_problems(run: RunConfig) -> list[Problem]:
     """Everything wrong with the run's data, found by one process before ranks start.
 
-    Missing or damaged files, an empty dataset, a tokenizer that cannot be read, a tokenizer or vocabulary that does not match.
+    Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or vocabulary that does not
+    match.
     """
     problems: list[Problem] = []
     digest = None
@@ -193,7 +186,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
             problems.append(mistake)
             continue
         try:
-            open_samples(run, split)
+            problems += _too_short(run, split, open_samples(run, split))
         except FrontierError as error:
             problems += (replace(problem, where=f"data.{split}: {problem.where}") for problem in error.problems)
         for source in sources:
@@ -215,6 +208,25 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
         if closest(path.lower(), ["synthetic"]) and not idx_path(path).exists():
             return Problem(f"data.{split}", f"{path!r} is no dataset", f"did you mean data.{split}=synthetic?")
     return None
+
+
+def _too_short(run: RunConfig, split: str, samples: SampleStream | None) -> list[Problem]:
+    """Datasets without one whole sequence, and training data without one whole batch: every step would show the same tokens again."""
+    assert isinstance(samples, DocumentSamples | BlendedSamples)
+    datasets = [stream.dataset for stream in (samples.streams if isinstance(samples, BlendedSamples) else [samples])]
+    S, batch_tokens = run.model.sequence_length, run.batch.global_batch * run.model.sequence_length
+    problems = [
+        Problem(
+            f"data.{split}", f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1", "give more data"
+        )
+        for dataset in datasets
+        if dataset.token_count <= S
+    ]
+    tokens = sum(dataset.token_count for dataset in datasets)
+    if split == "train" and not problems and tokens < batch_tokens:
+        what = f"holds {tokens} tokens, less than one batch of {run.batch.global_batch} sequences of {S} ({batch_tokens})"
+        problems.append(Problem("data.train", what, f"give more data, or set batch.global_batch to at most {tokens // S}"))
+    return problems
 
 
 def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:

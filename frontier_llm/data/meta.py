@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from frontier_llm.errors import DataError
+from frontier_llm.files import write_atomically
 
 FORMAT = 1
 
@@ -41,7 +41,7 @@ def meta_path(prefix: str | Path) -> Path:
 
 def write_meta(prefix: str | Path, meta: DatasetMeta) -> None:
     """Write atomically."""
-    write_whole(meta_path(prefix), json.dumps(asdict(meta), indent=1).encode())
+    write_atomically(meta_path(prefix), json.dumps(asdict(meta), indent=1))
 
 
 def read_meta(prefix: str | Path) -> DatasetMeta | None:
@@ -62,14 +62,3 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
         raise DataError(
             f"is damaged: {error}", where=str(path), fix="tokenize the text again, or delete it to use the data unchecked"
         ) from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write under another name, flush to disk, rename into place; the directory is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    with temporary.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)

@@ -36,16 +36,16 @@ _SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
 @functools.cache
 def library() -> ctypes.CDLL:
     """The shared library; raises BackendError with the build command when it is missing, foreign or of another version."""
-    found = sorted(_DIRECTORY.glob("libsample_index*.so"))
-    if not found:
+    libraries = sorted(_DIRECTORY.glob("libsample_index*.so"))
+    if not libraries:
         raise BackendError(f"the compiled sample index is not there ({_DIRECTORY}/libsample_index*.so)", fix=f"build it: {BUILD_COMMAND}")
     try:
-        loaded = ctypes.CDLL(str(found[0]))
+        loaded = ctypes.CDLL(str(libraries[0]))
         version = loaded.fl_abi()
     except (OSError, AttributeError) as error:
-        raise BackendError(f"cannot load: {error}", where=str(found[0]), fix=f"build it on this machine: {BUILD_COMMAND}") from error
+        raise BackendError(f"cannot load: {error}", where=str(libraries[0]), fix=f"build it on this machine: {BUILD_COMMAND}") from error
     if version != ABI:
-        raise BackendError(f"has interface {version}, expected {ABI}", where=str(found[0]), fix=f"build it again: {BUILD_COMMAND}")
+        raise BackendError(f"has interface {version}, expected {ABI}", where=str(libraries[0]), fix=f"build it again: {BUILD_COMMAND}")
     for name, kinds in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype = ctypes.c_int64

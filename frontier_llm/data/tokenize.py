@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -27,17 +27,16 @@ from frontier_llm.data.cache import held, is_alive
 from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.indexed import IndexedDataset, idx_path, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.inputs import MAXIMUM_BYTES, Piece, cut, find_inputs
-from frontier_llm.data.meta import DatasetMeta, meta_path, read_meta, write_meta, write_whole
+from frontier_llm.data.inputs import MAXIMUM_BYTES, InputPiece, cut, find_inputs
+from frontier_llm.data.meta import DatasetMeta, meta_path, read_meta, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
+from frontier_llm.files import write_atomically
 from frontier_llm.packing import packed
 from frontier_llm.units import format_bytes, format_count
 
 EXAMPLES = 100  # damaged inputs that are kept by name
 VERSION = 2  # of the rules below; a change makes old parts useless
-
-Progress = Callable[[int, int], None]  # (input bytes done, tokens) more
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class TokenizeOptions:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardReport:
     """What a finished shard reports."""
 
     documents: int
@@ -63,10 +62,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardWork:
     """One shard's work, small enough to send to a spawned process."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[InputPiece, ...]
     prefix: str
     tokenizer: str
     tokenizer_digest: str
@@ -106,7 +105,7 @@ def tokenize(
             fix = "choose another --output, or add --overwrite to replace it"
             raise DataError("is a dataset made from other inputs, or with another tokenizer or options", where=str(prefix), fix=fix)
     directory = Path(f"{prefix}.parts-{digest[:12]}")
-    jobs = [Job(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options) for number, pieces in enumerate(shards)]
+    jobs = [ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options) for number, pieces in enumerate(shards)]
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _alone(Path(f"{prefix}.lock"), digest):
@@ -144,7 +143,7 @@ def _alone(lock: Path, digest: str) -> Iterator[None]:
         lock.unlink(missing_ok=True)
 
 
-def _plan_digest(shards: list[tuple[Piece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
+def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
     """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time are."""
     paths = sorted({piece.path for shard in shards for piece in shard})
     stats = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths]
@@ -153,20 +152,26 @@ def _plan_digest(shards: list[tuple[Piece, ...]], codec: Tokenizer, options: Tok
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
 
-def _run(jobs: list[Job], workers: int, prefix: str) -> list[Part]:
+def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
     """All parts, in order, making those that are not there yet."""
     parts = {number: part for number, job in enumerate(jobs) if (part := _finished(job)) is not None}
     missing = [number for number in range(len(jobs)) if number not in parts]
     if parts:
         log.info(f"{prefix}: {len(parts)} of {len(jobs)} parts were finished before, resuming")
-    with _progress(sum(job.size_bytes for job in jobs)) as advance:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task, tokens = bar.add_task("tokenizing", total=sum(job.size_bytes for job in jobs), tokens="0"), 0
         for number, part in itertools.chain(list(parts.items()), _make_all(jobs, missing, min(workers, len(missing)))):
             parts[number] = part
-            advance(jobs[number].size_bytes, part.tokens)
+            tokens += part.tokens
+            bar.update(task, advance=jobs[number].size_bytes, tokens=format_count(tokens))
     return [parts[number] for number in range(len(jobs))]
 
 
-def _make_all(jobs: list[Job], missing: list[int], workers: int) -> Iterator[tuple[int, Part]]:
+def _make_all(jobs: list[ShardWork], missing: list[int], workers: int) -> Iterator[tuple[int, ShardReport]]:
     if workers <= 1:
         yield from ((number, make_part(jobs[number])) for number in missing)
         return
@@ -183,13 +188,13 @@ def _make_all(jobs: list[Job], missing: list[int], workers: int) -> Iterator[tup
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _finished(job: Job) -> Part | None:
+def _finished(job: ShardWork) -> ShardReport | None:
     """The report of a part that an earlier run finished."""
     path = Path(job.prefix + ".json")
     if not path.exists():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
-    return Part(**{**content, "examples": tuple(content["examples"])})
+    return ShardReport(**{**content, "examples": tuple(content["examples"])})
 
 
 @functools.lru_cache(maxsize=2)
@@ -201,7 +206,7 @@ def _codec(spec: str, digest: str) -> Tokenizer:
     return codec
 
 
-def make_part(job: Job) -> Part:
+def make_part(job: ShardWork) -> ShardReport:
     """Tokenize one shard into its part (in a worker process); the report file comes last."""
     codec, skip = _codec(job.tokenizer, job.tokenizer_digest), job.options.skip_damaged
     text_bytes = damaged = 0
@@ -218,12 +223,12 @@ def make_part(job: Job) -> Part:
             writer.add_sequence(codec.encode(item.text) + [codec.eod] * item.ends_document)
             if item.ends_document:
                 writer.end_document()
-    part = Part(writer.document_count, writer.token_count, text_bytes, damaged, tuple(examples))
-    write_whole(Path(job.prefix + ".json"), json.dumps(asdict(part)).encode())
+    part = ShardReport(writer.document_count, writer.token_count, text_bytes, damaged, tuple(examples))
+    write_atomically(Path(job.prefix + ".json"), json.dumps(asdict(part)))
     return part
 
 
-def _join(jobs: list[Job], parts: list[Part], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
+def _join(jobs: list[ShardWork], parts: list[ShardReport], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
     """The parts in order as one dataset, then its record."""
     meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
@@ -252,24 +257,3 @@ def _report(prefix: str, meta: DatasetMeta) -> None:
         log.warn(f"left out {meta.damaged} damaged inputs in all; the first {EXAMPLES} are named in {prefix}.meta.json")
     result = f"{format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {format_bytes(meta.text_bytes)} of text"
     log.info(f"{prefix}: {result} ({meta.bytes_per_token:.2f} bytes per token)")
-
-
-@contextlib.contextmanager
-def _progress(total_bytes: int) -> Iterator[Progress]:
-    """A bar on a terminal; nothing otherwise."""
-    if not sys.stderr.isatty():
-        yield lambda size_bytes, tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task, total_tokens = bar.add_task("tokenizing", total=total_bytes, tokens="0"), 0
-
-        def advance(size_bytes: int, tokens: int) -> None:
-            nonlocal total_tokens
-            total_tokens += tokens
-            bar.update(task, advance=size_bytes, tokens=format_count(total_tokens))
-
-        yield advance

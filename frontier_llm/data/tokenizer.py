@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from frontier_llm.data.meta import write_whole
 from frontier_llm.errors import DataError
+from frontier_llm.files import write_atomically
 
 META_SPACE = "\u2581"  # sentencepiece's sign for a space; a real one in the text would come back as a space
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
@@ -223,7 +223,7 @@ def train_sentencepiece(
             f"sentencepiece refused: {str(error).rpartition('] ')[2]}",
             fix=f"give more text, or fewer than {vocab_size} pieces (at least 300)",
         ) from error
-    write_whole(Path(path), model.getvalue())
+    write_atomically(Path(path), model.getvalue())
     return SentencePieceTokenizer(path)
 
 
@@ -237,7 +237,7 @@ def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, s
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
     with _ended_by_ctrl_c():
         model.train_from_iterator(texts, trainer)
-    write_whole(Path(path), model.to_str(pretty=True).encode())  # not model.save: it raises a bare Exception on a full disk
+    write_atomically(Path(path), model.to_str(pretty=True))  # not model.save: it raises a bare Exception on a full disk
     return HuggingFaceTokenizer(path)
 
 

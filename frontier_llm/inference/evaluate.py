@@ -10,7 +10,7 @@ from itertools import groupby
 from frontier_llm.data.tokenizer import Tokenizer
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.score import score
-from frontier_llm.inference.tasks import Request, Task, requests
+from frontier_llm.inference.tasks import Task, TaskOption, requests
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def evaluate_task(
     return TaskResult(task.name, task.format, shots, len(task.prompts), by_sum, None if task.is_schema else by_length, by_token)
 
 
-def _accuracy(task: Task, asked: Sequence[Request], values: Sequence[float]) -> float:
+def _accuracy(task: Task, asked: Sequence[TaskOption], values: Sequence[float]) -> float:
     """Share of questions whose first best option is the right one."""
     right = 0
     for item, group in groupby(zip(asked, values, strict=True), key=lambda pair: pair[0].item):

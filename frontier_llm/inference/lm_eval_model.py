@@ -71,7 +71,7 @@ class FrontierLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
         """(sum of log-probabilities, greedy) per (texts, context ids, continuation ids)."""
         scores = score(self.model, [(context, continuation) for _, context, continuation in requests], self.batch_size_per_gpu)
-        return [(found.log_probability, found.greedy) for found in scores]
+        return [(entry.log_probability, entry.greedy) for entry in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, each token predicted once."""
@@ -80,7 +80,7 @@ class FrontierLM(TemplateLM):
             ids = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
             pairs = [make_disjoint_window(window) for window in windows]
-            totals.append(sum(found.log_probability for found in score(self.model, pairs, self.batch_size_per_gpu)))
+            totals.append(sum(entry.log_probability for entry in score(self.model, pairs, self.batch_size_per_gpu)))
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -91,8 +91,8 @@ class FrontierLM(TemplateLM):
             sampling, stops = how
             numbers = [number for number, other in enumerate(asked) if other == how]
             prompts = [self._fitting(requests[number].args[0], sampling.max_new_tokens) for number in numbers]
-            made = complete(self.model, self.tokens, prompts, sampling, stops, batch_size=self.batch_size_per_gpu)
-            for number, completion in zip(numbers, made, strict=True):
+            completions = complete(self.model, self.tokens, prompts, sampling, stops, batch_size=self.batch_size_per_gpu)
+            for number, completion in zip(numbers, completions, strict=True):
                 texts[number] = completion.text
         return texts
 

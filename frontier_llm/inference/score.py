@@ -15,7 +15,7 @@ from frontier_llm.tensor_parallel import vocab_parallel_cross_entropy
 
 
 @dataclass(frozen=True)
-class Score:
+class Likelihood:
     """Of one continuation given its context."""
 
     log_probability: float  # summed over the continuation's tokens, nats
@@ -28,7 +28,7 @@ def score(
     requests: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch_size: int = 8,
     on_batch: Callable[[int], object] = lambda done: None,
-) -> list[Score]:
+) -> list[Likelihood]:
     """log p(continuation | context) for every (context, continuation). Collective over the world; every rank returns all scores.
 
     What does not fit the context window S is cut from the left. Batches go to the dp replicas in turn; the numbers do not depend
@@ -51,7 +51,7 @@ def score(
                 sums_N2[index, 1] = float(greedy.all())
         on_batch(number + 1)
     total = all_reduce_(sums_N2.to(model.device), model.mesh.world).tolist()
-    return [Score(value, bool(greedy), texts[index][1]) for index, (value, greedy) in enumerate(total)]
+    return [Likelihood(value, bool(greedy), texts[index][1]) for index, (value, greedy) in enumerate(total)]
 
 
 @torch.inference_mode()

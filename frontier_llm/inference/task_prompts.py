@@ -25,7 +25,7 @@ class Prompt:
 class KnownTask:
     """Where a task's data comes from and how a line becomes a prompt."""
 
-    source: str  # data set on the Hugging Face hub, and its evaluation split
+    source: str  # data set on the Hugging Face hub, and its evaluation split; or whose format it is
     fields: tuple[str, ...]
     convert: Callable[[dict[str, Any]], Prompt]
     is_schema: bool = False
@@ -37,6 +37,15 @@ def _choices(context: str, choices: list[str], gold: int) -> Prompt:
 
 def _schema(contexts: list[str], continuation: str, gold: int) -> Prompt:
     return Prompt(tuple(contexts), (continuation,) * len(contexts), gold)
+
+
+def _foundry_choices(line: dict[str, Any]) -> Prompt:
+    return _choices(str(line["query"]).strip(), [str(choice).strip() for choice in line["choices"]], int(line["gold"]))
+
+
+def _foundry_schema(line: dict[str, Any]) -> Prompt:
+    contexts = [str(context).strip() for context in line["context_options"]]
+    return _schema(contexts, str(line["continuation"]).strip(), int(line["gold"]))
 
 
 def _arc(line: dict[str, Any]) -> Prompt:
@@ -87,6 +96,8 @@ def _winograd(line: dict[str, Any]) -> Prompt:
     return _schema(contexts, text[place + len(pronoun) :], int(line["label"]))
 
 
+FOUNDRY_CHOICES = KnownTask("LLM Foundry", ("query", "choices", "gold"), _foundry_choices)
+FOUNDRY_SCHEMA = KnownTask("LLM Foundry", ("context_options", "continuation", "gold"), _foundry_schema, is_schema=True)
 LM_EVAL = {
     "arc_easy": KnownTask("allenai/ai2_arc (ARC-Easy, test)", ("question", "choices", "answerKey"), _arc),
     "arc_challenge": KnownTask("allenai/ai2_arc (ARC-Challenge, test)", ("question", "choices", "answerKey"), _arc),

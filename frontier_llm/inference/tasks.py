@@ -8,17 +8,14 @@ Both become the same thing: for each option a context, a delimiter and a continu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from frontier_llm.errors import DataError, Problem, suggest
-from frontier_llm.inference.task_prompts import LM_EVAL, Prompt
+from frontier_llm.inference.task_prompts import FOUNDRY_CHOICES, FOUNDRY_SCHEMA, LM_EVAL, KnownTask, Prompt
 
-_FOUNDRY_CHOICE = ("query", "choices", "gold")
-_FOUNDRY_SCHEMA = ("context_options", "continuation", "gold")
 # LLM Foundry's scripts/eval/yamls/tasks.yaml: these put the answer on a line of its own, the others after a space
 _FOUNDRY_ANSWER_LINE = ("arc_easy", "arc_challenge", "boolq", "piqa")
 MAX_REPORTED = 8
@@ -38,7 +35,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Request:
+class TaskOption:
     """One option of one question."""
 
     item: int
@@ -61,21 +58,18 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     if not documents:
         raise DataError("holds no line", where=str(path), fix="give a JSONL file with one question per line")
     first = documents[0][1]
-    if any(key in first for key in ("query", "context_options")):
-        schema = "context_options" in first
-        fields = _FOUNDRY_SCHEMA if schema else _FOUNDRY_CHOICE
-        prompts = _convert(documents, path, fields, _foundry_schema if schema else _foundry_choice)
-        delimiter = "\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " "
-        return Task(name, str(path), "llm-foundry", prompts[: limit or None], delimiter, "\n", schema)
-    if name not in LM_EVAL:
-        what = f"{name!r} is no known task, and the file has neither {', '.join(_FOUNDRY_CHOICE)} nor {', '.join(_FOUNDRY_SCHEMA)}"
-        raise DataError(what, where=str(path), fix=suggest(name, LM_EVAL))
-    known = LM_EVAL[name]
-    prompts = _convert(documents, path, known.fields, known.convert)
-    return Task(name, str(path), "lm-eval", prompts[: limit or None], " ", "\n\n", known.is_schema)
+    foundry = next((known for known in (FOUNDRY_SCHEMA, FOUNDRY_CHOICES) if known.fields[0] in first), None)
+    known = foundry or LM_EVAL.get(name)
+    if known is None:
+        formats = f"neither {', '.join(FOUNDRY_CHOICES.fields)} nor {', '.join(FOUNDRY_SCHEMA.fields)}"
+        raise DataError(f"{name!r} is no known task, and the file has {formats}", where=str(path), fix=suggest(name, LM_EVAL))
+    prompts = _convert(documents, path, known)[: limit or None]
+    if not foundry:
+        return Task(name, str(path), "lm-eval", prompts, " ", "\n\n", known.is_schema)
+    return Task(name, str(path), "llm-foundry", prompts, "\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " ", "\n", known.is_schema)
 
 
-def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[Request]:
+def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[TaskOption]:
     """Every option of every question, after `shots` solved examples.
 
     The examples come from `pool`, or from the task itself without the question in hand. They are drawn as lm_eval draws them
@@ -94,23 +88,13 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
         shown = [example for example in drawn if pool is not None or example != prompt][:shots]
         text = "".join(solved(task, example) + task.joiner for example in shown)
         for option, (context, continuation) in enumerate(zip(prompt.contexts, prompt.continuations, strict=True)):
-            result.append(Request(number, option, text + context, task.delimiter + continuation))
+            result.append(TaskOption(number, option, text + context, task.delimiter + continuation))
     return result
 
 
 def solved(task: Task, prompt: Prompt) -> str:
     """A question with its answer."""
     return prompt.contexts[prompt.gold] + task.delimiter + prompt.continuations[prompt.gold]
-
-
-def _foundry_choice(line: dict[str, Any]) -> Prompt:
-    choices = [str(choice).strip() for choice in line["choices"]]
-    return Prompt((str(line["query"]).strip(),) * len(choices), tuple(choices), int(line["gold"]))
-
-
-def _foundry_schema(line: dict[str, Any]) -> Prompt:
-    contexts = [str(context).strip() for context in line["context_options"]]
-    return Prompt(tuple(contexts), (str(line["continuation"]).strip(),) * len(contexts), int(line["gold"]))
 
 
 def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -128,15 +112,13 @@ def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return documents
 
 
-def _convert(
-    documents: list[tuple[int, dict[str, Any]]], path: Path, fields: tuple[str, ...], convert: Callable[[dict[str, Any]], Prompt]
-) -> tuple[Prompt, ...]:
+def _convert(documents: list[tuple[int, dict[str, Any]]], path: Path, known: KnownTask) -> tuple[Prompt, ...]:
     """All lines as prompts; raises DataError naming the first lines that cannot be."""
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for number, document in documents:
         try:
-            prompts.append(_prompt(document, fields, convert))
+            prompts.append(_prompt(document, known))
         except DataError as error:
             problems.append(replace(error.problems[0], where=f"{path}:{number}"))
     if problems:
@@ -144,12 +126,12 @@ def _convert(
     return tuple(prompts)
 
 
-def _prompt(document: dict[str, Any], fields: tuple[str, ...], convert: Callable[[dict[str, Any]], Prompt]) -> Prompt:
-    missing = [field for field in fields if field not in document]
+def _prompt(document: dict[str, Any], known: KnownTask) -> Prompt:
+    missing = [field for field in known.fields if field not in document]
     if missing:
-        raise DataError(f"has no field {', '.join(map(repr, missing))}; expected {', '.join(fields)}")
+        raise DataError(f"has no field {', '.join(map(repr, missing))}; expected {', '.join(known.fields)}")
     try:
-        prompt = convert(document)
+        prompt = known.convert(document)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(f"a field has another form than expected: {error!r}") from error
     if not 0 <= prompt.gold < len(prompt.contexts):

@@ -68,16 +68,16 @@ class _Row:
         self.tokens: list[int] = []
         self.text, self.stopped, self._told = "", False, 0
 
-    def add(self, token: int, ends: bool) -> None:
+    def add(self, token: int, is_last: bool) -> None:
         """Take one more token, or the one that ends the row."""
-        if ends:
+        if is_last:
             self.stopped = True
             return
         self.tokens.append(token)
         self.text = self._tokenizer.decode([*self._prefix, *self.tokens])[len(self._prefix_text) :]
-        found = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        ends = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
+        if ends:
+            self.text, self.stopped = self.text[: min(ends)], True
 
     def report(self, number: int, on_text: Callable[[int, str], object], last: bool = False) -> None:
         """Tell what is new, holding back what may still change: half a character, or the beginning of a stop string."""

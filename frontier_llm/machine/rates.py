@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from frontier_llm.blueprint.work import Software
+
 
 @dataclass(frozen=True)
 class Table:
@@ -18,8 +20,8 @@ class Table:
     seconds: tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True)
-class Rates:
+@dataclass(frozen=True, kw_only=True)
+class Rates(Software):
     """One device, its node, its network, and how the software stack uses them."""
 
     # device
@@ -51,14 +53,7 @@ class Rates:
     launch_s: float  # host time to dispatch one operation: a layer takes at least (its operations) x this
     microbatch_s: float  # host time per microbatch and stage that nothing hides (scheduler, data, synchronisation)
     step_s: float  # fixed time per step: data, loss scale, logging
-    # what the software does
-    attention: str  # flash | unfused
-    dropout: bool
-    fused_softmax: bool  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
-    fused: bool  # norm, bias+activation, residual in one kernel each
-    fused_cross_entropy: bool  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
-    gradient_bytes: int  # in which the gradients are summed over dp
-    accumulate_bytes: float  # moved per parameter to add one microbatch's gradient
+    # what the software does, beside what `Software` says
     optimizer_bytes: float  # moved per owned parameter by the optimizer step
     p2p_split: bool  # pipeline messages are cut over tp even without sequence parallelism (scatter-gather)
     dp_overlap: float  # share of the gradient reduction that may hide under the last backward
@@ -69,7 +64,6 @@ class Rates:
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations
     bucket_parameters: float  # gradients are summed over dp in pieces of so many parameters; 0 = all at once
-    linear_speedup: float  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     hierarchical: bool  # collectives that span nodes may go in two stages, and do where that is faster
     # measured on this very machine (`calibrate`); empty elsewhere
     node_tables: Mapping[str, Table] = field(default_factory=dict)  # collectives inside a node, by operation; rows by ranks

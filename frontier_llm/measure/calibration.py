@@ -8,12 +8,12 @@ from itertools import combinations, product
 
 import numpy as np
 
-from frontier_llm.config import RunConfig
+from frontier_llm.blueprint.layout import Layout, layout_of
+from frontier_llm.blueprint.work import FlashCore, Product, elementwise
+from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.config.schema import ParallelConfig
-from frontier_llm.costs.kernels import flash_s, gemm_s
-from frontier_llm.costs.layer import elementwise
+from frontier_llm.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.costs.time import step_s
-from frontier_llm.costs.workload import Workload, from_config
 from frontier_llm.machine import Rates
 from frontier_llm.machine.rates import Table
 
@@ -72,7 +72,8 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
     )
     found = replace(_fit_products(found, M, N, K, seconds), gemm_shapes=measured)
     found = _fit_attention(found, samples)
-    found = _fit_elementwise(found, samples, workload_of(config, ParallelConfig(tensor=samples.tensor), config.batch.micro_batch, 1))
+    layout = steps_layout(config, ParallelConfig(tensor=samples.tensor), config.batch.micro_batch, 1)
+    found = _fit_elementwise(found, samples, config.model, layout)
     if samples.collectives:
         found = _fit_collectives(found, samples)
     elements, update_s = samples.adamw
@@ -96,8 +97,11 @@ def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, sec
     def changed(x: np.ndarray) -> Rates:
         return replace(start, gemm_efficiency=float(min(np.exp(x[0]), 1.0)), gemm_k_half=float(64 * np.exp(x[1])))
 
+    products = [Product(int(m), int(n), int(k)) for m, n, k in zip(M, N, K, strict=True)]
+
     def loss(x: np.ndarray) -> float:
-        size = np.abs(np.log(gemm_s(M, N, K, changed(x)) / seconds))
+        numbers = changed(x)
+        size = np.abs(np.log(np.array([product_s(product, numbers) for product in products]) / seconds))
         return float(np.sum(np.where(size < KNEE, size**2, 2 * KNEE * size - KNEE**2)) + PRIOR * np.sum(x**2))
 
     pattern = [np.array(offset) for offset in product((0.0, -0.5, 0.5, -1.0, 1.0), repeat=2)]
@@ -111,15 +115,16 @@ def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, sec
 def _fit_attention(found: Rates, samples: Samples) -> Rates:
     forwards, backwards = [], []
     for B, heads, S, D, forward_s, backward_s in samples.attention:
-        forward, backward = flash_s(B, heads, S, D, replace(found, flash_efficiency=1.0, flash_backward=1.0, kernel_s=0.0))
-        forwards.append(float(forward) / max(forward_s - found.kernel_s, 1e-9))
-        backwards.append(float(backward) / max(backward_s - 2 * found.kernel_s, 1e-9))
+        ideal = replace(found, flash_efficiency=1.0, flash_backward=1.0, kernel_s=0.0)
+        forward, backward = (flash_s(FlashCore(B, heads, S, D, backward), ideal) for backward in (False, True))
+        forwards.append(forward / max(forward_s - found.kernel_s, 1e-9))
+        backwards.append(backward / max(backward_s - 2 * found.kernel_s, 1e-9))
     efficiency = float(np.median(forwards))
     return replace(found, flash_efficiency=efficiency, flash_backward=float(np.median(backwards)) / efficiency)
 
 
-def _fit_elementwise(found: Rates, samples: Samples, workload: Workload) -> Rates:
-    bare = float(elementwise(workload, replace(found, kernel_s=0.0))[0])
+def _fit_elementwise(found: Rates, samples: Samples, model: ModelConfig, layout: Layout) -> Rates:
+    bare = memory_s(elementwise(model, layout, found)[0].moved_bytes, 0, found)
     measured = max(samples.elementwise_s - 6 * found.kernel_s, 1e-9)
     return replace(found, hbm_efficiency=float(min(bare / measured, 1.0)))
 
@@ -153,8 +158,8 @@ def _fit_steps(found: Rates, samples: Samples, config: RunConfig) -> Rates:
     A share of the kernels' time (operands that a loop of one kernel finds in the cache, a step must fetch), the host's time per
     operation (grows with microbatches, not with their size), and a fixed time per step. Least squares, none below zero.
     """
-    columns = (lambda w, bare: bare, _more(found, launch_s=1e-5), lambda w, bare: 1e-2)
-    share, launch, step = _fill(whole_steps(samples, config)[0], found, columns)
+    columns = (lambda layout, bare: bare, _more(config.model, found, launch_s=1e-5), lambda layout, bare: 1e-2)
+    share, launch, step = _fill(config.model, whole_steps(samples, config)[0], found, columns)
     slower = 1 + share
     return replace(
         found,
@@ -176,29 +181,31 @@ def _fit_waiting(found: Rates, samples: Samples, config: RunConfig) -> Rates:
     """
     _, tensor_steps, sharded_steps = whole_steps(samples, config)
     if tensor_steps:
-        meeting, spread = _fill(tensor_steps, found, (_more(found, meeting_s=1e-4), _more(found, spread=0.1)))
+        meeting, spread = _fill(
+            config.model, tensor_steps, found, (_more(config.model, found, meeting_s=1e-4), _more(config.model, found, spread=0.1))
+        )
         found = replace(found, meeting_s=meeting * 1e-4, spread=spread * 0.1)
     if sharded_steps:
-        (slowdown,) = _fill(sharded_steps, replace(found, sharded_slowdown=0.0), (_more(found),))
+        (slowdown,) = _fill(config.model, sharded_steps, replace(found, sharded_slowdown=0.0), (_more(config.model, found),))
         # not below 1: nothing that torch sends through sockets beats the table's transport, only a disturbed sample says so
         found = replace(found, sharded_slowdown=max(slowdown, 1.0))
     return found
 
 
-Step = tuple[str, Workload, float]  # what it is in words, what is computed, seconds measured
-Extra = Callable[[Workload, float], float]  # (what is computed, its seconds as known) → seconds of one unit of something more
+Step = tuple[str, Layout, float]  # what it is in words, how it is laid out, seconds measured
+Extra = Callable[[Layout, float], float]  # (a step, its seconds as known) → seconds of one unit of something more
 
 
-def _more(numbers: Rates, **change: float) -> Extra:
+def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:
     """What a step takes longer under `numbers` with this change."""
     changed = replace(numbers, **change)  # type: ignore[arg-type]
-    return lambda w, bare: float(step_s(w, changed)) - bare
+    return lambda layout, bare: float(step_s(model, layout, changed)) - bare
 
 
-def _fill(steps: Sequence[Step], known: Rates, extras: Sequence[Extra]) -> tuple[float, ...]:
+def _fill(model: ModelConfig, steps: Sequence[Step], known: Rates, extras: Sequence[Extra]) -> tuple[float, ...]:
     """How many units of each extra fill best what the steps took beyond the `known` rates: relative least squares, none below zero."""
-    bare = [float(step_s(w, known)) for _, w, _ in steps]
-    columns = [[extra(w, known_s) / seconds for extra in extras] for (_, w, seconds), known_s in zip(steps, bare, strict=True)]
+    bare = [float(step_s(model, layout, known)) for _, layout, _ in steps]
+    columns = [[extra(layout, known_s) / seconds for extra in extras] for (_, layout, seconds), known_s in zip(steps, bare, strict=True)]
     rest = [1 - known_s / seconds for (_, _, seconds), known_s in zip(steps, bare, strict=True)]
     return tuple(map(float, non_negative(np.array(columns), np.array(rest))))
 
@@ -220,14 +227,14 @@ def whole_steps(samples: Samples, config: RunConfig) -> tuple[list[Step], list[S
     """Every step that was measured: on each rank for itself, on groups of tensor-parallel ranks, on all ranks with sharded weights."""
     tensor, sharded = ParallelConfig(tensor=samples.tensor), ParallelConfig(data=samples.ranks, data_mode="fsdp")
     return (
-        [(f"{m} x {B} sequences on one rank", workload_of(config, ParallelConfig(), B, m), s) for B, m, s in samples.steps],
-        [(f"{m} x {B} over TP{samples.tensor}", workload_of(config, tensor, B, m), s) for B, m, s in samples.tensor_steps],
-        [(f"{m} x {B} on each of {samples.ranks}, sharded", workload_of(config, sharded, B, m), s) for B, m, s in samples.sharded_steps],
+        [(f"{m} x {B} sequences on one rank", steps_layout(config, ParallelConfig(), B, m), s) for B, m, s in samples.steps],
+        [(f"{m} x {B} over TP{samples.tensor}", steps_layout(config, tensor, B, m), s) for B, m, s in samples.tensor_steps],
+        [(f"{m} x {B} on each of {samples.ranks}, sharded", steps_layout(config, sharded, B, m), s) for B, m, s in samples.sharded_steps],
     )
 
 
-def workload_of(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> Workload:
-    """The run's model on one tensor-parallel group or on `parallel.data` ranks, `m` microbatches of `B` sequences on each per step."""
+def steps_layout(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> Layout:
+    """The run on one tensor-parallel group or on `parallel.data` ranks, `m` microbatches of `B` sequences on each per step."""
     replicas = parallel.data or 1
     batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * replicas})
-    return from_config(config.model_copy(update={"batch": batch, "parallel": parallel}), parallel.tensor * replicas)
+    return layout_of(config.model_copy(update={"batch": batch, "parallel": parallel}), parallel.tensor * replicas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from frontier_llm.units import format_bytes, format_seconds
@@ -19,18 +19,26 @@ def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]
     return {axis: [sum(column) for column in zip(*rows, strict=True)] for axis, rows in axes.items()}
 
 
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """An HTML table of texts."""
+
+    def row(tag: str, cells: Iterable[object]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{row('th', head)}{''.join(row('td', cells) for cells in rows)}</table>"
+
+
 def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]]) -> str:
     """HTML for one run; blocked time is what the rank stood still, on a GPU what its host did."""
-    head = "<tr><th>axis</th><th>operation</th><th>calls</th><th>bytes</th><th>blocked</th><th>median</th><th>99 %</th></tr>"
+    head = ("axis", "operation", "calls", "bytes", "blocked", "median", "99 %")
     rows = []
     for name, row in operations.items():
         axis, _, operation = name.partition(" ")
-        latencies = [f"&lt; {format_seconds(row[key] * 1e-6)}" for key in ("p50_us", "p99_us")]
-        cells = [axis, operation, f"{row['calls']:,}", format_bytes(row["bytes"]), format_seconds(row["blocked_s"])]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in [*map(html.escape, cells), *latencies]) + "</tr>")
+        latencies = [f"< {format_seconds(row[key] * 1e-6)}" for key in ("p50_us", "p99_us")]
+        rows.append([axis, operation, f"{row['calls']:,}", format_bytes(row["bytes"]), format_seconds(row["blocked_s"]), *latencies])
     figures = "".join(f"<figure>{_bars(axis, bins)}</figure>" for axis, bins in by_axis(operations).items() if any(bins))
     note = "<p class=sub>How long calls of rank 0 blocked, in powers of two of microseconds.</p>"
-    return f"<h2>Communication {html.escape(title)}</h2><table>{head}{''.join(rows)}</table>{note}<div class=figures>{figures}</div>"
+    return f"<h2>Communication {html.escape(title)}</h2>{table(head, rows)}{note}<div class=figures>{figures}</div>"
 
 
 def _bars(axis: str, bins: list[int]) -> str:

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from frontier_llm.comm.algorithms import Rule
 from frontier_llm.machine.affinity import link_gbps
-from frontier_llm.measure.links import Measurement, Pair
+from frontier_llm.measure.links import LinkTime, Pair
 
 PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
 SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named
 
 
-def slow_links(pairs: list[Pair], kind: Callable[[int, int], str] = lambda a, b: "any") -> list[Pair]:
+def slow_links(pairs: list[Pair], kind: Callable[[int, int], str]) -> list[Pair]:
     """Pairs below SLOW_LINK of the median of their kind (the caller knows which pairs have the same links)."""
     by_kind: dict[str, list[Pair]] = {}
     for pair in pairs:
@@ -38,7 +38,7 @@ def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], st
     return kind
 
 
-def node_tables(measurements: list[Measurement], ranks_per_node: int, source: str) -> dict[str, Any]:
+def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) -> dict[str, Any]:
     """`node.collectives` of a machine file, which the planner reads: flat times of groups inside a node, all of them at once.
 
     Raises ValueError when no axis lies inside a node.
@@ -58,7 +58,7 @@ def node_tables(measurements: list[Measurement], ranks_per_node: int, source: st
     return {"tag": "measured", "source": source, "message_bytes": sizes, "time_us": times_us}
 
 
-def contention(measurements: list[Measurement]) -> list[tuple[str, str, int, float]]:
+def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]]:
     """(axis, operation, bytes, time together / time alone) wherever both were measured."""
     alone = {(m.axis, m.operation, m.algorithm, m.bytes): m.seconds for m in measurements if m.mode == "alone"}
     return [
@@ -68,7 +68,7 @@ def contention(measurements: list[Measurement]) -> list[tuple[str, str, int, flo
     ]
 
 
-def algorithm_rules(measurements: list[Measurement], nodes: dict[str, int], where: str) -> list[dict[str, Any]]:
+def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: str) -> list[dict[str, Any]]:
     """Rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times; one row where the better one changes.
 
     `nodes[axis]` is how many nodes the axis spans; `where` names the machine and date for the source.

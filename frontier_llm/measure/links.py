@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import combinations, pairwise, product
+from itertools import combinations, count, pairwise, product, takewhile
 from typing import Any
 
 import torch
 
+from frontier_llm.comm.algorithms import FLAT, HIERARCHICAL
 from frontier_llm.comm.axis import Axis, Mesh
 from frontier_llm.comm.collectives import (
     all_reduce_,
@@ -24,7 +25,6 @@ from frontier_llm.comm.collectives import (
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.hierarchical import ChosenGroup
 from frontier_llm.comm.p2p import Sends, exchange, post_receive
 from frontier_llm.measure.timing import median_s, wall_s
 
@@ -42,7 +42,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 
 
 @dataclass(frozen=True)
-class Measurement:
+class LinkTime:
     """One operation at one size on one kind of group."""
 
     axis: str
@@ -80,14 +80,11 @@ class Pair:
 
 def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
     """smallest, smallest × factor, … up to largest, which is always there."""
-    sizes = []
-    while smallest < largest:
-        sizes.append(smallest)
-        smallest *= factor
-    return [*sizes, largest]
+    growing = (smallest * factor**power for power in count())
+    return [*takewhile(lambda size: size < largest, growing), largest]
 
 
-def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[Measurement]:
+def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[LinkTime]:
     """Every operation on every axis that has more than one rank, alone and together. Collective over the world.
 
     A message goes from every rank of an axis to the next, as between pipeline stages.
@@ -102,17 +99,15 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
             takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
             run, whole_bytes = _operation(operation, variant, size, device)
             seconds = _slowest(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
-            measurements.append(Measurement(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
+            measurements.append(LinkTime(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
     return measurements
 
 
 def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
     """('flat', axis), and ('hierarchical', axis) where the axis has both."""
-    if isinstance(axis.group, ChosenGroup):
-        yield "flat", replace(axis, group=axis.group.flat)
-        yield "hierarchical", replace(axis, group=ChosenGroup(axis.group.flat, axis.group.hierarchical, lambda *_: "hierarchical"))
-    else:
-        yield "flat", axis
+    yield "flat", replace(axis, algorithms=FLAT)
+    if axis.hierarchical is not None:
+        yield "hierarchical", replace(axis, algorithms=HIERARCHICAL)
 
 
 def _operation(operation: str, axis: Axis, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:

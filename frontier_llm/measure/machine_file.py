@@ -128,7 +128,7 @@ def report(samples: Samples, config: RunConfig) -> str:
             f"ranks wait for each other {meeting}; collectives of sharded weights take {found.sharded_slowdown:.2g} times those above"
         )
     lines.append(f"within a step: {found.launch_s * 1e6:.0f} us of the host per operation, {found.step_s * 1e3:.2g} ms per step")
-    for name, workload, measured_s in chain(*whole_steps(samples, config)):
-        error = float(step_s(workload, found)) / measured_s - 1
+    for name, layout, measured_s in chain(*whole_steps(samples, config)):
+        error = float(step_s(config.model, layout, found)) / measured_s - 1
         lines.append(f"  {name}: {measured_s:.3f} s, from these constants {100 * error:+.1f} %")
     return "\n".join(lines)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.work import Phase, Product, Software, block_work, head_work
 from frontier_llm.config import ModelConfig
 
 
 def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
     """(name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank; backward has twice as many FLOPs."""
-    H, D, F = model.hidden, model.dim_per_head, model.ffn_hidden
-    qkv = (model.heads + 2 * model.num_kv_heads) * D // tp
+    layout, software = Layout(tp=tp, micro_batch=tokens // model.sequence_length), Software()
     return [
-        ("qkv", tokens, qkv, H, model.layers),
-        ("attention output", tokens, H, model.heads * D // tp, model.layers),
-        ("mlp up", tokens, (2 if model.gated else 1) * F // tp, H, model.layers),
-        ("mlp down", tokens, H, F // tp, model.layers),
-        ("head", tokens, model.vocab_size // tp, H, 1),
+        (one.parameter.removeprefix("layers.0.").removesuffix(".weight"), one.m, one.n, one.k, count)
+        for items, count in ((block_work(model, layout, software), model.layers), (head_work(model, layout, software), 1))
+        for one in (item.work for item in items if item.phase is Phase.F)
+        if isinstance(one, Product) and one.parameter
     ]
 
 

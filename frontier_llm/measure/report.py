@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from frontier_llm.blueprint import StageSpec
+from frontier_llm.blueprint import StageSpec, matrix_parameters
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.flops import matrix_parameters
-from frontier_llm.measure.latency import communication_section
-from frontier_llm.measure.run_record import Part, RunRecord, read_run, told_apart
+from frontier_llm.measure.latency import communication_section, table
+from frontier_llm.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
 from frontier_llm.topology import Grid
@@ -92,41 +92,28 @@ def _tiles(records: Sequence[RunRecord]) -> str:
         speeds = [step["tokens_per_s"] for step in first.steps if step["step"] > since]
         if speeds:
             tiles.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
-    return (
-        "<div class=tiles>" + "".join(f"<div class=tile><b>{value}</b><span>{_text(what)}</span></div>" for value, what in tiles) + "</div>"
-    )
+    boxes = "".join(f"<div class=tile><b>{value}</b><span>{_text(what)}</span></div>" for value, what in tiles)
+    return f"<div class=tiles>{boxes}</div>"
 
 
 def _curves(records: Sequence[RunRecord]) -> list[str]:
-    def of(key: str) -> Callable[[RunRecord], list[tuple[int, float]]]:
-        return lambda record: [(step["step"], step[key]) for step in record.steps]
-
-    return [
-        _plot(records, "loss, nats per token", of("loss"), lambda record: [(e["step"], e["loss"]) for e in record.evaluations]),
-        _plot(records, "gradient norm", of("gradient_norm")),
-        _plot(records, "tokens per second", of("tokens_per_s")),
-        _plot(records, "learning rate", of("learning_rate")),
-    ]
+    names = {"loss": "loss, nats per token", "gradient_norm": "gradient norm", "tokens_per_s": "tokens per second"}
+    return [_plot(records, key, title) for key, title in {**names, "learning_rate": "learning rate"}.items()]
 
 
-Points = Callable[[RunRecord], list[tuple[int, float]]]
-
-
-def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points | None = None) -> str:
-    """One figure over all runs as inline SVG; dots are held-out values."""
+def _plot(records: Sequence[RunRecord], key: str, title: str) -> str:
+    """One figure over all runs as inline SVG; the dots on the loss are held-out values."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.2))
     axes = figure.subplots()
     for index, record in enumerate(records):
         color, style = COLORS[index % len(COLORS)], ("-", "--", ":", "-.")[index % 4]
-        points = lines(record)
-        marker = "." if len(points) == 1 else ""  # a line of one point would not be seen
-        axes.plot([x for x, _ in points], [y for _, y in points], style, marker=marker, color=color, label=record.name, linewidth=1.4)
-        if dots is not None and (held_out := dots(record)):
-            axes.plot(
-                [x for x, _ in held_out], [y for _, y in held_out], "o", color=color, markersize=4, label="_" if index else "held out"
-            )  # "_": not in the legend
+        marker = "." if len(record.steps) == 1 else ""  # a line of one point would not be seen
+        axes.plot(*_points(record.steps, key), style, marker=marker, color=color, label=record.name, linewidth=1.4)
+        if key == "loss" and record.evaluations:  # "_": not in the legend
+            label = "_" if index else "held out"
+            axes.plot(*_points(record.evaluations, key), "o", color=color, markersize=4, label=label)
     for part in (part for record in records for part in record.parts if part.after_step):
         axes.axvline(part.after_step, color="#888", linestyle=":", linewidth=1)
         axes.text(part.after_step, 0.98, f" {part.name}", transform=axes.get_xaxis_transform(), rotation=90, va="top", fontsize=6)
@@ -134,6 +121,11 @@ def _plot(records: Sequence[RunRecord], title: str, lines: Points, dots: Points 
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     return _svg(lambda file: figure.savefig(file, format="svg", bbox_inches="tight"))
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps, and the values there."""
+    return [row["step"] for row in rows], [row[key] for row in rows]
 
 
 def _svg(write: Callable[[io.StringIO], object]) -> str:
@@ -160,7 +152,7 @@ def _of_run(record: RunRecord, text: str) -> str:
     return f"{text}, {own}" if own else text
 
 
-def _layout(record: RunRecord, part: Part) -> str:
+def _layout(record: RunRecord, part: LayoutSpan) -> str:
     """Which rank holds what, and the schedule that was played, drawn with forward 1 and backward 2 units long."""
     plan, grid = part.plan, part.plan.grid
     stages = []
@@ -178,12 +170,11 @@ def _layout(record: RunRecord, part: Part) -> str:
 
 
 def _table(records: Sequence[RunRecord]) -> str:
-    head = "<tr><th>run</th><th>layout</th><th>steps</th><th>last loss</th><th>held out</th><th>skipped</th></tr>"
+    head = ("run", "layout", "steps", "last loss", "held out", "skipped")
     rows = []
     for record in records:
         last = record.steps[-1] if record.steps else {}
-        held_out = f"{record.evaluations[-1]['loss']:.4f}" if record.evaluations else "-"
+        loss, held_out = (f"{row['loss']:.4f}" if row else "-" for row in (last, record.evaluations[-1] if record.evaluations else {}))
         layouts = ", then ".join(name for name, _ in groupby(record.parts, key=lambda part: part.name))
-        cells = [record.directory.name, layouts, last.get("step", 0), f"{last.get('loss', float('nan')):.4f}", held_out]
-        rows.append("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in [*cells, last.get("skipped_steps", 0)]) + "</tr>")
-    return f"<h2>Runs</h2><table>{head}{''.join(rows)}</table>"
+        rows.append([record.directory.name, layouts, last.get("step", 0), loss, held_out, last.get("skipped_steps", 0)])
+    return f"<h2>Runs</h2>{table(head, rows)}"

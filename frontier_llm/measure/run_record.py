@@ -16,7 +16,7 @@ from frontier_llm.topology import ParallelPlan, plan_as_given
 
 
 @dataclass(frozen=True)
-class Part:
+class LayoutSpan:
     """Steps of a run on one layout."""
 
     after_step: int
@@ -36,11 +36,11 @@ class RunRecord:
 
     directory: Path
     config: RunConfig  # of the last attempt
-    parts: tuple[Part, ...]
+    parts: tuple[LayoutSpan, ...]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     operations: dict[str, dict[str, Any]]  # of rank 0 in the last attempt that has written them down (Ledger.summary)
-    moved_on: Part  # the layout of that attempt
+    moved_on: LayoutSpan  # the layout of that attempt
     name: str  # of its curves
 
 
@@ -48,10 +48,10 @@ def read_run(directory: Path) -> RunRecord:
     """Load a run directory. Raises DataError when it holds no run; lines of a torn metrics file are skipped."""
     missing = [name for name in ("config.yaml", "plan.json", "metrics.jsonl") if not (directory / name).is_file()]
     if missing:
-        raise DataError(f"{directory} is not a run directory: no {', '.join(missing)}", fix="give the train.run_dir of a run")
+        raise DataError(f"{directory} is not a run directory: it lacks {', '.join(missing)}", fix="give the train.run_dir of a run")
     content, where = read_yaml(directory / "config.yaml"), str(directory / "config.yaml")
     config = build(RunConfig, content, where)
-    parts = tuple(_part(content, row, where) for row in run_dir.layouts(directory)) or (_only_part(config, directory),)
+    parts = tuple(_span(content, row, where) for row in run_dir.layouts(directory)) or (_only_span(config, directory),)
     moved: dict[str, Any] = next((row for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication"), {})
     moved_on = [part for part in parts if part.incarnation <= moved.get("incarnation", 0)] or parts
     names = list(dict.fromkeys(part.name for part in parts))
@@ -60,19 +60,19 @@ def read_run(directory: Path) -> RunRecord:
     return RunRecord(directory, config, parts, steps, evaluations, moved.get("operations", {}), moved_on[-1], name)
 
 
-def _part(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> Part:
+def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> LayoutSpan:
     """The plan of an attempt from the configuration with its own layout (`metrics.layout_of`)."""
     parallel = dict(row["layout"])
     batch = {**content["batch"], "micro_batch": parallel.pop("micro_batch")}
     config = build(RunConfig, {**content, "parallel": parallel, "batch": batch}, where)
     world_size = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
-    return Part(row["step"], row["incarnation"], plan_as_given(config, world_size))
+    return LayoutSpan(row["step"], row["incarnation"], plan_as_given(config, world_size))
 
 
-def _only_part(config: RunConfig, directory: Path) -> Part:
+def _only_span(config: RunConfig, directory: Path) -> LayoutSpan:
     """A run from before layouts were written into metrics.jsonl: all that is known is the last."""
     grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
-    return Part(0, 0, plan_as_given(config, grid["tp"] * grid["pp"] * grid["dp"]))
+    return LayoutSpan(0, 0, plan_as_given(config, grid["tp"] * grid["pp"] * grid["dp"]))
 
 
 def told_apart(records: list[RunRecord]) -> list[RunRecord]:

@@ -10,7 +10,7 @@ for that bucket alone: there is no other way to reach them, so nothing has to kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
@@ -150,14 +150,10 @@ def build_buckets(
             placed.update(zip(group, real, strict=True))
             bucket_of.update(dict.fromkeys(real, bucket))
             buckets.append(bucket)
-    for module in _distinct_modules(stages):
+    for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
         own = {name: None if parameter is None else placed[parameter] for name, parameter in module._parameters.items()}
         module._parameters = _Parameters(own, bucket_of)
     return buckets
-
-
-def _distinct_modules(stages: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    yield from dict.fromkeys(module for stage in stages for module in stage.modules())
 
 
 def _aligned(count: int, multiple: int) -> int:

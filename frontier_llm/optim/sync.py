@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from frontier_llm.comm import (
-    Axis,
     Mesh,
     Pending,
     start_all_reduce_,
@@ -67,14 +66,11 @@ class GradientSync:
         late = [bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap]
         for depth in range(max((len(bucket.partial_axes) for bucket in late), default=0)):
             partial = [bucket for bucket in late if len(bucket.partial_axes) > depth]
-            for pending in [start_all_reduce_(bucket.gradients, self._axis(bucket.partial_axes[depth])) for bucket in partial]:
+            for pending in [start_all_reduce_(bucket.gradients, self._mesh.axis(bucket.partial_axes[depth])) for bucket in partial]:
                 pending.wait()
         self._pending += [self._start_sum(bucket) for bucket in late]
         for pending in self._pending:
             pending.wait()
-
-    def _axis(self, name: str) -> Axis:
-        return self._mesh.axis(name)
 
     def _start_sum(self, bucket: Bucket) -> Pending:
         """Over dp: with ZeRO-1 each rank needs only the slice it will update."""

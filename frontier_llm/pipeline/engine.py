@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from frontier_llm.comm import Mesh, Receive, Sends, post_receive
-from frontier_llm.schedule import Action, Kind, Schedule, posted_ahead
+from frontier_llm.schedule import Action, Kind, Schedule, check, posted_ahead
 
 LOSS = "loss"  # what the last stage returns as its output
 
@@ -97,9 +97,11 @@ class Engine:
     ) -> None:
         """`stages` are this rank's virtual stages, in the order of the model; `loss_weights` names the further losses that they return.
 
+        Raises ScheduleError where this rank's list is not legal.
         With `overlap` messages go on under the compute beside them; without, the rank waits for each where the order of communication has it.
         """
         rank = mesh.pp.rank
+        check(schedule, rank)
         positions = schedule.placement.positions_of(rank)
         assert len(stages) == len(positions) and mesh.pp.size == schedule.stages
         self._placement, self._stages, self._channels = schedule.placement, dict(zip(positions, stages, strict=True)), mesh.channels

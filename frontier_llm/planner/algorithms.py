@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from frontier_llm.blueprint.layout import DTYPE_BYTES
 from frontier_llm.costs.collectives import flat_s
 from frontier_llm.costs.hierarchical import hierarchical_s
-from frontier_llm.costs.parameters import stage_parameters
-from frontier_llm.costs.time import placement
-from frontier_llm.costs.workload import FSDP
+from frontier_llm.costs.parameters import stage_numel
+from frontier_llm.costs.time import seats, stage_layers
 from frontier_llm.machine import Rates
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import format_bytes, format_seconds
@@ -55,31 +55,30 @@ def times_by_nodes(
 
 def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
     """Bytes that one bucket (with FSDP one layer) moves by operation: the gradients' sum, and unless ZeRO is off the weights' gather."""
-    w = plan.workload
-    held = float(stage_parameters(w, w.stage_layers, True, w.pp == 1))
-    bucket = float(stage_parameters(w, 1, False, False)) if w.zero == FSDP else min(held, rates.bucket_parameters or held)
-    gradient_bytes = float(w.gradient_bytes) or rates.gradient_bytes
-    if w.zero == 0:
+    model, layout = plan.model, plan.layout
+    held = float(stage_numel(model, layout.tp, stage_layers(model, layout)[0], True, layout.pp == 1))
+    whole_layers = layout.sharding == "weights"
+    bucket = float(stage_numel(model, layout.tp, 1, False, False)) if whole_layers else min(held, rates.bucket_parameters or held)
+    gradient_bytes = DTYPE_BYTES.get(layout.gradient_wire, rates.gradient_bytes)
+    if layout.sharding == "none":
         return {"all_reduce": bucket * gradient_bytes}
-    return {"reduce_scatter": bucket * gradient_bytes, "all_gather": bucket * float(w.dtype_bytes)}
+    return {"reduce_scatter": bucket * gradient_bytes, "all_gather": bucket * DTYPE_BYTES[layout.dtype]}
 
 
 def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
     """Both prices of every collective over dp; empty where dp stays inside a node or the stack has one algorithm only."""
-    w, place = plan.workload, placement(plan.workload, rates)
+    dp, place = plan.layout.dp, seats(plan.layout, rates)
     per_node, sharing = int(place.dp_per_node), int(place.dp_sharing)
-    if not rates.hierarchical or w.dp <= per_node:
+    if not rates.hierarchical or dp <= per_node:
         return []
     choices = []
     for operation, size in bucket_bytes(plan, rates).items():
-        args = (rates, w.dp, per_node, sharing, size, operation)
+        args = (rates, dp, per_node, sharing, size, operation)
         nodes, flat, staged = times_by_nodes(rates, per_node, sharing, size, operation)
         behind = np.flatnonzero(staged >= flat)
         after = 0 if len(behind) == 0 else behind[-1] + 1
         first = int(nodes[after]) if after < len(nodes) else None
-        choices.append(
-            Choice(operation, int(w.dp), -(-int(w.dp) // per_node), size, float(flat_s(*args)), float(hierarchical_s(*args)), first)
-        )
+        choices.append(Choice(operation, dp, -(-dp // per_node), size, float(flat_s(*args)), float(hierarchical_s(*args)), first))
     return choices
 
 
@@ -88,7 +87,7 @@ def gradient_words(plan: Plan, rates: Rates) -> list[str]:
     choices = gradient_choices(plan, rates)
     if not choices:
         return []
-    what = "layers" if plan.workload.zero == FSDP else "buckets"
+    what = "layers" if plan.layout.sharding == "weights" else "buckets"
     size = " and ".join(format_bytes(one.size_bytes) for one in choices)
     return [f"  gradients: {what} of {size} over {choices[0].nodes} nodes: " + ", ".join(one.words for one in choices)]
 

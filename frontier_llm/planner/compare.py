@@ -11,19 +11,19 @@ from frontier_llm.planner.report import WIDTH, layout_words, step_words, table, 
 from frontier_llm.planner.search import Plan, Search, search
 from frontier_llm.units import GIB
 
-FIELDS = ("tp", "pp", "chunks", "B", "sp", "recompute", "zero", "dp_outer", "schedule")
+FIELDS = ("tp", "pp", "chunks", "micro_batch", "sequence_parallel", "recompute", "sharding", "axis_order", "schedule")
 
 
 def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
     """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all else free."""
     changes = parse_fixed(list(words))
     best = found.best
-    kept = {name: int(getattr(best.workload, name)) for name in FIELDS}
+    kept = {name: getattr(best.layout, name) for name in FIELDS}
     if {"tp", "pp"} & changes.keys():
         kept.pop("chunks")
     exact = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **kept, **changes}, top=1)
     free = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **changes}, top=1)
-    if all(getattr(best.workload, name) == value for name, value in changes.items()):
+    if all(getattr(best.layout, name) == value for name, value in changes.items()):
         return f"what if {' '.join(words)}: the choice has that already"
     lines = [f"what if {' '.join(words)}"]
     for title, other in (("all else as chosen", exact), ("all else re-planned", free)):
@@ -34,7 +34,7 @@ def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequ
         else:
             lines.append(f"  {title}: {_against(best, other.best)}: {layout_words(other.best)}")
     shown = [best, *(other.best for other in (exact, free) if other.plans)]
-    if exact.plans and free.plans and exact.best.workload == free.best.workload:
+    if exact.plans and free.plans and exact.best.layout == free.best.layout:
         shown.pop()
     return wrapped("\n".join([*lines, table(shown, width)]), width)
 

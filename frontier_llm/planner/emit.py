@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
+from frontier_llm.blueprint.layout import SHARDING
 from frontier_llm.config import available, load_model, load_run
-from frontier_llm.costs.workload import DTYPE_BYTES, FSDP
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
-from frontier_llm.planner.report import RECOMPUTE_NAMES, layout_words
+from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Search
-from frontier_llm.topology import AXIS_ORDERS, make_plan
+from frontier_llm.topology import make_plan
 from frontier_llm.topology.stages import balanced
 from frontier_llm.units import GIB, plural
 
@@ -27,17 +27,17 @@ SCRIPTS = {"gpt-1t": "slurm/train_1t.sbatch", "gpt-175b": "slurm/train_175b.sbat
 def run_content(machine_name: str, machine: Machine, found: Search, rates: Rates, name: str) -> dict[str, Any]:
     """The run file's mapping for the search's choice; what it trains is the caller's to say."""
     plan = found.best
-    w = plan.workload
+    layout = plan.layout
     parallel: dict[str, Any] = {
-        "tensor": int(w.tp),
-        "pipeline": int(w.pp),
-        "schedule": plan.schedule,
-        **({"data_mode": "fsdp"} if w.zero == FSDP else {"zero": int(w.zero)}),
-        "axis_order": AXIS_ORDERS[int(w.dp_outer)],
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "schedule": layout.schedule,
+        **({"data_mode": "fsdp"} if layout.sharding == "weights" else {"zero": SHARDING[layout.sharding]}),
+        "axis_order": layout.axis_order,
     }
-    if w.chunks > 1:
-        parallel["chunks"] = int(w.chunks)
-    if w.sp:
+    if layout.chunks > 1:
+        parallel["chunks"] = layout.chunks
+    if layout.sequence_parallel:
         parallel["sequence_parallel"] = True
     counts = tuple(stage.num_layers for stage in plan.stages)
     if counts != balanced(found.model, len(counts)):
@@ -45,9 +45,9 @@ def run_content(machine_name: str, machine: Machine, found: Search, rates: Rates
     return {
         "machine": machine_name,
         "parallel": parallel,
-        "batch": {"global_batch": found.global_batch, "micro_batch": int(w.B)},
-        **({"precision": {"gradient_wire": "bf16"}} if w.gradient_bytes == DTYPE_BYTES["bf16"] else {}),
-        "train": {"run_dir": f"runs/{name}", "recompute": RECOMPUTE_NAMES[int(w.recompute)]},
+        "batch": {"global_batch": found.global_batch, "micro_batch": layout.micro_batch},
+        **({"precision": {"gradient_wire": layout.gradient_wire}} if layout.gradient_wire != "full" else {}),
+        "train": {"run_dir": f"runs/{name}", "recompute": layout.recompute},
         **({"comm": {"algorithms": machine.algorithms}} if machine.algorithms and uses_hierarchical(plan, rates) else {}),
     }
 
@@ -62,9 +62,10 @@ def emit(path: Path, model_name: str, machine_name: str, machine: Machine, found
     best = found.best
     choice = run_content(machine_name, machine, found, rates, name)
     if run:
-        w = best.workload
-        mode = "fsdp" if w.zero == FSDP else "zero"
-        choice["parallel"] |= {"data": int(w.dp), "chunks": int(w.chunks), "sequence_parallel": bool(w.sp), "data_mode": mode}
+        layout = best.layout
+        mode = "fsdp" if layout.sharding == "weights" else "zero"
+        sequence = layout.sequence_parallel
+        choice["parallel"] |= {"data": layout.dp, "chunks": layout.chunks, "sequence_parallel": sequence, "data_mode": mode}
         content = {"base": _reference(run, path.parent), **choice}
     elif found.model.sequence_length == load_model(model_name).sequence_length:
         content = {"model": model_name, **choice}

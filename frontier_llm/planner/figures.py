@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.costs.layouts import as_table
 from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.time import placement, step_s
-from frontier_llm.costs.workload import Number, Workload
+from frontier_llm.costs.time import seats, step_s
 from frontier_llm.machine import Machine, Rates, rates
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
@@ -76,7 +76,7 @@ def _picture(path: Path) -> str:
     return f'<h2>{path.stem}</h2><img style="max-width:100%" alt="{path.stem}" src="data:image/png;base64,{content}">'
 
 
-def plain_log2(axes: Any, values: Number) -> None:
+def plain_log2(axes: Any, values: np.ndarray) -> None:
     """A logarithmic axis that is labelled with the powers of two themselves, some eight of them."""
     axes.set_xscale("log", base=2)
     powers = range(int(np.ceil(np.log2(np.min(values)))), int(np.log2(np.max(values))) + 1)
@@ -111,7 +111,7 @@ def draw_pipeline(figure: Any, plan: Plan) -> None:
 
 def _time_axis(plan: Plan) -> str:
     """The unit, and how much of the step is drawn."""
-    played, whole = plan.played.timeline.schedule.microbatches, int(plan.workload.m)
+    played, whole = plan.played.timeline.schedule.microbatches, plan.layout.microbatches
     part = f", {played} of the {whole} microbatches: the pattern of the middle repeats" if played < whole else ""
     return f"seconds (simulated{part})"
 
@@ -135,10 +135,10 @@ def draw_memory(figure: Any, plan: Plan) -> None:
 def draw_throughput(figure: Any, found: Search, numbers: Rates) -> None:
     """Best throughput of the layouts that fit, against TP, PP and microbatches; closed form, so that every layout is there."""
     layouts = enumerate_layouts(found.model, found.nodes * numbers.node_devices, found.global_batch, 8 * numbers.node_devices, found.fixed)
-    layouts = layouts.at(peak_memory(layouts, numbers) <= numbers.memory_bytes)
-    speed = np.asarray(layouts.step_tokens / step_s(layouts, numbers) / layouts.devices, dtype=float)
+    layouts = layouts.where(peak_memory(found.model, layouts, numbers) <= numbers.memory_bytes)
+    speed = layouts.global_batch * found.model.sequence_length / step_s(found.model, layouts, numbers) / layouts.devices
     for axes, (field, label) in zip(
-        figure.subplots(1, 3, sharey=True), (("tp", "TP"), ("pp", "PP"), ("m", "microbatches per step")), strict=True
+        figure.subplots(1, 3, sharey=True), (("tp", "TP"), ("pp", "PP"), ("microbatches", "microbatches per step")), strict=True
     ):
         values = np.asarray(getattr(layouts, field))
         axis = np.unique(values)
@@ -152,12 +152,12 @@ def draw_throughput(figure: Any, found: Search, numbers: Rates) -> None:
 
 def draw_collectives(figure: Any, plan: Plan, numbers: Rates) -> None:
     """Each collective of a gradient bucket against the nodes of its group, up to the whole machine: one ring and two stages."""
-    place, sizes = placement(plan.workload, numbers), bucket_bytes(plan, numbers)
+    place, sizes = seats(plan.layout, numbers), bucket_bytes(plan, numbers)
     for axes, (operation, size) in zip(np.atleast_1d(figure.subplots(1, len(sizes), sharey=True)), sizes.items(), strict=True):
         nodes, flat, staged = times_by_nodes(numbers, int(place.dp_per_node), int(place.dp_sharing), size, operation)
         axes.plot(nodes, 1e3 * flat, "o-", label="one ring, or RCCL's tree")
         axes.plot(nodes, 1e3 * staged, "s-", label="two stages")
-        axes.axvline(float(plan.workload.dp / place.dp_per_node), color="grey", linestyle=":", label="this plan")
+        axes.axvline(float(plan.layout.dp / place.dp_per_node), color="grey", linestyle=":", label="this plan")
         plain_log2(axes, nodes)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -174,14 +174,13 @@ def scaling_points(found: Search, numbers: Rates, weak: bool) -> tuple[np.ndarra
 
     Relative to the fewest devices shown. Strong scaling keeps the global batch, so the microbatches per replica shrink.
     """
-    w = found.best.workload
-    total = float(w.m * w.dp)
-    replicas = np.array(
-        [d for d in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if d <= 4 * w.dp and (weak or total % d == 0)], dtype=float
-    )
-    grown: Workload = replace(w, dp=replicas, m=np.full(len(replicas), float(w.m)) if weak else total / replicas)
-    speed: Number = grown.step_tokens / step_s(grown, numbers) / grown.devices
-    return np.asarray(grown.devices), np.asarray(speed / speed[0])
+    layout = found.best.layout
+    total = layout.microbatches * layout.dp
+    counts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    replicas = [dp for dp in counts if dp <= 4 * layout.dp and (weak or total % dp == 0)]
+    grown = as_table([replace(layout, dp=dp, microbatches=layout.microbatches if weak else total // dp) for dp in replicas])
+    speed = grown.global_batch / step_s(found.model, grown, numbers) / grown.devices
+    return grown.devices, speed / speed[0]
 
 
 def draw_scaling(figure: Any, found: Search, machine: Machine, numbers: Rates) -> None:

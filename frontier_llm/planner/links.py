@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frontier_llm.costs.collectives import fabric_bandwidth
-from frontier_llm.costs.time import Placement, placement
+from frontier_llm.costs.time import Seats, seats
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
 from frontier_llm.planner.search import Plan
@@ -15,14 +15,14 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
 
     Ranks fill a node with tensor innermost, so the first group of an axis stands for all of them.
     """
-    w, place = plan.workload, placement(plan.workload, rates)
+    layout, place = plan.layout, seats(plan.layout, rates)
     links = {}
-    if w.tp > 1:
-        links["tensor"] = _tensor(int(w.tp), machine, rates)
-    if w.pp > 1:
+    if layout.tp > 1:
+        links["tensor"] = _tensor(layout.tp, machine, rates)
+    if layout.pp > 1:
         links["pipeline"] = _neighbours(machine, rates, place)
-    if w.dp > 1:
-        links["data"] = _replicas(int(w.dp), int(place.dp_per_node), int(place.dp_sharing), machine, rates)
+    if layout.dp > 1:
+        links["data"] = _replicas(layout.dp, int(place.dp_per_node), int(place.dp_sharing), machine, rates)
     return links
 
 
@@ -32,7 +32,7 @@ def _tensor(tp: int, machine: Machine, rates: Rates) -> str:
     return f"{tp} ranks of a node: {_fabric(tuple(range(tp)), machine, rates)}"
 
 
-def _neighbours(machine: Machine, rates: Rates, place: Placement) -> str:
+def _neighbours(machine: Machine, rates: Rates, place: Seats) -> str:
     if place.pp_inside:
         return f"neighbours in one node: {_fabric((0, 1), machine, rates)}; every node's last stage sends over its NICs"
     sharing = int(place.pp_sharing)

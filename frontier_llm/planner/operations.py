@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
+from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.machine.schema import Machine, QueueBin
+from frontier_llm.planner.search import Plan
 
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 master weights and two moments; the 16-bit weights are rounded from the masters
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, when no budget is given
 
 
@@ -32,7 +34,7 @@ class Campaign:
         return 1 if self.queue is None else max(1, round(self.calendar_days * 24 / self.queue.max_hours + 0.5))
 
 
-def campaign(machine: Machine, nodes: int, parameters: float, step_s: float, step_tokens: float, tokens: float | None) -> Campaign | None:
+def campaign(machine: Machine, plan: Plan, tokens: float | None) -> Campaign | None:
     """Days and losses of a run, or None for a machine without operations data.
 
     Young (1974), Daly (2006): the interval sqrt(2·t_save·MTBF) minimises the expected loss t_save/interval + interval/(2·MTBF).
@@ -41,11 +43,12 @@ def campaign(machine: Machine, nodes: int, parameters: float, step_s: float, ste
     site = machine.operations
     if site is None:
         return None
-    tokens = tokens or TOKENS_PER_PARAMETER * parameters
-    busy_s = tokens / step_tokens * step_s
-    mtbf_s = site.device_mtbf_hours.value * 3600 / (nodes * machine.devices_per_node)
+    step_s, nodes = plan.step_s, plan.layout.devices / machine.devices_per_node
+    tokens = tokens or TOKENS_PER_PARAMETER * total_parameters(plan.model)
+    busy_s = tokens / plan.step_tokens * step_s
+    mtbf_s = site.device_mtbf_hours.value * 3600 / plan.layout.devices
     write = min(site.checkpoint_gbps_total.value, nodes * site.checkpoint_gbps_per_node.value) * 1e9
-    save_s = parameters * CHECKPOINT_BYTES_PER_PARAMETER / write
+    save_s = state_bytes(plan.model, plan.layout.optimizer, plan.layout.dtype) / write
     interval_s = max(sqrt(2 * save_s * mtbf_s), step_s)
     restart_s = site.restart_minutes.value * 60
     queue = next((entry for entry in site.queue if entry.nodes_from <= nodes <= entry.nodes_to), None)

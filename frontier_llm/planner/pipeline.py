@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from frontier_llm.blueprint import StageSpec
-from frontier_llm.costs.layer import embedding_terms, head_terms, totals, weight_gradient_s
-from frontier_llm.costs.parameters import stage_columns, stage_parameters
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.parameters import stage_columns, stage_numel
+from frontier_llm.costs.seconds import times
 from frontier_llm.costs.time import layer_s, p2p_s, tail
-from frontier_llm.costs.workload import Workload
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import Action, Kind, Timeline, build, simulate
 
@@ -56,45 +57,55 @@ class Played:
         return max(1 - float(np.mean(self.busy_s)) / self.pipeline_s, 0.0)
 
 
-def stage_times(w: Workload, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
+def stage_times(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
     """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
-    forward, backward = (float(value) for value in layer_s(w, rates))
-    weight = float(weight_gradient_s(w, rates))
-    embedding, head = totals(embedding_terms(w, rates)), totals(head_terms(w, rates))
-    host = rates.microbatch_s / 2 / float(w.chunks) + (float(p2p_s(w, rates)) if rates.blocking_messages else 0.0)
-    times = []
-    for stage in stages:
-        extra = [0.0, 0.0]
-        for present, part in ((stage.embedding, embedding), (stage.head, head)):
-            if present:
-                extra = [extra[0] + float(part[0]), extra[1] + float(part[1])]
-        n = stage.num_layers
-        times.append(StageTimes(n * forward + extra[0] + host, n * backward + extra[1] + host, n * weight))
-    return tuple(times)
+    parts, m = times(model, layout, rates), layout.microbatches
+    layer, weight = layer_s(parts.block, layout, rates), float(parts.block.weights(m))
+    embedding, head = parts.embedding.both(m, rates), parts.head.both(m, rates)
+    host = rates.microbatch_s / 2 / layout.chunks + (float(p2p_s(model, layout, rates)) if rates.blocking_messages else 0.0)
+
+    def seconds(stage: StageSpec, side: int) -> float:
+        return float(stage.num_layers * layer[side] + stage.embedding * embedding[side] + stage.head * head[side]) + host
+
+    return tuple(StageTimes(seconds(stage, 0), seconds(stage, 1), stage.num_layers * weight) for stage in stages)
 
 
-def play(w: Workload, rates: Rates, schedule_name: str, stages: tuple[StageSpec, ...]) -> Played:
-    """Simulate one step of the layout `w` (plain numbers) with these virtual stages."""
-    pp, m, v = int(w.pp), int(w.m), int(w.chunks)
-    times = stage_times(w, rates, stages)
-    message = 0.0 if rates.blocking_messages else float(p2p_s(w, rates))
+def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> Played:
+    """Simulate one step of the layout with these virtual stages."""
+    name, pp, m, v = layout.schedule, layout.pp, layout.microbatches, layout.chunks
+    stage_s = stage_times(model, layout, rates, stages)
+    message = 0.0 if rates.blocking_messages else float(p2p_s(model, layout, rates))
     round_size = pp if v > 1 else 1
-    repeats = schedule_name != "gpipe" and not rates.contention  # GPipe's phases do not alternate: played whole
+    repeats = name != "gpipe" and not rates.contention  # GPipe's phases do not alternate: played whole
     length = m
     if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
         # 1F1B is in its stride after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
     while True:
-        timeline = _contended(_simulate(schedule_name, pp, length, v, times, message), w, rates)
-        period = 0.0 if length == m else _period(timeline, times, v, round_size)
+        timeline = _contended(_simulate(name, pp, length, v, stage_s, message), layout, rates)
+        period = 0.0 if length == m else _period(timeline, stage_s, v, round_size)
         if period is not None:
             break
         length = min(m, length + round_size * max(1, length // round_size))
     added = (m - length) / round_size * period
-    ends = [stage_ends[-1] + added for stage_ends in timeline.end_s]
-    busy = [timeline.busy_s(stage) * m / length for stage in range(pp)]
-    return _with_tail(w, rates, stages, timeline, tuple(ends), tuple(busy), times, message)
+    ends = np.array([stage_ends[-1] + added for stage_ends in timeline.end_s])
+    # every rank reduces its own stage's gradients when its last backward is done
+    layers, embeds, heads = stage_columns(stages)
+    parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
+    forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in stage_s]).T
+    end = tail(layout, rates, *(values.reshape(-1, pp).sum(axis=0) for values in (parameters, backward_s, forward_s)))
+    return Played(
+        timeline=timeline,
+        pipeline_s=float(ends.max()),
+        busy_s=tuple(timeline.busy_s(stage) * m / length for stage in range(pp)),
+        end_s=tuple(ends.tolist()),
+        reduce_s=float(np.max(ends + end.reduce_s) - ends.max()),
+        optimizer_s=float(np.max(end.optimizer_s)),
+        gather_s=float(np.max(end.gather_s)),
+        message_s=message,
+        stage_times=stage_s,
+    )
 
 
 def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float) -> Timeline:
@@ -111,7 +122,7 @@ def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...],
     return simulate(build(name, pp, m, v, messages=False), duration, message)
 
 
-def _contended(timeline: Timeline, w: Workload, rates: Rates) -> Timeline:
+def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
     """The timeline on devices that slow each other down: at each moment all that are busy lose the same factor, so time is stretched.
 
     Durations are those with all devices of the node busy; `Rates.contention` says what they are with fewer.
@@ -122,7 +133,7 @@ def _contended(timeline: Timeline, w: Workload, rates: Rates) -> Timeline:
     starts, ends = (np.sort(np.concatenate(times)) for times in (timeline.start_s, timeline.end_s))
     moments = np.unique(np.concatenate([[0.0], starts, ends]))
     busy = np.searchsorted(starts, moments, side="right") - np.searchsorted(ends, moments, side="right")
-    devices = busy * float(w.tp * w.dp)
+    devices = busy * layout.tp * layout.dp
     speed = np.where(devices > 0, np.interp(devices, counts, shares), 1.0)
     stretched = np.concatenate([[0.0], np.cumsum(np.diff(moments) * speed[:-1])])
 
@@ -169,33 +180,3 @@ def _pace(timeline: Timeline, rank: int, v: int, round_size: int) -> np.ndarray:
 
 def _is_steady(pace: np.ndarray) -> bool:
     return len(pace) >= 3 and float(np.ptp(pace)) <= 1e-9 * float(pace.mean())
-
-
-def _with_tail(
-    w: Workload,
-    rates: Rates,
-    stages: tuple[StageSpec, ...],
-    timeline: Timeline,
-    ends: tuple[float, ...],
-    busy: tuple[float, ...],
-    times: tuple[StageTimes, ...],
-    message: float,
-) -> Played:
-    """Add what follows the pipeline: every rank reduces its own stage's gradients when its last backward is done."""
-    layers, embeds, heads = stage_columns(stages)
-    parameters = stage_parameters(w, layers, embeds > 0, heads > 0)
-    forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in times]).T
-    end = tail(w, rates, *(values.reshape(-1, int(w.pp)).sum(axis=0) for values in (parameters, backward_s, forward_s)))
-    pipeline = max(ends)
-    finish = float(np.max(np.asarray(ends) + end.reduce_s))
-    return Played(
-        timeline=timeline,
-        pipeline_s=pipeline,
-        busy_s=busy,
-        end_s=ends,
-        reduce_s=finish - pipeline,
-        optimizer_s=float(np.max(end.optimizer_s)),
-        gather_s=float(np.max(end.gather_s)),
-        message_s=message,
-        stage_times=times,
-    )

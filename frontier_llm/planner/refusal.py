@@ -5,7 +5,7 @@ from __future__ import annotations
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import LayoutError, nearest
 from frontier_llm.machine import Machine, Rates, load_machine, machine_names, own_stack, rates
-from frontier_llm.planner.candidates import FIXABLE, legal_node_counts
+from frontier_llm.planner.candidates import fixed_words, legal_node_counts
 from frontier_llm.planner.search import Search, smallest_machine
 from frontier_llm.units import GIB, plural
 
@@ -33,8 +33,7 @@ def check_found(found: Search, machine: Machine, numbers: Rates) -> None:
 
 def _nothing_legal(found: Search, machine: Machine) -> LayoutError:
     """With the nearest numbers of nodes and global batches that admit a layout."""
-    model, names = found.model, {short: name for name, short in FIXABLE.items()}
-    fixed = " ".join(f"{names[short]}={value}" for short, value in found.fixed.items())
+    model, fixed = found.model, fixed_words(found.fixed)
     near = legal_node_counts(model, machine.devices_per_node, found.nodes, found.global_batch, found.fixed)
     batches = nearest(found.global_batch, range(found.nodes, 4 * found.global_batch + found.nodes, found.nodes))
     counts = " or ".join(map(str, near)) if near else "another number of"

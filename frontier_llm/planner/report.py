@@ -6,22 +6,21 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from frontier_llm.config import ModelConfig
-from frontier_llm.costs.layer import embedding_terms, head_terms, layer_terms
-from frontier_llm.costs.parameters import total_parameters
+from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.layout import SHARDING
+from frontier_llm.blueprint.work import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS, block_work, embedding_work, head_work
+from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
 from frontier_llm.costs.time import layer_s
-from frontier_llm.costs.workload import DTYPE_BYTES, FSDP, RECOMPUTE
 from frontier_llm.machine import Machine, Rates, provenance
 from frontier_llm.machine.load import PLACES
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
-from frontier_llm.topology import AXIS_ORDERS
+from frontier_llm.schedule import rule
 from frontier_llm.units import GIB, TERA, format_count, format_seconds, plural
 
 WIDTH = 140  # columns of a report that is not shown on a terminal
-RECOMPUTE_NAMES = {code: name for name, code in RECOMPUTE.items()}
 
 # which numbers of the machine file each line of the breakdown rests on
 SOURCES = {
@@ -45,17 +44,17 @@ SOURCES = {
 
 def layout_words(plan: Plan) -> str:
     """'TP8 PP32 DP12, microbatch 1 x 800, zb-h1, sequence parallel, no recompute, ZeRO-1, tp-dp-pp'."""
-    w = plan.workload
-    chunks = f" x {int(w.chunks)} chunks" if w.chunks > 1 else ""
+    layout = plan.layout
+    chunks = f" x {layout.chunks} chunks" if layout.chunks > 1 else ""
     parts = [
-        f"TP{int(w.tp)} PP{int(w.pp)}{chunks} DP{int(w.dp)}",
-        f"microbatch {int(w.B)} x {int(w.m)}",
-        plan.schedule if w.pp > 1 else "",
-        "sequence parallel" if w.sp else "",
-        f"recompute {RECOMPUTE_NAMES[int(w.recompute)]}",
-        "FSDP" if w.zero == FSDP else f"ZeRO-{int(w.zero)}",
-        "bf16 gradient sums" if w.gradient_bytes == DTYPE_BYTES["bf16"] else "",
-        AXIS_ORDERS[int(w.dp_outer)] if w.pp > 1 and w.dp > 1 else "",
+        f"TP{layout.tp} PP{layout.pp}{chunks} DP{layout.dp}",
+        f"microbatch {layout.micro_batch} x {layout.microbatches}",
+        layout.schedule if layout.pp > 1 else "",
+        "sequence parallel" if layout.sequence_parallel else "",
+        f"recompute {layout.recompute}",
+        "FSDP" if layout.sharding == "weights" else f"ZeRO-{SHARDING[layout.sharding]}",
+        f"{layout.gradient_wire} gradient sums" if layout.gradient_wire != "full" else "",
+        layout.axis_order if layout.pp > 1 and layout.dp > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -72,20 +71,25 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
 
     Compute terms are those of the rank with most work; what is left of the pipeline's time is bubble and messages.
     """
-    w, played = plan.workload, plan.played
-    pp, m = int(w.pp), float(w.m)
-    busiest = max(range(pp), key=lambda rank: played.busy_s[rank])
-    held = plan.stages[busiest::pp]
+    model, layout, played = plan.model, plan.layout, plan.played
+    m = layout.microbatches
+    busiest = max(range(layout.pp), key=lambda rank: played.busy_s[rank])
+    held = plan.stages[busiest :: layout.pp]
     layers = sum(stage.num_layers for stage in held)
+    block = times(model, layout, rates).block
     parts: dict[str, float] = {}
-    for name, (forward, backward) in layer_terms(w, rates).items():
-        parts[name] = m * layers * float(forward + backward)
-    ends = embedding_terms(w, rates) if any(stage.embedding for stage in held) else {}
-    ends |= head_terms(w, rates) if any(stage.head for stage in held) else {}
-    for name, (forward, backward) in ends.items():
-        parts[name] = m * float(forward + backward)
-    beside = sum(layer_s(w, rates)) - sum(sum(term) for term in layer_terms(w, rates).values())
-    parts["sharded weights and gradients"] = m * layers * float(beside)
+    lists = (
+        (block_work(model, layout, rates, rule(layout.schedule).splits_backward), layers, PRODUCTS),
+        (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
+        (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
+    )
+    for items, number, adds in lists:
+        for cause, both in by_cause(items, layout, rates).items() if number else ():
+            share, name = (added_share(m), adds) if cause == ADDING else (1.0, cause)
+            parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
+    computed = sum(block.both(m, rates))
+    parts[LAUNCHES] = m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
+    parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
     parts["host per microbatch"] = m * rates.microbatch_s
     parts["bubble and messages"] = played.pipeline_s - played.busy_s[busiest]
     parts["gradient reduction"] = played.reduce_s
@@ -103,7 +107,7 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
             continue
         lines.append(f"  {name:28s} {format_seconds(seconds):>10s}  {100 * seconds / plan.step_s:5.1f} %")
         for field in SOURCES[name]:
-            number, key = provenance(machine, stack, field, int(plan.workload.tp)), PLACES[field][1]
+            number, key = provenance(machine, stack, field, plan.layout.tp), PLACES[field][1]
             said = "" if field in seen else f" {number.source}"
             lines.append(f"      {key} = {number.value:g} [{number.tag}]{said}")
             seen.add(field)
@@ -127,10 +131,10 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     )
     rows = [f"{head}  bound by" if len(head) + 45 <= width else head]
     for index, plan in enumerate(plans, 1):
-        w = plan.workload
+        layout, flag = plan.layout, "y" if plan.layout.sequence_parallel else "n"
         row = (
-            f"  {index:>2} {int(w.tp):>3} {int(w.pp):>3} {int(w.chunks):>2} {int(w.dp):>5} {int(w.B):>3} {int(w.m):>5} {plan.schedule:11} "
-            f"{'y' if w.sp else 'n':2} {RECOMPUTE_NAMES[int(w.recompute)]:9} {int(w.zero):1} {step_words(plan.step_s):>9} "
+            f"  {index:>2} {layout.tp:>3} {layout.pp:>3} {layout.chunks:>2} {layout.dp:>5} {layout.micro_batch:>3} {layout.microbatches:>5} "
+            f"{layout.schedule:11} {flag:2} {layout.recompute:9} {SHARDING[layout.sharding]:1} {step_words(plan.step_s):>9} "
             f"{plan.tokens_per_s_per_device:>9.1f} {100 * plan.played.bubble:>6.1f}% {plan.peak_bytes / GIB:>5.1f}"
         )
         rows += [f"{row}  {plan.binding}"] if len(rows[0]) > len(head) else [row, f"     bound by {plan.binding}"]
@@ -149,17 +153,16 @@ def wrapped(text: str, width: int) -> str:
 def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
     """The report that people read, in `width` columns."""
     best, model = found.best, found.model
-    use = utilisations(best, model, rates)
-    w = best.workload
+    use = utilisations(best, rates)
     lines = [
         f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(found.nodes, 'node')} of {machine.name}: "
         f"{found.nodes * machine.devices_per_node} devices, {machine.device.name}",
-        f"global batch {found.global_batch} sequences = {format_count(float(w.step_tokens))} tokens",
+        f"global batch {found.global_batch} sequences = {format_count(best.step_tokens)} tokens",
         f"{found.legal} legal layouts, {found.fitting} fit, {found.dominated} of these dominated; {len(found.plans)} finalists simulated",
         "",
         f"choice: {layout_words(best)}",
         f"  {step_words(best.step_s)} per step (simulated), {best.tokens_per_s_per_device:.1f} tokens/s per device, "
-        f"{best.tokens_per_s_per_device * float(w.devices):,.0f} in all",
+        f"{best.tokens_per_s_per_device * best.layout.devices:,.0f} in all",
         f"  MFU {100 * use['mfu']:.1f} % ({_tflops(use['mfu'] * rates.peak_flops / TERA)} TFLOP/s, full attention counted; "
         f"causal {100 * use['mfu_causal']:.1f} %), HFU {100 * use['hfu']:.1f} % (recomputation counted)",
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
@@ -220,29 +223,29 @@ def campaign_lines(run: Campaign) -> list[str]:
     return lines
 
 
-def as_dict(plan: Plan, model: ModelConfig, rates: Rates) -> dict[str, Any]:
+def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
     """One plan for programs."""
-    w = plan.workload
+    layout = plan.layout
     return {
-        "tensor": int(w.tp),
-        "pipeline": int(w.pp),
-        "data": int(w.dp),
-        "chunks": int(w.chunks),
-        "schedule": plan.schedule,
-        "micro_batch": int(w.B),
-        "microbatches": int(w.m),
-        "global_batch": int(w.B * w.m * w.dp),
-        "sequence_parallel": bool(w.sp),
-        "recompute": RECOMPUTE_NAMES[int(w.recompute)],
-        "zero": int(w.zero),
-        "data_mode": "fsdp" if w.zero == FSDP else "zero",
-        "axis_order": AXIS_ORDERS[int(w.dp_outer)],
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "data": layout.dp,
+        "chunks": layout.chunks,
+        "schedule": layout.schedule,
+        "micro_batch": layout.micro_batch,
+        "microbatches": layout.microbatches,
+        "global_batch": layout.global_batch,
+        "sequence_parallel": layout.sequence_parallel,
+        "recompute": layout.recompute,
+        "zero": SHARDING[layout.sharding],
+        "data_mode": "fsdp" if layout.sharding == "weights" else "zero",
+        "axis_order": layout.axis_order,
         "stage_layers": [stage.num_layers for stage in plan.stages],
         "step_s": plan.step_s,
         "closed_form_step_s": plan.closed_form_s,
-        "tokens_per_s": plan.tokens_per_s_per_device * float(w.devices),
+        "tokens_per_s": plan.tokens_per_s_per_device * layout.devices,
         "tokens_per_s_per_device": plan.tokens_per_s_per_device,
-        **utilisations(plan, model, rates),
+        **utilisations(plan, rates),
         "bubble": plan.played.bubble,
         "memory_bytes": plan.peak_bytes,
         "memory_limit_bytes": plan.limit_bytes,
@@ -270,13 +273,13 @@ def search_as_dict(found: Search, machine: Machine, stack: str, rates: Rates, ru
         "simulated": True,
         "plans": [
             {
-                **as_dict(plan, found.model, rates),
+                **as_dict(plan, rates),
                 "links": axis_links(plan, machine, rates),
                 "collectives": [vars(one) for one in gradient_choices(plan, rates)],
             }
             for plan in found.plans
         ],
         "rejected": list(found.rejected),
-        "across_nodes": None if found.across is None else as_dict(found.across, found.model, rates),
+        "across_nodes": None if found.across is None else as_dict(found.across, rates),
         "campaign": None if run is None else {**vars(run), "queue": run.queue.name if run.queue else None},
     }

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint import StageSpec
+from frontier_llm.blueprint.layout import RECOMPUTE, Layout
+from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
+from frontier_llm.costs.layouts import Layouts
 from frontier_llm.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.costs.time import step_s
-from frontier_llm.costs.workload import FSDP, SCHEDULES, Workload
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.candidates import count, enumerate_layouts
+from frontier_llm.planner.candidates import enumerate_layouts
 from frontier_llm.planner.pipeline import Played, play
-from frontier_llm.topology import split_layers
+from frontier_llm.topology import AXIS_ORDERS, split_layers
 from frontier_llm.units import GIB
 
 TARGET_TOKENS = 16 * 2**20  # of the default global batch
@@ -32,7 +33,8 @@ ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search
 class Plan:
     """One simulated layout."""
 
-    workload: Workload  # plain numbers
+    model: ModelConfig
+    layout: Layout
     stages: tuple[StageSpec, ...]
     played: Played
     memory: tuple[dict[str, float], ...]  # lines by pipeline rank
@@ -41,19 +43,19 @@ class Plan:
     binding: str = ""
 
     @property
-    def schedule(self) -> str:
-        """Name of the pipeline schedule."""
-        return SCHEDULES[int(self.workload.schedule)]
-
-    @property
     def step_s(self) -> float:
         """Seconds per step, simulated."""
         return self.played.step_s
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of one step over all replicas."""
+        return self.layout.global_batch * self.model.sequence_length
+
+    @property
     def tokens_per_s_per_device(self) -> float:
         """Throughput of one device."""
-        return float(self.workload.step_tokens / self.step_s / self.workload.devices)
+        return self.step_tokens / self.step_s / self.layout.devices
 
     @property
     def peak_bytes(self) -> float:
@@ -94,11 +96,11 @@ def default_global_batch(model: ModelConfig, nodes: int) -> int:
     return int(nodes * 2 ** max(0, round(float(np.log2(per_node)))))
 
 
-def simulate_layout(model: ModelConfig, w: Workload, rates: Rates, counts: tuple[int, ...] | None = None) -> Plan:
+def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tuple[int, ...] | None = None) -> Plan:
     """One layout with its exact stages: simulated step, memory by rank."""
-    stages = split_layers(model, int(w.pp * w.chunks), counts)
-    played = play(w, rates, SCHEDULES[int(w.schedule)], stages)
-    return Plan(w, stages, played, memory_by_rank(w, rates, stages), rates.memory_bytes, float(step_s(w, rates)))
+    stages = split_layers(model, layout.pp * layout.chunks, counts)
+    played, memory = play(model, layout, rates, stages), memory_by_rank(model, layout, rates, stages)
+    return Plan(model, layout, stages, played, memory, rates.memory_bytes, float(step_s(model, layout, rates)))
 
 
 def search(
@@ -107,53 +109,55 @@ def search(
     nodes: int,
     global_batch: int,
     fixed: Mapping[str, Any] | None = None,
+    *,
     cross_node: bool = False,
     top: int = FINALISTS,
-    dtype_bytes: int = 2,
+    **shared: str,
 ) -> Search:
-    """The best layouts of `model` on `nodes` nodes. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
+    """The best layouts of `model` on `nodes` nodes; `shared` is what all have: dtype, optimizer. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
     fixed = dict(fixed or {})
     devices = nodes * rates.node_devices
-    tp_max = max(rates.node_devices, int(fixed.get("tp", 1)))
-    layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, dtype_bytes)
+    tp_max = max(rates.node_devices, fixed.get("tp", 1))
+    layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
     nothing = Search(model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed)
-    if count(layouts) == 0:
+    if len(layouts) == 0:
         return nothing
-    memory = peak_memory(layouts, rates)
+    memory = peak_memory(model, layouts, rates)
     fits = memory <= rates.memory_bytes
-    result = replace(nothing, legal=count(layouts), fitting=int(fits.sum()), smallest_bytes=float(memory.min()))
+    result = replace(nothing, legal=len(layouts), fitting=int(fits.sum()), smallest_bytes=float(memory.min()))
     if not result.fitting:
         return result
-    kept, kept_memory = layouts.at(fits), memory[fits]
-    seconds = np.asarray(step_s(kept, rates), dtype=float)
-    plans = _finalists(model, kept, seconds, kept_memory > WARN_SHARE * rates.memory_bytes, rates, top)
-    plans = [replace(plan, binding=_binding(plan, layouts, kept)) for plan in plans]
-    across = _best_across(model, rates, devices, global_batch, fixed, dtype_bytes) if cross_node else None
+    fitting = layouts.where(fits)
+    seconds = step_s(model, fitting, rates)
+    plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates, top)
+    plans = [replace(plan, binding=_binding(plan, layouts, fitting)) for plan in plans]
+    wide = enumerate_layouts(model, devices, global_batch, 8 * rates.node_devices, fixed, **shared) if cross_node else layouts
     return replace(
         result,
-        dominated=_dominated(seconds, kept_memory),
+        dominated=_dominated(seconds, memory[fits]),
         plans=tuple(plans),
         rejected=tuple(_rejections(layouts, memory, fits, rates)),
-        across=across,
+        across=_best_across(model, rates, wide) if cross_node else None,
     )
 
 
-def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, tight: np.ndarray, rates: Rates, top: int) -> list[Plan]:
+def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates, top: int) -> list[Plan]:
     """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the action budget."""
-    order = np.lexsort((kept.dp_outer, kept.recompute, kept.chunks, seconds))
-    seen: set[tuple[float, ...]] = set()
+    recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
+    order = np.lexsort((fitting.axis_order == AXIS_ORDERS[1], recompute, fitting.chunks, seconds))
+    seen: set[tuple[Any, ...]] = set()
     plans: list[Plan] = []
-    spent = 0.0
+    spent = 0
     for index in order:
-        w = kept.at(index)
-        variant = (float(w.tp), float(w.pp), float(w.B), float(w.schedule), bool(tight[index]))
+        layout = fitting.row(index)
+        variant = (layout.tp, layout.pp, layout.micro_batch, layout.schedule, bool(tight[index]))
         if variant in seen:
             continue
         seen.add(variant)
         far = seconds[index] > NEAR * seconds[order[0]]
         if plans and (len(plans) >= top or (far and len(plans) >= 3) or spent > ACTION_BUDGET):
             break
-        plan = simulate_layout(model, _plain(w), rates)
+        plan = simulate_layout(model, layout, rates)
         if plan.peak_bytes > rates.memory_bytes:
             continue  # exact stages hold more than the even spread assumed
         spent += plan.played.timeline.schedule.length
@@ -164,11 +168,7 @@ def _finalists(model: ModelConfig, kept: Workload, seconds: np.ndarray, tight: n
 def _preference(plan: Plan) -> float:
     """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an estimate and
     not simulated, and a plan that fills memory to within 5 %, where an allocator's whim ends the run."""
-    return plan.step_s * (1 + RESOLUTION if plan.workload.zero == FSDP or plan.tight else 1.0)
-
-
-def _plain(w: Workload) -> Workload:
-    return replace(w, **{key: value.item() if isinstance(value, np.generic | np.ndarray) else value for key, value in vars(w).items()})
+    return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
 
 
 def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
@@ -178,12 +178,12 @@ def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
     return int((memory[order] >= best_before).sum())
 
 
-def _binding(plan: Plan, legal: Workload, kept: Workload) -> str:
+def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
     """What holds this plan back: the memory wall, or the largest cost that is not arithmetic."""
-    w = plan.workload
+    tp = plan.layout.tp
     reasons = []
-    if np.any(legal.tp < w.tp) and not np.any(kept.tp < w.tp):
-        reasons.append(f"TP{int(w.tp)}: {plan.limit_bytes / GIB:.0f} GiB")
+    if np.any(legal.tp < tp) and not np.any(fitting.tp < tp):
+        reasons.append(f"TP{tp}: {plan.limit_bytes / GIB:.0f} GiB")
     shares = overheads(plan)
     name = max(shares, key=lambda key: shares[key])
     reasons.append(f"{name} {100 * shares[name]:.1f} %")
@@ -194,8 +194,8 @@ def _binding(plan: Plan, legal: Workload, kept: Workload) -> str:
 
 def overheads(plan: Plan) -> dict[str, float]:
     """Shares of the step that are not the model's arithmetic."""
-    played, w = plan.played, plan.workload
-    messages = 2 * played.message_s * float(w.m) * float(w.chunks) if w.pp > 1 else 0.0
+    played, layout = plan.played, plan.layout
+    messages = 2 * played.message_s * layout.microbatches * layout.chunks if layout.pp > 1 else 0.0
     waiting = played.pipeline_s - max(played.busy_s)
     return {
         "bubble": max(waiting - messages, 0.0) / plan.step_s,
@@ -205,15 +205,15 @@ def overheads(plan: Plan) -> dict[str, float]:
     }
 
 
-def _rejections(layouts: Workload, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
+def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
     """Why whole families of layouts are out."""
     lines = []
     for tp in np.unique(layouts.tp):
         family = layouts.tp == tp
         if not np.any(fits & family):
             needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
-            lines.append(f"TP{tp:.0f}: none of {int(family.sum())} layouts fits; the smallest needs {needs}")
-    for mode, name in ((0, "without recomputation"), (1, "with selective recomputation")):
+            lines.append(f"TP{tp}: none of {int(family.sum())} layouts fits; the smallest needs {needs}")
+    for mode, name in (("none", "without recomputation"), ("selective", "with selective recomputation")):
         family = layouts.recompute == mode
         out = int((family & ~fits).sum())
         if out:
@@ -221,28 +221,24 @@ def _rejections(layouts: Workload, memory: np.ndarray, fits: np.ndarray, rates: 
     return lines
 
 
-def _best_across(
-    model: ModelConfig, rates: Rates, devices: int, global_batch: int, fixed: Mapping[str, Any] | None, dtype_bytes: int
-) -> Plan | None:
+def _best_across(model: ModelConfig, rates: Rates, layouts: Layouts) -> Plan | None:
     """The best layout whose tensor group spans nodes."""
-    layouts = enumerate_layouts(model, devices, global_batch, 8 * rates.node_devices, fixed, dtype_bytes)
-    if count(layouts) == 0:
+    layouts = layouts.where(layouts.tp > rates.node_devices)
+    if len(layouts) == 0:
         return None
-    wide = (layouts.tp > rates.node_devices) & (peak_memory(layouts, rates) <= rates.memory_bytes)
-    if not np.any(wide):
+    fitting = layouts.where(peak_memory(model, layouts, rates) <= rates.memory_bytes)
+    if len(fitting) == 0:
         return None
-    kept = layouts.at(wide)
-    best = int(np.argmin(step_s(kept, rates)))
-    return simulate_layout(model, _plain(kept.at(best)), rates)
+    return simulate_layout(model, fitting.row(int(np.argmin(step_s(model, fitting, rates)))), rates)
 
 
-def utilisations(plan: Plan, model: ModelConfig, rates: Rates) -> dict[str, float]:
+def utilisations(plan: Plan, rates: Rates) -> dict[str, float]:
     """MFU and HFU with attention counted in full (Megatron's convention) and causally."""
     speed = plan.tokens_per_s_per_device / rates.peak_flops
     return {
-        "mfu": model_flops_per_token(model) * speed,
-        "hfu": float(hardware_flops_per_token(plan.workload)) * speed,
-        "mfu_causal": model_flops_per_token(model, causal=True) * speed,
+        "mfu": model_flops_per_token(plan.model) * speed,
+        "hfu": hardware_flops_per_token(plan.model, plan.layout) * speed,
+        "mfu_causal": model_flops_per_token(plan.model, causal=True) * speed,
     }
 
 
@@ -256,7 +252,9 @@ def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
     """The fewest nodes, of the powers of two up to the whole machine, on which some layout fits; None when none does."""
     for number in (2**power for power in range(15) if 2**power <= rates.nodes):
         batch = default_global_batch(model, number)
-        layouts = enumerate_layouts(model, number * rates.node_devices, batch, rates.node_devices, {"recompute": 2, "zero": 1})
-        if count(layouts) and np.any(peak_memory(layouts, rates) <= rates.memory_bytes):
+        layouts = enumerate_layouts(
+            model, number * rates.node_devices, batch, rates.node_devices, {"recompute": "full", "sharding": "optimizer"}
+        )
+        if len(layouts) and np.any(peak_memory(model, layouts, rates) <= rates.memory_bytes):
             return number
     return None

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from frontier_llm import log
+from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import notes, run_dir, slurm, submit
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.parameters import total_parameters
 from frontier_llm.data.loader import data_problems
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.machine import fp16_note, load_machine
-from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 from frontier_llm.scaling.predict import predict
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import plural
@@ -100,8 +99,9 @@ def synthetic_problems(config: RunConfig, cost: Cost) -> Iterator[Problem]:
 
 def advice(request: submit.JobRequest) -> Iterator[str]:
     """What the user should know and may want, beside what is refused."""
-    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * total_parameters(request.config.model)
-    precision = fp16_note(request.config.precision, load_machine(request.site.machine).device.flushes_fp16)
+    config = request.config
+    checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+    precision = fp16_note(config.precision, load_machine(request.site.machine).device.flushes_fp16)
     yield from filter(
         None, (notes.scratch_note(request), notes.quota_note(request, checkpoint_bytes), notes.start_note(request), precision)
     )

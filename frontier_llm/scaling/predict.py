@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.workload import from_config
 from frontier_llm.errors import Problem
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import simulate_layout
@@ -35,5 +35,5 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
     """The planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
     machine = machine or config.machine
     numbers = rates(load_machine(machine))
-    plan = simulate_layout(config.model, from_config(config, devices), numbers, config.parallel.stage_layers)
+    plan = simulate_layout(config.model, layout_of(config, devices), numbers, config.parallel.stage_layers)
     return PointPrediction(plan.step_s, plan.tokens_per_s_per_device * devices, plan.peak_bytes, plan.limit_bytes, machine)

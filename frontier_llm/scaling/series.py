@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster.sites import Site, request_problems
 from frontier_llm.config import RunConfig, available, load_run
 from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
+from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
 
 Mode = Literal["weak", "strong"]

@@ -2,8 +2,8 @@
 
 from frontier_llm.schedule import standard as standard  # registers the package's own schedules
 from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Channel, Kind, Placement, Schedule, round_robin
-from frontier_llm.schedule.check import check, in_flight, waiting
-from frontier_llm.schedule.order import Collectives, ScheduleError, Step, calls, check_order, posted_ahead, steps, with_messages
+from frontier_llm.schedule.check import check
+from frontier_llm.schedule.order import ScheduleError, posted_ahead, with_messages
 from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,
@@ -22,20 +22,15 @@ __all__ = [
     "FORWARD_ONLY",
     "Action",
     "Channel",
-    "Collectives",
     "Kind",
     "Placement",
     "Schedule",
     "ScheduleError",
     "ScheduleRule",
-    "Step",
     "Timeline",
     "build",
-    "calls",
     "check",
-    "check_order",
     "forward_only",
-    "in_flight",
     "names",
     "peak_in_flight",
     "peak_waiting",
@@ -47,7 +42,5 @@ __all__ = [
     "round_robin",
     "rule",
     "simulate",
-    "steps",
-    "waiting",
     "with_messages",
 ]

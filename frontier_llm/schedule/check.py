@@ -1,49 +1,25 @@
-"""Is a schedule legal? Counts, dependencies, and a dry run with one communication in flight; and how much it keeps alive."""
+"""Is a schedule legal? Counts and dependencies of one rank's list."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 
 from frontier_llm.errors import Problem
 from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule
-from frontier_llm.schedule.order import ScheduleError, check_order, steps
+from frontier_llm.schedule.order import ScheduleError
 
 
-def check(schedule: Schedule, in_flight: int | None = 1) -> None:
-    """Raise ScheduleError unless the schedule is legal.
+def check(schedule: Schedule, rank: int) -> None:
+    """Raise ScheduleError unless a pipeline rank's list is legal; cheap enough for every start.
 
-    Legal: every stage runs forward and backward (B, or I and later W) of each microbatch and position exactly once and in that
-    order; each message is sent once, after the compute that makes it, and its receive is posted before the compute that needs it;
-    and the ranks come to an end with `in_flight` communications under way on each (None: any number), see `check_order`.
-    An evaluation (`forward_only`) must have the forwards alone.
+    Legal: the rank runs forward and backward (B, or I and later W) of each microbatch and position exactly once and in that order; each
+    message is sent once, after the compute that makes it, and its receive is posted before the compute that needs it. An evaluation
+    (`forward_only`) must have the forwards alone. That ranks do not wait for each other in a circle is the order's doing (`with_messages`).
     """
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(f"{len(schedule.actions)} lists of actions for {schedule.stages} stages")
-    problems = [problem for stage in range(schedule.stages) for problem in _stage_problems(schedule, stage)]
-    if problems:
+    if problems := _stage_problems(schedule, rank):
         raise ScheduleError(problems)
-    check_order(steps(schedule), in_flight)
-
-
-def in_flight(schedule: Schedule, stage: int) -> int:
-    """Peak number of (microbatch, position) activations that a stage keeps, from F to B, or to W where backward is split."""
-    return max(alive for alive, _ in _alive(schedule.compute[stage]))
-
-
-def waiting(schedule: Schedule, stage: int) -> int:
-    """Of these, most whose input gradient is done and whose weight gradients are not, when a further forward has run."""
-    return max(late for _, late in _alive(schedule.compute[stage]))
-
-
-def _alive(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """(activations kept, of which between I and W) after each forward."""
-    counts = Counter[Kind]()
-    for action in actions:
-        counts[action.kind] += 1
-        if action.kind is Kind.FORWARD:
-            late = counts[Kind.BACKWARD_INPUT] - counts[Kind.BACKWARD_WEIGHT]
-            yield counts[Kind.FORWARD] - counts[Kind.BACKWARD] - counts[Kind.BACKWARD_WEIGHT], late
 
 
 def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:

@@ -9,7 +9,7 @@ from itertools import product
 from frontier_llm.errors import ConfigError, suggest
 
 AXES = ("tp", "dp", "pp")
-AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")  # `Workload.dp_outer` of costs is the index
+AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 
 @dataclass(frozen=True)

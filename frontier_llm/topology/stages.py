@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from frontier_llm.blueprint import Kind, StageSpec, block_parameters
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.work import Software, block_work, flops, head_work
 from frontier_llm.config import ModelConfig
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """FLOPs of the output head over FLOPs of one layer: V·H against the layer's matrices and attention."""
-    matrices = sum(parameter.numel for parameter in block_parameters(model, 0) if parameter.kind is Kind.MATRIX)
-    scores = model.sequence_length * model.dim_per_head * model.heads  # causal: half of the 2*S*D*A of QK^T and PV
-    return model.padded_vocab_size * model.hidden / (matrices + scores)
+    """FLOPs of the output head over FLOPs of one layer, attention counted causally."""
+    layout, software = Layout(), Software()
+    layer = flops(block_work(model, layout, software), causal=True, forward_only=True)
+    return flops(head_work(model, layout, software), forward_only=True) / layer
 
 
 def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import Axis, all_reduce_
-from frontier_llm.data.loader import Microbatch as Samples
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.model import Microbatch
 
 
@@ -20,7 +20,7 @@ class BatchSource(Protocol):
     microbatches: int  # per step and replica
     reset_at_documents: bool
 
-    def microbatch(self, step: int, index: int) -> Samples:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         """Microbatch `index` of step `step` of this data-parallel rank."""
 
 

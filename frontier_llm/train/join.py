@@ -11,7 +11,7 @@ import torch
 from frontier_llm import log
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import adopt, environ
-from frontier_llm.comm import Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, load_algorithms, serial_mesh
+from frontier_llm.comm import Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
 from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
@@ -139,8 +139,6 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
         plan.placement,
         tied_embeddings=config.model.tied_embeddings,
         timeout_s=timeout_s,
-        transport=config.comm.transport,
+        comm=config.comm,
         ranks_per_node=place.local_world_size,
-        algorithms=load_algorithms(config.comm.algorithms),
-        timeouts_s=config.comm.timeouts_s.model_dump(),
     )

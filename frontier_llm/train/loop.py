@@ -11,7 +11,6 @@ from pathlib import Path
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 from frontier_llm import failpoints, log
-from frontier_llm.atomic import write_atomically
 from frontier_llm.checkpoint import CheckpointManager
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
@@ -20,6 +19,7 @@ from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump
 from frontier_llm.data.loader import open_batches
 from frontier_llm.failpoints import hit
+from frontier_llm.files import write_atomically
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, Saves, Skips, Watchdog, Wish, Wishes, provenance

@@ -117,3 +117,21 @@ def test_only_the_rank_environment_reads_environ(path):
 def test_groups_have_one_caller():
     callers = [path.relative_to(PACKAGE).as_posix() for path in SOURCES if "new_group(" in path.read_text(encoding="utf-8")]
     assert set(callers) <= {"comm/groups.py"}
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if "triton" not in path.parts], ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_function_takes_more_than_seven_positional_arguments(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert len(node.args.posonlyargs) + len(node.args.args) <= 7, (
+                f"{node.name}: name the rest (keyword-only), or pass what they describe"
+            )
+
+
+def test_no_two_public_classes_share_a_name():
+    places = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

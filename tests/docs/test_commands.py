@@ -98,6 +98,16 @@ def test_other_commands_are_real(fence: Fence) -> None:
             assert (ROOT / script[1]).is_file(), script[1]
 
 
+def placeholders(text: str) -> list[str]:
+    """What cannot be typed and does not look like a stand-in: a bare URL, `…` in the place of an argument."""
+    return re.findall(r"\bURL\b|(?<![\w=\].])[a-z][a-z-]* …(?! *[\]|])", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_can_be_typed(page: Path) -> None:
+    assert [word for fence in fences(page) if fence.language in ("bash", "console") for word in placeholders(fence.text)] == []
+
+
 KEY = re.compile(r"`(model|parallel|batch|optimizer|precision|data|ops|comm|train|guard)\.([a-z_]*[a-z])(?=[`:=\s])")
 
 
@@ -113,6 +123,7 @@ def test_configuration_keys_exist(page: Path) -> None:
 
 
 def test_the_checks_themselves() -> None:
+    assert placeholders("pip install x --index-url URL\ngit clone … x\ndata tokenize TEXT… [--dtype T]") == ["URL", "clone …"]
     for wrong in (
         "frontier-llm trian",
         "frontier-llm data tokenise X",

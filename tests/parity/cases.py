@@ -91,7 +91,7 @@ class Case:
             "precision": {"dtype": dtype},
             "data": {"reset_at_documents": self.documents},
             "comm": {
-                "overlap_gradients": self.overlap_gradients, "overlap_messages": self.overlap_messages,
+                "transport": self.transport, "overlap_gradients": self.overlap_gradients, "overlap_messages": self.overlap_messages,
                 "overlap_weights": self.overlap_weights, "bucket_elements": self.bucket_elements, "tensor_chunks": self.tensor_chunks,
             },
             "train": {"steps": STEPS + 1, "recompute": self.recompute},

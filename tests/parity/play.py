@@ -12,8 +12,8 @@ from torch import Tensor
 from frontier_llm import log
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.communication import step_traffic
-from frontier_llm.data.loader import Microbatch
+from frontier_llm.costs.traffic import step_traffic
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.optim import Bucket
 from frontier_llm.topology import ShardSpec, make_plan
 from frontier_llm.train.build import TrainState, build_state
@@ -64,15 +64,15 @@ class Source:
         self.microbatches = self._config.batch.global_batch // (case.dp * self._size)
         self.reset_at_documents = case.documents
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         """With document resets, a target in another document than its input does not count."""
         tokens, documents = batch(step, self._config)
         first = (index * self._dp + self._dp_rank) * self._size
         rows = slice(first, first + self._size)
         if not self.reset_at_documents:
-            return Microbatch(tokens[rows])
+            return SampleBatch(tokens[rows])
         documents = documents[rows]
-        return Microbatch(tokens[rows], documents[:, :-1], documents[:, :-1] == documents[:, 1:])
+        return SampleBatch(tokens[rows], documents[:, :-1], documents[:, :-1] == documents[:, 1:])
 
 
 def _piece(spec: ShardSpec, start: int, stop: int, values: Tensor) -> Piece:
@@ -106,7 +106,7 @@ def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
     log.set_rank(1, 2)  # no rank of a test speaks for the run
     config = case.config(dtype)
     plan = make_plan(config, case.world_size)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, case.transport)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, config.comm)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
 

@@ -14,10 +14,10 @@ import torch
 from frontier_llm import schedule
 from frontier_llm.comm import Axis
 from frontier_llm.model import Microbatch, losses
-from frontier_llm.schedule import Action, Collectives, Kind, Placement, ScheduleRule, build, calls, check_order, posted_ahead, steps
-from frontier_llm.schedule.order import Call
+from frontier_llm.schedule import Action, Kind, Placement, ScheduleRule, build, posted_ahead
 from frontier_llm.topology import make_plan
 from frontier_llm.train.step import train_step
+from tests.harness.dry_run import Call, Collectives, calls, check_order, steps
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case, pairwise
 from tests.parity.compare import differences, gather

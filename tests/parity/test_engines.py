@@ -44,7 +44,7 @@ def config_of(case: Case, engine: str, dtype: str, deepspeed_config: str | None 
 def build(rank: int, case: Case, engine: str, dtype: str, deepspeed_config: str | None = None) -> TrainState:
     config = config_of(case, engine, dtype, deepspeed_config)
     plan = make_plan(config, case.world_size)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, case.transport)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, config.comm)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import Kind, Parameter
+from frontier_llm.blueprint import Parameter, ParameterKind
 from frontier_llm.blueprint.optimizers import OptimizerRule
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.config import OptimizerConfig
@@ -27,11 +27,11 @@ from tests.parity.compare import Run, Tensors, differences, gather
 from tests.parity.play import Played, batch, build, play
 
 SGD = OptimizerRule("sgd-momentum", lambda parameter: ("momentum",))
-WHOLE = OptimizerRule("sgd-whole", lambda parameter: ("momentum",), whole=lambda parameter: parameter.kind is Kind.MATRIX)
+WHOLE = OptimizerRule("sgd-whole", lambda parameter: ("momentum",), whole=lambda parameter: parameter.kind is ParameterKind.MATRIX)
 
 
 def states(parameter: Parameter) -> tuple[str, ...]:
-    return ("momentum", "mean") if parameter.kind is Kind.MATRIX else ("momentum",)
+    return ("momentum", "mean") if parameter.kind is ParameterKind.MATRIX else ("momentum",)
 
 
 MIXED = OptimizerRule("sgd-mixed", states)  # matrices keep more than the others

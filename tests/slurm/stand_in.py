@@ -13,12 +13,12 @@ import sys
 import time
 from pathlib import Path
 
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import job, run_dir
 from frontier_llm.cluster.rank_env import discover, environ
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.config import load_run
 from frontier_llm.failure import Evidence, Failure, Suspect, write_failure
+from frontier_llm.files import write_atomically
 
 
 def train(words: list[str]) -> int:

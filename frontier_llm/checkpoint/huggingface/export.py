@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from frontier_llm.checkpoint.huggingface.card import model_card
 from frontier_llm.checkpoint.huggingface.families import FAMILIES, Family
-from frontier_llm.checkpoint.huggingface.files import Entry, write_sharded
-from frontier_llm.checkpoint.huggingface.names import TensorRule
+from frontier_llm.checkpoint.huggingface.files import write_sharded
 from frontier_llm.checkpoint.huggingface.read import CONFIG
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig
@@ -61,8 +59,10 @@ def export_huggingface(
     working.mkdir(parents=True)
     try:
         rules = family.names.rules(model)
-        entries = [Entry(name, shape) for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
-        files = write_sharded(working, entries, dtype, _their_tensors(source, rules), int(shard_gib * GIB))
+        shapes = {name: shape for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
+        ours = ((rule, rule.parameter.name, rule.parameter.shape) for rule in rules)
+        tensors = (part for rule, name, shape in ours for part in rule.cut(source.rectangle(name, (0,) * len(shape), shape)))
+        files = write_sharded(working, shapes, dtype, tensors, int(shard_gib * GIB))
         config = write_config(family, model, dtype, companions.eos_token_id)
         (working / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, content in companions.tokenizer_files.items():
@@ -91,9 +91,3 @@ def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_tok
         "tie_word_embeddings": model.tied_embeddings, "torch_dtype": name, "dtype": name, "use_cache": True,
         "bos_token_id": eos_token_id, "eos_token_id": eos_token_id, **family.config_json(model),
     }  # fmt: skip
-
-
-def _their_tensors(source: WeightSource, rules: Sequence[TensorRule]) -> Iterator[Tensor]:
-    for rule in rules:
-        shape = rule.parameter.shape
-        yield from rule.cut(source.rectangle(rule.parameter.name, (0,) * len(shape), shape))

@@ -42,15 +42,13 @@ class ConfigJson(Fields):
         factor = {**scaling, **new}.get("factor", 1)
         if kind == "default" and factor != 1:
             self.refuse("rope_parameters.factor", factor, "none without a rope_type")
-        stretched = ConfigJson({**scaling, **new}, f"{self.where}: rope_parameters") if kind in kinds and kind != "default" else None
         theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
         fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
         values = {"rope_theta": float(theta), "rope_fraction": float(fraction)}
-        if stretched is None:
+        if kind == "default" or kind not in kinds:
             return values
-        result = {**values, "rope_scaling": {ours: stretched.need(theirs) for theirs, ours in _SCALING.items()}}
-        self.problems += stretched.problems
-        return result
+        stretched = self.section("rope_parameters", {**scaling, **new})
+        return {**values, "rope_scaling": {ours: stretched.need(theirs) for theirs, ours in _SCALING.items()}}
 
     def gelu(self, key: str, default: str) -> str:
         """Our name of a GELU."""
@@ -116,7 +114,7 @@ def _read_mistral(f: ConfigJson) -> dict[str, Any]:
 
 
 def _read_qwen2(f: ConfigJson) -> dict[str, Any]:
-    f.only("use_sliding_window", False, default=False)
+    f.fixed(use_sliding_window=False)
     return _read_llama_like(f)
 
 
@@ -138,9 +136,7 @@ def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gpt2(f: ConfigJson) -> dict[str, Any]:
-    f.only("scale_attn_weights", True, default=True)
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        f.only(key, False, default=False)
+    f.fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return {"ffn_hidden": f.get("n_inner", 4 * f.get("n_embd", 1)), "activation": f.gelu("activation_function", "gelu_new")}
 
 
@@ -150,7 +146,7 @@ def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
 
 
 def _read_neox(f: ConfigJson) -> dict[str, Any]:
-    f.only("attention_bias", True, default=True)
+    f.fixed(attention_bias=True)
     return {"activation": f.gelu("hidden_act", "gelu"), **f.rope("rotary_emb_base", "rotary_pct", 0.25)}
 
 
@@ -163,36 +159,24 @@ def _write_neox(m: ModelConfig) -> dict[str, Any]:
 
 
 def _read_mpt(f: ConfigJson) -> dict[str, Any]:
-    attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
-    attention.only("alibi", True, default=True)
-    attention.only("alibi_bias_max", MPT_ALIBI_MAX_BIAS, default=MPT_ALIBI_MAX_BIAS)
-    attention.only("attn_type", "multihead_attention", default="multihead_attention")
-    for key in ("clip_qkv", "softmax_scale"):
-        attention.only(key, None)
-    for key in ("qk_ln", "prefix_lm"):
-        attention.only(key, False, default=False)
-    f.problems += attention.problems
-    f.only("no_bias", True, default=True)
-    f.only("logit_scale", None)
-    f.only("tie_word_embeddings", True, default=True)
+    f.section("attn_config").fixed(
+        alibi=True, alibi_bias_max=MPT_ALIBI_MAX_BIAS, attn_type="multihead_attention", clip_qkv=None, softmax_scale=None, qk_ln=False,
+        prefix_lm=False,
+    )  # fmt: skip
+    f.fixed(no_bias=True, logit_scale=None, tie_word_embeddings=True)
     return {"ffn_hidden": f.get("d_model", 1) * f.only("expansion_ratio", MPT_EXPANSION, default=MPT_EXPANSION)}
 
 
 def _read_foundry_mpt(f: ConfigJson) -> dict[str, Any]:
     """LLM Foundry's own class, which computes more than transformers' and has other defaults."""
-    attention = ConfigJson(f.get("attn_config", {}), f"{f.where}: attn_config")
+    attention, mlp = f.section("attn_config"), f.section("ffn_config")
     attention.only("alibi", True, default=False)
-    attention.only("rope", False, default=False)
-    attention.only("qk_gn", False, default=False)
-    attention.only("sliding_window_size", -1, default=-1)
-    mlp = ConfigJson(f.get("ffn_config", {}), f"{f.where}: ffn_config")
-    mlp.only("ffn_type", "mptmlp", default="mptmlp")
+    attention.fixed(rope=False, qk_gn=False, sliding_window_size=-1)
+    mlp.fixed(ffn_type="mptmlp")
     mlp.only("ffn_act_fn", None, {"name": "gelu", "approximate": "none"})
-    f.problems += attention.problems + mlp.problems
     f.only("no_bias", True, default=False)
     f.only("norm_type", "layernorm", "low_precision_layernorm", default="low_precision_layernorm")
-    f.only("residual_modification", None)
-    f.only("norm_eps", 1e-5, default=1e-5)
+    f.fixed(residual_modification=None, norm_eps=1e-5)
     return _read_mpt(f)
 
 

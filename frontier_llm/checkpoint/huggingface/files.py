@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from frontier_llm.checkpoint.shard import safetensors_head
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.packing import packed
 
@@ -35,17 +34,17 @@ class ShardedReader:
         self.directory = directory
         self.files = _weight_map(directory)
         self._open: dict[str, Any] = {}
-        problems = []
+        problems = list[Problem]()
         for file in sorted(set(self.files.values())):
-            path = directory / file
-            if not path.is_file():
-                count = sum(holder == file for holder in self.files.values())
-                problems.append(Problem(str(path), f"is missing; {INDEX} places {count} tensors in it", "fetch the shard again"))
-                continue
             try:
-                self._open[file] = safe_open(str(path), framework="pt")
-            except (SafetensorError, OSError) as error:
-                problems.append(Problem(str(path), f"is damaged: {error}", "fetch the shard again"))
+                self._open[file] = _opened(directory / file)
+            except FileNotFoundError:
+                count = sum(holder == file for holder in self.files.values())
+                problems.append(
+                    Problem(str(directory / file), f"is missing; {INDEX} places {count} tensors in it", "fetch the shard again")
+                )
+            except CheckpointError as error:
+                problems.extend(error.problems)
         if problems:
             raise CheckpointError(problems)
         held = {file: set(handle.keys()) for file, handle in self._open.items()}
@@ -66,6 +65,15 @@ class ShardedReader:
         return self._open[self.files[name]].get_tensor(name)
 
 
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"is damaged: {error}", where=str(path), fix="fetch the file again") from error
+
+
 def _weight_map(directory: Path) -> dict[str, str]:
     """name → file, from the index or from the only file's header."""
     index = directory / INDEX
@@ -79,11 +87,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
             raise CheckpointError(f"names {outside[0]!r}, which is no file beside it", where=str(index), fix="fetch the index again")
         return weight_map
     if (directory / SINGLE).is_file():
-        try:
-            with safe_open(str(directory / SINGLE), framework="pt") as handle:
-                return dict.fromkeys(handle.keys(), SINGLE)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"is damaged: {error}", where=str(directory / SINGLE), fix="fetch the file again") from error
+        return dict.fromkeys(_opened(directory / SINGLE).keys(), SINGLE)
     pickles = [path.name for path in directory.glob("*.bin")] + [path.name for path in directory.glob("*.pt")]
     why = f"; {pickles[0]} is a pickle, which can run code and is never opened" if pickles else ""
     fix = "give the model's directory"
@@ -94,48 +98,36 @@ def _weight_map(directory: Path) -> dict[str, str]:
     raise CheckpointError(f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor that will be written."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-def write_sharded(directory: Path, entries: Sequence[Entry], dtype: torch.dtype, tensors: Iterable[Tensor], shard_bytes: int) -> list[str]:
-    """Write `tensors`, which come in the order of `entries`, in files of at most `shard_bytes` (a larger tensor stands alone).
+def write_sharded(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor], shard_bytes: int
+) -> list[str]:
+    """Write `tensors`, which come in the order of their names' `shapes`, in files of at most `shard_bytes` (a larger tensor stands alone).
 
     Returns the files' names. The headers are known before the first number is, so one tensor at a time is in memory.
     """
     size = torch.empty((), dtype=dtype).element_size()
-    shards = list(packed(entries, lambda entry: prod(entry.shape) * size, shard_bytes))
+    shards = list(packed(list(shapes), lambda name: prod(shapes[name]) * size, shard_bytes))
     names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     stream = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
         with (directory / name).open("wb") as file:
-            _write_file(file, shard, dtype, size, stream)
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            begin = 0
+            for tensor in shard:
+                end = begin + prod(shapes[tensor]) * size
+                header[tensor] = {"dtype": _CODES[dtype], "shape": list(shapes[tensor]), "data_offsets": [begin, end]}
+                begin = end
+            file.write(safetensors_head(header))
+            for tensor in shard:
+                values = next(stream)
+                assert tuple(values.shape) == shapes[tensor], f"{tensor}: {tuple(values.shape)} is not {shapes[tensor]}"
+                file.write(values.to(dtype).contiguous().view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
     if next(stream, None) is not None:
-        raise AssertionError("more tensors than entries")
+        raise AssertionError("more tensors than names")
     if len(shards) > 1:
-        weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        content = {"metadata": {"total_size": size * sum(prod(entry.shape) for entry in entries)}, "weight_map": weight_map}
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        content = {"metadata": {"total_size": size * sum(map(prod, shapes.values()))}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return names
-
-
-def _write_file(file: IO[bytes], shard: Sequence[Entry], dtype: torch.dtype, element_bytes: int, tensors: Iterator[Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for entry in shard:
-        end = begin + prod(entry.shape) * element_bytes
-        header[entry.name] = {"dtype": _CODES[dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts on 8 bytes, as the format asks
-    file.write(struct.pack("<Q", len(text)) + text)
-    for entry in shard:
-        tensor = next(tensors)
-        assert tuple(tensor.shape) == entry.shape, f"{entry.name}: {tuple(tensor.shape)} is not {entry.shape}"
-        file.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy().data)

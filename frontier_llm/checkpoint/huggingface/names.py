@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import VOCABULARY, Kind, Parameter, model_parameters
+from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, model_parameters
 from frontier_llm.config import ModelConfig
 
 
@@ -43,7 +43,7 @@ class TensorRule:
         """Ours → theirs."""
         apart = self.stacked or len(self.theirs) > 1
         pieces = [x.narrow(piece.dim, piece.start, piece.size) for piece in self.parameter.pieces if apart] or [x[: self.rows]]
-        rows = [piece.flatten() if self.parameter.kind is Kind.VECTOR else piece.flatten(0, -2) for piece in pieces]
+        rows = [piece.flatten() if self.parameter.kind is ParameterKind.VECTOR else piece.flatten(0, -2) for piece in pieces]
         rows = [torch.cat(rows)] if len(rows) > len(self.theirs) else rows
         return [part.T if self.turned else part for part in rows]
 
@@ -74,7 +74,7 @@ class Names:
             tuple(f"{name}.{leaf}".replace("*", number[0] if number else "") for name in names),
             model.vocab_size if parameter.name in VOCABULARY else parameter.shape[0],
             self.stacked,
-            self.turned and parameter.kind is Kind.MATRIX,
+            self.turned and parameter.kind is ParameterKind.MATRIX,
         )
 
 

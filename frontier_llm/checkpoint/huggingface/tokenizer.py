@@ -94,13 +94,13 @@ def _sentencepiece(path: Path) -> tuple[str, str]:
     symbols = [n for n in scored if source.get_score(n) == 0 and pieces[n] == "\n"]
     plain = set(scored) - set(symbols)
     plain_pieces = {pieces[n] for n in plain}
-    merges = []
-    for n in plain:
-        for cut in range(1, len(pieces[n])):
-            left, right = pieces[n][:cut], pieces[n][cut:]
-            if left in plain_pieces and right in plain_pieces:
-                merges.append((-source.get_score(n), ids[left], ids[right]))
-    pairs = [(pieces[left], pieces[right]) for _, left, right in sorted(merges)]
+    merges = sorted(
+        (-source.get_score(n), ids[pieces[n][:cut]], ids[pieces[n][cut:]])
+        for n in plain
+        for cut in range(1, len(pieces[n]))
+        if pieces[n][:cut] in plain_pieces and pieces[n][cut:] in plain_pieces
+    )
+    pairs = [(pieces[left], pieces[right]) for _, left, right in merges]
     bpe = models.BPE(vocab=ids, merges=pairs, unk_token=pieces[source.unk_id()], byte_fallback=True, fuse_unk=False)
     result = tokenizers.Tokenizer(bpe)
     result.normalizer = normalizers.Replace(" ", "\u2581")

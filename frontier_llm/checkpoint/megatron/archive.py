@@ -46,9 +46,9 @@ class Opaque:
 
     def __new__(cls, *arguments: Any, **options: Any) -> Opaque:
         """Also what a pickle's NEWOBJ calls."""
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
+        record = super().__new__(cls)
+        record.arguments = arguments
+        return record
 
     def __init__(self, *arguments: Any, **options: Any) -> None: ...
 

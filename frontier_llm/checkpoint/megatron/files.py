@@ -40,7 +40,7 @@ _NO_WEIGHTS = re.compile(r".*(_extra_state|inv_freq|masked_bias)(\d*)$")
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredModel:
     """A checkpoint's content, in order of the model and by our names."""
 
     where: str
@@ -49,7 +49,7 @@ class Found:
     tensors: Mapping[str, list[StoredTensor]]  # our name → its part of every tensor rank
 
 
-def find(directory: Path) -> Found:
+def find(directory: Path) -> StoredModel:
     """Open a step's folder, or the newest step below a directory. Raises CheckpointError saying what was expected there."""
     folder = _step_folder(directory)
     layer_files = {match.groups(): path for path in folder.glob("layer_*") if (match := _LAYER_FILE.fullmatch(path.name))}
@@ -83,7 +83,7 @@ def _step_folder(directory: Path) -> Path:
     return directory
 
 
-def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> Found:
+def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     tensor, pipeline = (1 + max(key[axis] for key in files) for axis in (0, 1))
     _complete({(t, p): f"mp_rank_{t:02d}_{p:03d}" for t in range(tensor) for p in range(pipeline)}, files, folder)
     contents = {key: TorchArchive(path).content for key, path in files.items()}
@@ -101,10 +101,10 @@ def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> Found:
                 for name, value in _flat(contents[rank, stage][chunk]):
                     numbers |= _take(parts, name, value, rank, layers_before, files[rank, stage])
             layers_before += len(numbers)
-    return Found(str(folder), arguments, float(first.get("checkpoint_version", 0)), parts)
+    return StoredModel(str(folder), arguments, float(first.get("checkpoint_version", 0)), parts)
 
 
-def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> Found:
+def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     layers, tensor = sorted({layer for layer, _ in files}), 1 + max(rank for _, rank in files)
     _complete({(layer, t): f"layer_{layer:02d}-model_{t:02d}-model_states.pt" for layer in layers for t in range(tensor)}, files, folder)
     state_file = folder / "mp_rank_00_model_states.pt"
@@ -124,7 +124,7 @@ def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> Found:
                     name = f"final_norm.{name}"
                 _take(parts, name, value, rank, 0, files[layer, rank])
         index += transformer
-    return Found(str(folder), arguments, float(state.get("checkpoint_version", 0)), parts)
+    return StoredModel(str(folder), arguments, float(state.get("checkpoint_version", 0)), parts)
 
 
 def _complete(expected: Mapping[tuple[int, int], str], files: Mapping[tuple[int, int], Path], folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import VOCABULARY, Kind, Parameter, Split, model_parameters
+from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, Split, model_parameters
 from frontier_llm.checkpoint.megatron.arguments import read_model
 from frontier_llm.checkpoint.megatron.files import find
 from frontier_llm.config import ModelConfig
@@ -27,18 +27,18 @@ class MegatronModel:
         Raises CheckpointError: no such checkpoint, missing ranks, an argument or a tensor with no counterpart, other shapes than the
         arguments say, a checkpoint_version that is not known, copies that differ between tensor ranks.
         """
-        self._found = find(Path(directory))
-        model = read_model(self._found.arguments, f"{self._found.where}: args", vocab_size)
+        self._stored = find(Path(directory))
+        model = read_model(self._stored.arguments, f"{self._stored.where}: args", vocab_size)
         update = {"name": Path(directory).resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self._model = model.model_copy(update=update)
         self._parameters = model_parameters(self._model)
-        self._degree = max(len(parts) for parts in self._found.tensors.values())
-        if self._found.version not in (0, 1, 2, 3):
-            what = f"has checkpoint_version {self._found.version:g}; the order of query_key_value is known for 0 to 3"
-            raise CheckpointError(what, where=self._found.where, fix="convert it with the Megatron-LM that wrote it")
-        if self._found.version < 2 and self._model.num_kv_heads != self._model.heads:
-            what = f"has checkpoint_version {self._found.version:g}, which had no grouped queries"
-            raise CheckpointError(what, where=self._found.where, fix="convert it with the Megatron-LM that wrote it")
+        self._degree = max(len(parts) for parts in self._stored.tensors.values())
+        why = "" if self._stored.version in (0, 1, 2, 3) else "; the order of query_key_value is known for 0 to 3"
+        if self._stored.version < 2 and self._model.num_kv_heads != self._model.heads:
+            why = ", which had no grouped queries"
+        if why:
+            what = f"has checkpoint_version {self._stored.version:g}{why}"
+            raise CheckpointError(what, where=self._stored.where, fix="convert it with the Megatron-LM that wrote it")
         self._check()
 
     @property
@@ -55,14 +55,14 @@ class MegatronModel:
         """Every tensor is there, in every part, in the shape that the arguments ask for; and no other."""
         problems = []
         for name, parameter in self._parameters.items():
-            parts = self._found.tensors.get(name, [])
+            parts = self._stored.tensors.get(name, [])
             expected = self._part_shape(parameter)
             shapes = [part.shape for part in parts]
             if len(parts) != self._degree or any(shape != expected for shape in shapes):
                 what = f"is {shapes or 'missing'}, expected {self._degree} parts of shape {list(expected)}"
                 problems.append(Problem(name, what, "copy the whole checkpoint"))
         tied_copy = {"head.weight"} if self._model.tied_embeddings else set()
-        for name in sorted(self._found.tensors.keys() - self._parameters.keys() - tied_copy):
+        for name in sorted(self._stored.tensors.keys() - self._parameters.keys() - tied_copy):
             problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
         if problems:
             raise CheckpointError(problems[:_REPORTED])
@@ -70,9 +70,9 @@ class MegatronModel:
     def _part_shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Of one tensor rank, as Megatron keeps it: matrices of two dimensions."""
         if parameter.name in VOCABULARY:
-            return (self._found.arguments["padded_vocab_size"] // self._degree, parameter.shape[1])
+            return (self._stored.arguments["padded_vocab_size"] // self._degree, parameter.shape[1])
         shape = self._part_of_ours(parameter)
-        return (prod(shape),) if parameter.kind is Kind.VECTOR else (prod(shape[:-1]), shape[-1])
+        return (prod(shape),) if parameter.kind is ParameterKind.VECTOR else (prod(shape[:-1]), shape[-1])
 
     def _part_of_ours(self, parameter: Parameter) -> tuple[int, ...]:
         """The same part in our dimensions; what the degree does not divide shows as a wrong shape."""
@@ -82,7 +82,7 @@ class MegatronModel:
         )
 
     def _joined(self, parameter: Parameter) -> Tensor:
-        name, parts = parameter.name, [part.read() for part in self._found.tensors[parameter.name]]
+        name, parts = parameter.name, [part.read() for part in self._stored.tensors[parameter.name]]
         how = parameter.axes.get("tp")
         if not isinstance(how, Split):
             return self._same(name, parts)
@@ -96,9 +96,9 @@ class MegatronModel:
     def _heads(self, part: Tensor) -> Tensor:
         """(g, Q + 2, D[, H]) of one rank's rows; g are its key/value heads, Q the queries of each."""
         D, rest = self._model.dim_per_head, part.shape[1:]
-        if self._found.version >= 2:
+        if self._stored.version >= 2:
             return part.reshape(-1, self._model.heads // self._model.num_kv_heads + 2, D, *rest)
-        if self._found.version == 1:  # each of a head's dimensions has its query, key and value side by side
+        if self._stored.version == 1:  # each of a head's dimensions has its query, key and value side by side
             return part.reshape(-1, D, 3, *rest).transpose(1, 2)
         return part.reshape(3, -1, D, *rest).transpose(0, 1)  # all queries, all keys, all values
 
@@ -108,6 +108,6 @@ class MegatronModel:
                 apart = float((copies[0].double() - copy.double()).abs().max())
                 what = f"differs by up to {apart:.3g} between tensor ranks 0 and {number}, which should hold copies"
                 raise CheckpointError(
-                    what, where=f"{self._found.where}: {name}", fix="decide which copy is right and write it to all files"
+                    what, where=f"{self._stored.where}: {name}", fix="decide which copy is right and write it to all files"
                 )
         return copies[0]

@@ -30,7 +30,7 @@ class WrongArithmetic(WrongResults):
 
 
 @dataclass(frozen=True)
-class Finding:
+class UntrustedRank:
     """A rank whose results cannot be trusted."""
 
     rank: int
@@ -51,7 +51,7 @@ class Recompute:
         self._compute, self._mesh = compute, mesh
         self._hosts: list[str] = []  # of all ranks
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[UntrustedRank]:
         """The same on every rank; empty when all is well."""
         first, again = self._sums(), self._sums()
         mine = torch.stack([*first.values(), *again.values()])
@@ -59,9 +59,9 @@ class Recompute:
         kind, place = _judge(table[self._mesh.dp.rank], table)
         answers = all_gather_json([node_name(), kind, list(first)[place]], self._mesh.world, mine.device)
         self._hosts = [host for host, _, _ in answers]
-        return [Finding(rank, host, kind, tensor) for rank, (host, kind, tensor) in enumerate(answers) if kind]
+        return [UntrustedRank(rank, host, kind, tensor) for rank, (host, kind, tensor) in enumerate(answers) if kind]
 
-    def check(self, step: int) -> list[Finding]:
+    def check(self, step: int) -> list[UntrustedRank]:
         """Findings that the run may go on with. Raises WrongArithmetic for persistent ones."""
         findings = self.findings()
         lasting = [finding for finding in findings if finding.kind == PERSISTENT]

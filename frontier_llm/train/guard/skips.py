@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.atomic import write_atomically
 from frontier_llm.checkpoint import Progress
 from frontier_llm.cluster import run_dir
 from frontier_llm.config import GuardConfig
 from frontier_llm.errors import FrontierError
+from frontier_llm.files import write_atomically
 from frontier_llm.train.guard.saves import Saves
 
 MOST_REWINDS = 3  # to one checkpoint: then other data has not helped, and the run must not go in circles

@@ -27,15 +27,3 @@ def test_two_streams_do_not_mix(pattern: bytes) -> None:
     first, second = pattern * (1 << 20), b"a" * (1 << 20)
     found = digest.block_digests(memoryview(first + second), block_bytes=1 << 20)
     assert found == hashlib.sha256(first).digest() + hashlib.sha256(second).digest()
-
-
-def test_pieces_of_any_size_give_the_same_digest() -> None:
-    rng, size = random.Random(1), 2 * digest.BLOCK_BYTES + 77
-    data, running, position = rng.randbytes(size), digest.RunningDigest(b"head"), 0
-    while position < size:
-        step = rng.randrange(1, digest.BLOCK_BYTES)
-        running.update(memoryview(data)[position : position + step])
-        position += step
-    turn = digest.TURN_BLOCKS * digest.BLOCK_BYTES
-    whole = digest.combine(b"head", [digest.block_digests(memoryview(data)[start : start + turn]) for start in range(0, size, turn)])
-    assert running.hexdigest() == whole

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm import failpoints
-from frontier_llm.blueprint import Kind, Parameter
+from frontier_llm.blueprint import Parameter, ParameterKind
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.cli.main import main
 from frontier_llm.config import RunConfig
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.
         run.manager.load_latest(strict=True)
     assert run.manager.load_latest().step == 1
     assert "step_00000002: is not there, though LATEST names it" in capfd.readouterr().err
-    folder.point_latest(run.manager.directory, "step_00000002", 1)
+    folder.point_latest(run.manager.directory, "step_00000002")
     (run.manager.directory / "step_00000001").rename(tmp_path / "away too")
     with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # and not: starting from step 0
         run.manager.load_latest()
@@ -181,7 +181,7 @@ def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)
     path = run.manager.directory / "step_00000002"
-    run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), Kind.VECTOR))
+    run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), ParameterKind.VECTOR))
     with pytest.raises(CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"):
         run.manager.load(path)
 

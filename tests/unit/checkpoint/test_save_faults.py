@@ -223,7 +223,7 @@ Run(Path({str(tmp_path)!r})).save(2)
 
     order = [
         r"fsync\(<.*shard_00000.safetensors>", r"fsync\(<.*manifest.json>", r"fsync\(<.*manifest.sha256>", r"fsync\(<.*\.tmp\.1>",
-        r'rename\(".*step_00000002.tmp.1", ".*step_00000002"', r"fsync\(<.*LATEST.tmp", r'rename\(".*LATEST.tmp.1", ".*/LATEST"',
+        r'rename\(".*step_00000002.tmp.1", ".*step_00000002"', r"fsync\(<.*/\.LATEST\.", r'rename\(".*/\.LATEST\.[0-9a-f]+", ".*/LATEST"',
     ]  # fmt: skip
     positions = [first(pattern) for pattern in order]
     assert positions == sorted(positions)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.status import read_status
+from frontier_llm.files import write_atomically
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.atomic import write_atomically
 from frontier_llm.cluster import job as supervisor
 from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome
@@ -17,6 +16,7 @@ from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure
+from frontier_llm.files import write_atomically
 
 Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps it did)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -28,9 +29,8 @@ from frontier_llm.comm import (
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.algorithms import HIERARCHICAL
-from frontier_llm.comm.groups import Transport
 from frontier_llm.comm.hierarchical import halving_skips
+from frontier_llm.config import CommConfig
 from frontier_llm.config.load import available
 from frontier_llm.costs.collectives import flat_s
 from frontier_llm.costs.hierarchical import hierarchical_s, rail_bytes, rail_rounds
@@ -39,12 +39,15 @@ from frontier_llm.machine import load_machine, rates
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
+Transport = Literal["auto", "torch"]
 LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per node); odd node counts are the point
 
 
 def _axis(rank: int, nodes: int, per_node: int, transport: Transport = "auto") -> Axis:
     grid = Grid(1, 1, nodes * per_node)
-    return build_mesh(grid, rank, timeout_s=30.0, transport=transport, ranks_per_node=per_node, algorithms=HIERARCHICAL).dp
+    return build_mesh(
+        grid, rank, timeout_s=30.0, comm=CommConfig(transport=transport, algorithms="hierarchical"), ranks_per_node=per_node
+    ).dp
 
 
 def _contribution(rank: int, elements: int) -> torch.Tensor:
@@ -54,8 +57,8 @@ def _contribution(rank: int, elements: int) -> torch.Tensor:
 def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Transport = "auto") -> dict[str, object]:
     """Every collective once; the results' errors against sums made here, and the ledger."""
     axis = _axis(rank, nodes, per_node, transport)
-    assert axis.group is not None and type(axis.group).__name__ == "ChosenGroup"
-    axis.group.hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
+    assert axis.group is not None and axis.hierarchical is not None
+    axis.hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
     size, part = axis.size, 1001
     whole = [_contribution(peer, part * size) for peer in range(size)]
     total = torch.stack(whole).sum(0)
@@ -123,16 +126,16 @@ def test_halving_covers_every_block_in_the_fewest_rounds(size: int) -> None:
     assert all(before - skip <= skip < before for before, skip in rounds)
 
 
-def _one_level(rank: int) -> list[str]:
+def _one_level(rank: int) -> list[bool]:
     """Axes inside a node, uneven ones, and those of a flat table stay as they are."""
-    inside = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, ranks_per_node=8, algorithms=HIERARCHICAL).dp
-    uneven = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL).dp
+    inside = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=8).dp
+    uneven = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=2).dp
     flat = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, ranks_per_node=1).dp
-    return [type(axis.group).__name__ for axis in (inside, uneven, flat)]
+    return [axis.hierarchical is None for axis in (inside, uneven, flat)]
 
 
 def test_one_level_is_used_where_there_is_only_one(ranks: RankPool) -> None:
-    assert all("ChosenGroup" not in names for names in ranks.run(3, _one_level))
+    assert all(map(all, ranks.run(3, _one_level)))
 
 
 def test_the_shipped_table_follows_the_costs() -> None:
@@ -234,7 +237,7 @@ def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_
 
 def _nodes_that_split_pairs(rank: int) -> list[float]:
     """Three ranks per node and tp of two: the middle pair spans both nodes, the others do not, and dp's groups come after them."""
-    mesh = build_mesh(Grid(2, 1, 3), rank, timeout_s=10.0, transport="torch", ranks_per_node=3, algorithms=HIERARCHICAL)
+    mesh = build_mesh(Grid(2, 1, 3), rank, timeout_s=10.0, comm=CommConfig(transport="torch", algorithms="hierarchical"), ranks_per_node=3)
     return [float(all_reduce_(torch.tensor([10.0**rank]), axis)) for axis in (mesh.tp, mesh.dp, mesh.world)]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from frontier_llm.comm import build_mesh, start_narrow_all_reduce_, start_narrow_reduce_scatter_
+from frontier_llm.config import CommConfig
 from frontier_llm.topology import Grid
 from frontier_llm.train.step import train_step
 from tests.harness.pool import RankPool
@@ -23,7 +24,7 @@ def _contribution(rank: int, size: int) -> torch.Tensor:
 
 
 def _sums(rank: int, size: int, transport: str) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    axis = build_mesh(Grid(1, 1, size), rank, timeout_s=30.0, transport=transport).dp  # type: ignore[arg-type]
+    axis = build_mesh(Grid(1, 1, size), rank, timeout_s=30.0, comm=CommConfig(transport=transport)).dp  # type: ignore[arg-type]
     x = _contribution(rank, size)
     scattered = x.clone()
     start_narrow_reduce_scatter_(scattered, axis, torch.bfloat16).wait()

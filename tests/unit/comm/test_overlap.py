@@ -53,7 +53,7 @@ def _config(case: Case, comm: dict[str, Any], dtype: str) -> RunConfig:
 def _state(rank: int, case: Case, comm: dict[str, Any], dtype: str = "fp32") -> TrainState:
     config = _config(case, comm, dtype)
     plan = make_plan(config, case.world_size)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, config.comm.transport)
+    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, config.comm)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from frontier_llm.comm import Axis, build_mesh, connect, dump_flight_record, group, groups
 from frontier_llm.comm.group import TorchGroup
+from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.measure.links import _ping_pong
 from frontier_llm.schedule import round_robin
@@ -74,7 +75,7 @@ def test_no_communicator_is_made_before_it_is_used(asked: SimpleNamespace) -> No
 
 
 def test_a_rank_makes_the_groups_that_it_is_in_and_no_other(asked: SimpleNamespace) -> None:
-    mesh = build_mesh(Grid(2, 4, 2), RANK, round_robin(4, 2), tied_embeddings=True, timeouts_s={"dp": 7.0})
+    mesh = build_mesh(Grid(2, 4, 2), RANK, round_robin(4, 2), tied_embeddings=True, comm=CommConfig(timeouts_s={"dp": 7.0}))
     made = {tuple(call.args[0]): call.kwargs for call in asked.new_group.call_args_list}
     assert all(RANK in ranks and options["use_local_synchronization"] for ranks, options in made.items())
     assert set(made) == {mesh.tp.ranks, mesh.pp.ranks, mesh.dp.ranks, mesh.world.ranks, (RANK,)}  # it holds no end of the tied embedding
@@ -92,7 +93,7 @@ def test_mpi_makes_its_groups_by_all_ranks_at_once(asked: SimpleNamespace) -> No
 
 def test_memory_is_not_shared_between_gpus(asked: SimpleNamespace) -> None:
     with pytest.raises(BackendError, match="axis tp cannot use shared memory: nccl serves it"):
-        build_mesh(Grid(2, 1, 4), RANK, transport="shm")
+        build_mesh(Grid(2, 1, 4), RANK, comm=CommConfig(transport="shm"))
 
 
 def test_collectives_are_asked_for_as_this_torch_takes_them(asked: SimpleNamespace) -> None:

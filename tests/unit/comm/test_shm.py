@@ -29,6 +29,7 @@ from frontier_llm.comm import (
     start_reduce_scatter,
     start_reduce_scatter_into,
 )
+from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import round_robin
 from frontier_llm.topology import Grid
@@ -41,7 +42,7 @@ SIZES = (1, 1000, 8193, 300_007)  # up to several steps of a slot, never a multi
 
 
 def _axis(rank: int, size: int, timeout_s: float = 30.0) -> Axis:
-    return build_mesh(Grid(size, 1, 1), rank, timeout_s=timeout_s, transport="shm").tp
+    return build_mesh(Grid(size, 1, 1), rank, timeout_s=timeout_s, comm=CommConfig(transport="shm")).tp
 
 
 def _until_there(path: str) -> None:
@@ -172,7 +173,7 @@ def test_a_started_collective_does_not_make_the_peer_wait(ranks: RankPool, tmp_p
 
 def _check_overlapping_groups(rank: int) -> list[float]:
     """tp, dp and world of a 2 × 2 mesh at once; every axis has its own memory."""
-    mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=30.0, transport="shm")
+    mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=30.0, comm=CommConfig(transport="shm"))
     assert {axis.name: axis.ranks for axis in (mesh.tp, mesh.dp)} == {
         "tp": (0, 1) if rank < 2 else (2, 3),
         "dp": (0, 2) if rank % 2 == 0 else (1, 3),
@@ -191,7 +192,7 @@ def test_groups_that_overlap_do_not_mix(ranks: RankPool) -> None:
 
 def _check_messages(rank: int, size: int) -> None:
     """Many messages around the ring, received late; sizes that wrap the arena; two channels at once."""
-    mesh = build_mesh(Grid(1, size, 1), rank, placement=round_robin(size, 2), timeout_s=30.0, transport="shm")
+    mesh = build_mesh(Grid(1, size, 1), rank, placement=round_robin(size, 2), timeout_s=30.0, comm=CommConfig(transport="shm"))
     after, before = (rank + 1) % size, (rank - 1) % size
     forward, wrap = mesh.channels["forward"], mesh.channels["forward-wrap"]
     assert forward.group is not None and wrap.group is not None
@@ -282,7 +283,7 @@ def _come_late(rank: int) -> float:
     if rank == 1:
         groups.ShmGroup = lambda *args: (time.sleep(0.5), make(*args))[1]  # type: ignore[assignment,misc]
     try:
-        last_made = build_mesh(Grid(3, 1, 1), rank, timeout_s=30.0, transport="shm").world
+        last_made = build_mesh(Grid(3, 1, 1), rank, timeout_s=30.0, comm=CommConfig(transport="shm")).world
         return float(all_reduce_(torch.ones(1), last_made))
     finally:
         groups.ShmGroup = make  # type: ignore[misc]
@@ -322,7 +323,7 @@ def _pretend_other_host(rank: int, transport: str) -> str:
     identity = host_memory.host_identity
     host_memory.host_identity = lambda: bytes([rank]) * 32  # type: ignore[assignment]
     try:
-        axis = build_mesh(Grid(2, 1, 1), rank, timeout_s=30.0, transport=transport).tp  # type: ignore[arg-type]
+        axis = build_mesh(Grid(2, 1, 1), rank, timeout_s=30.0, comm=CommConfig(transport=transport)).tp  # type: ignore[arg-type]
         assert float(all_reduce_(torch.ones(1), axis)) == 2.0
         return type(axis.group).__name__
     except BackendError as error:

@@ -12,7 +12,7 @@ import torch
 
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, start_all_reduce_
 from frontier_llm.config import load_run
-from frontier_llm.data.loader import Microbatch
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology import Grid, make_plan
 from frontier_llm.train.build import build_state
 from frontier_llm.train.step import train_step
@@ -69,9 +69,9 @@ class _Source:
     def __init__(self, rank: int, vocabulary: int, length: int) -> None:
         self._rank, self._vocabulary, self._length = rank, vocabulary, length
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         generator = np.random.default_rng([step, index, self._rank])
-        return Microbatch(generator.integers(0, self._vocabulary, (1, self._length + 1)), None, None)
+        return SampleBatch(generator.integers(0, self._vocabulary, (1, self._length + 1)), None, None)
 
 
 def _losses(rank: int, overlap: bool) -> list[tuple[float, float]]:

@@ -12,13 +12,14 @@ import torch
 from frontier_llm.comm import Ledger, all_reduce_, barrier, build_mesh, start_all_reduce_
 from frontier_llm.comm.group import listed
 from frontier_llm.comm.ledger import Histogram
+from frontier_llm.config import CommConfig
 from frontier_llm.errors import RankFailure
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
 
 def _message_never_sent(rank: int) -> str:
-    channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=3.0, transport="torch").channels["forward"]
+    channel = build_mesh(Grid(1, 3, 1), rank, timeout_s=3.0, comm=CommConfig(transport="torch")).channels["forward"]
     assert channel.group is not None
     if rank != 1:
         time.sleep(5.0)
@@ -35,7 +36,9 @@ def test_a_message_names_its_peer(ranks: RankPool) -> None:
 
 def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
     """Ranks 1 and 2 never come to the collective on dp, whose time-out is short; tp's would be long."""
-    mesh = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, transport=transport, timeouts_s={"dp": 0.5, "tp": 20.0, "pp": None})  # type: ignore[arg-type]
+    mesh = build_mesh(
+        Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(transport=transport, timeouts_s={"dp": 0.5, "tp": 20.0, "pp": None})
+    )  # type: ignore[arg-type]
     barrier(mesh.world)
     if rank:
         time.sleep(5.0 if transport == "torch" else 1.5)

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frontier_llm.blueprint import StageSpec, model_parameters, stage_parameters, total_parameters
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.work import FlashCore, Product, block_work
 from frontier_llm.config.load import load_model
-from frontier_llm.costs import (
-    Workload,
-    hardware_flops_per_token,
-    model_flops_per_token,
-    parameter_shapes,
-    rank_parameters,
-    total_parameters,
-)
 from frontier_llm.costs.collectives import flat_s, message_s, node_s, table_s
-from frontier_llm.costs.kernels import flash_s, gemm_s
-from frontier_llm.costs.layer import layer_terms, totals
-from frontier_llm.costs.memory import in_flight, layer_activation_bytes
-from frontier_llm.costs.parameters import stage_parameters
+from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
+from frontier_llm.costs.kernels import flash_s, product_s
+from frontier_llm.costs.layouts import as_table
+from frontier_llm.costs.memory import kept_bytes, peak_memory, stage_memory
+from frontier_llm.costs.parameters import stage_numel
+from frontier_llm.costs.seconds import by_cause
 from frontier_llm.costs.time import step_s
-from frontier_llm.costs.workload import GPIPE, SCHEDULES, model_numbers
 from frontier_llm.machine import load_machine, rates
-from frontier_llm.schedule import Kind, build
+from frontier_llm.schedule import Kind, build, peak_in_flight
 from frontier_llm.topology import split_layers
 
 FRONTIER = rates(load_machine("frontier"))
 
 
-def workload(model: str = "gpt-22b", **layout: float) -> Workload:
-    base = {"tp": 4, "pp": 4, "dp": 4, "chunks": 1, "B": 1, "m": 16, "sp": 0, "recompute": 0, "zero": 1, "dp_outer": 0}
-    return Workload(**model_numbers(load_model(model)), **{**base, **layout})
+GPT_22B = load_model("gpt-22b")
+
+
+def layout(**changes: Any) -> Layout:
+    return Layout(**{"tp": 4, "pp": 4, "dp": 4, "microbatches": 16, **changes})
+
+
+def layer(**changes: Any) -> dict[str, tuple[float, float]]:
+    """Seconds of a layer by cause."""
+    spread = layout(**changes)
+    return by_cause(block_work(GPT_22B, spread, FRONTIER), spread, FRONTIER)
 
 
 @pytest.mark.parametrize("name", ["gpt-22b", "gpt-175b", "gpt-1t"])
@@ -42,8 +48,9 @@ def test_flops_are_megatrons_formula_for_gpt_shapes(name: str) -> None:
     model = load_model(name)
     L, h, s, V = model.layers, model.hidden, model.sequence_length, model.vocab_size
     assert model_flops_per_token(model) == pytest.approx(72 * L * h * h * (1 + s / (6 * h) + V / (12 * L * h)), rel=1e-12)
-    w = workload(name, recompute=2)
-    assert float(hardware_flops_per_token(w)) == pytest.approx(96 * L * h * h * (1 + s / (6 * h) + w.V / (16 * L * h)), rel=1e-12)
+    padded = model.padded_vocab_size
+    recomputed = hardware_flops_per_token(model, layout(recompute="full"))
+    assert recomputed == pytest.approx(96 * L * h * h * (1 + s / (6 * h) + padded / (16 * L * h)), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +68,17 @@ def test_parameter_counts_equal_the_published_checkpoints(name: str, published: 
 def test_rank_parameters_tile_the_model(name: str, tp: int, pp: int) -> None:
     model = load_model(name.split()[0], dict.fromkeys(name.split()[1:], True))
     stages = split_layers(model, pp)
-    held = [rank_parameters(model, stage, tp) for stage in stages]
-    one = [rank_parameters(model, stage, 1) for stage in stages]
-    shapes = parameter_shapes(model)
-    whole = sum(
-        int(np.prod(shape))
-        for key, shape in shapes.items()
-        if "norm" in key or "position" in key or key.endswith(("output.bias", "down.bias"))
-    )
+
+    def counted(stage: StageSpec, tp: int) -> int:
+        tied = stage.head and not stage.embedding  # a copy of the embedding stands on the last stage
+        return sum(one.rank_numel({"tp": tp}) for one in stage_parameters(model, stage, tied_ranks=2 if tied else 1))
+
+    held, one = ([counted(stage, degree) for stage in stages] for degree in (tp, 1))
+    whole = sum(parameter.numel for parameter in model_parameters(model).values() if "tp" not in parameter.axes)
     tied_copy = model.padded_vocab_size * model.hidden if model.tied_embeddings and pp > 1 else 0
     assert sum(one) == total_parameters(model) + tied_copy
     assert tp * sum(held) == sum(one) + (tp - 1) * whole
-    w = replace(workload(tp=tp, pp=pp), **model_numbers(model))
-    closed = [float(stage_parameters(w, stage.num_layers, stage.embedding, stage.head)) for stage in stages]
-    assert closed == pytest.approx(held, rel=1e-12)
+    assert [float(stage_numel(model, tp, stage.num_layers, stage.embedding, stage.head)) for stage in stages] == held
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)])
@@ -83,27 +87,27 @@ def test_in_flight_is_what_the_action_list_holds(schedule: str, chunks: int, pp:
     if chunks > 1 and m % pp:
         pytest.skip("the closed form counts whole rounds")
     played = build(schedule, pp, m, chunks)
-    w = workload(pp=pp, m=m, chunks=chunks, schedule=SCHEDULES.index(schedule))
     last_use = Kind.BACKWARD_WEIGHT if schedule == "zb-h1" else Kind.BACKWARD
     for stage in range(pp):
         held = peak = 0
         for action in played.compute[stage]:
             held += (action.kind is Kind.FORWARD) - (action.kind is last_use)
             peak = max(peak, held)
-        expected = float(in_flight(w, stage))
+        expected = float(peak_in_flight(schedule, pp, chunks, m, stage))
         assert peak == expected if schedule != "zb-h1" else peak <= expected
 
 
 def test_activations_follow_korthikanti() -> None:
     """Table 2 of the paper: S·B·H·(10 + 24/t) with tensor parallelism and no attention scores, both dropout masks included."""
-    dropout = replace(FRONTIER, dropout=True)
+    dropout, (S, H, A) = replace(FRONTIER, dropout=True), (GPT_22B.sequence_length, GPT_22B.hidden, GPT_22B.heads)
+
+    def kept(mode: str, **changes: Any) -> float:
+        return kept_bytes(block_work(GPT_22B, layout(recompute=mode, **changes), dropout), mode)
+
     for tp in (1, 2, 4, 8):
-        w = workload(tp=tp)
-        statistics = 4.0 * w.S * w.A / tp
-        expected = w.S * w.H * (10 + 24 / tp) + statistics
-        assert float(layer_activation_bytes(w, dropout, 0)) == pytest.approx(expected, rel=1e-9)
-    assert float(layer_activation_bytes(workload(tp=4), dropout, 2)) == 2 * 2048 * 6144
-    assert float(layer_activation_bytes(workload(tp=4, sp=1), dropout, 2)) == 2 * 2048 * 6144 / 4
+        assert kept("none", tp=tp) == pytest.approx(S * H * (10 + 24 / tp) + 4.0 * S * A / tp, rel=1e-9)
+    assert kept("full") == 2 * 2048 * 6144
+    assert kept("full", sequence_parallel=True) == 2 * 2048 * 6144 / 4
 
 
 def test_the_table_is_met_exactly_and_monotone_between() -> None:
@@ -135,27 +139,56 @@ def test_collectives_of_one_rank_cost_nothing_and_sharing_costs() -> None:
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 64))
 def test_products_never_beat_the_peak(rows: int, columns: int, inner: int) -> None:
     M, N, K = 64 * rows, 64 * columns, 64 * inner
-    assert float(gemm_s(M, N, K, FRONTIER)) >= 2.0 * M * N * K / (FRONTIER.peak_flops * FRONTIER.gemm_efficiency)
+    assert product_s(Product(M, N, K), FRONTIER) >= 2.0 * M * N * K / (FRONTIER.peak_flops * FRONTIER.gemm_efficiency)
 
 
 def test_kernels_know_shapes() -> None:
-    good, ragged = float(gemm_s(8192, 8192, 8192, FRONTIER)), float(gemm_s(8192 + 8, 8192, 8192, FRONTIER))
+    good, ragged = (product_s(Product(rows, 8192, 8192), FRONTIER) for rows in (8192, 8192 + 8))
     assert good < ragged < 1.2 * good
-    assert float(gemm_s(2048, 2048, 108, FRONTIER, 64, aligned=False)) > 1.5 * float(gemm_s(2048, 2048, 112, FRONTIER, 64))
-    forward, backward = flash_s(1, 16, 4096, 128, FRONTIER)
-    assert 2 * float(forward) < float(backward) < 6 * float(forward)
+    odd, even = Product(2048, 2048, 108, 64, aligned=False), Product(2048, 2048, 112, 64)
+    assert product_s(odd, FRONTIER) > 1.5 * product_s(even, FRONTIER)
+    forward, backward = (flash_s(FlashCore(1, 16, 4096, 128, backward), FRONTIER) for backward in (False, True))
+    assert 2 * forward < backward < 6 * forward
 
 
 def test_sequence_parallelism_cuts_the_elementwise_work_and_recompute_adds_a_forward() -> None:
-    plain, cut = (layer_terms(workload(sp=flag), FRONTIER)["norms, activation, residual"] for flag in (0, 1))
-    assert float(cut[0]) < float(plain[0])
-    none, full = (totals(layer_terms(workload(recompute=mode), FRONTIER)) for mode in (0, 2))
-    assert float(full[1] - none[1]) == pytest.approx(float(none[0]), rel=1e-6)
+    plain, cut = (layer(sequence_parallel=flag)["norms, activation, residual"] for flag in (False, True))
+    assert cut[0] < plain[0]
+    none, full = (np.sum(list(layer(recompute=mode).values()), axis=0) for mode in ("none", "full"))
+    assert full[1] - none[1] == pytest.approx(none[0], rel=1e-6)
 
 
-def test_one_layout_and_many_go_through_the_same_formulas() -> None:
-    many = workload(tp=np.array([1.0, 2, 4, 8]), B=np.array([1.0, 2, 4, 1]), schedule=np.array([1, 1, GPIPE, 3]))
-    seconds = step_s(many, FRONTIER)
-    assert seconds.shape == (4,)
-    for index in range(4):
-        assert float(step_s(many.at(index), FRONTIER)) == pytest.approx(float(seconds[index]), rel=1e-12)
+MANY = [
+    layout(tp=tp, micro_batch=B, schedule=schedule, recompute=mode, sequence_parallel=tp > 2, sharding=sharding, pp=pp, axis_order=order)
+    for tp, B, schedule, mode, sharding, pp, order in (
+        (1, 1, "1f1b", "none", "optimizer", 4, "tp-dp-pp"),
+        (2, 2, "1f1b", "selective", "none", 4, "tp-pp-dp"),
+        (4, 4, "gpipe", "full", "optimizer", 8, "tp-dp-pp"),
+        (4, 4, "zb-h1", "full", "optimizer", 4, "tp-dp-pp"),
+        (8, 1, "zb-h1", "none", "gradients", 2, "tp-dp-pp"),
+        (2, 1, "1f1b", "none", "weights", 1, "tp-dp-pp"),
+        (2, 1, "1f1b", "none", "weights-gathered-once", 1, "tp-dp-pp"),
+    )
+]
+
+
+@pytest.mark.parametrize("price", [step_s, peak_memory])
+def test_one_layout_and_many_go_through_the_same_formulas(price: Callable[..., Any]) -> None:
+    prices = price(GPT_22B, as_table(MANY), FRONTIER)
+    assert prices == pytest.approx([float(price(GPT_22B, one, FRONTIER)) for one in MANY], rel=1e-12)
+    assert len(set(prices)) == len(MANY)
+
+
+def test_zero_2_scatters_after_every_microbatch_and_holds_a_part_of_the_gradients() -> None:
+    """DeepSpeed's: without a pipeline the gradients of each microbatch leave at once; only state and gradients are cut, not the weights."""
+    slow = replace(FRONTIER, node_network_bytes_s=1e7, all_reduce_table=None, dp_overlap=0.0, hierarchical=False)
+    alone = layout(tp=1, pp=1, dp=32)
+    whole, parts = (replace(alone, sharding=name) for name in ("optimizer", "gradients"))
+    moved = [float(step_s(GPT_22B, replace(parts, microbatches=m), slow)) for m in (4, 8)]
+    assert moved[1] > 1.6 * moved[0]  # m scatters and one gather
+    assert float(step_s(GPT_22B, whole, slow)) < 0.3 * float(step_s(GPT_22B, parts, slow))
+    lines, cut = (stage_memory(GPT_22B, one, FRONTIER, 0, GPT_22B.layers, True, True) for one in (whole, parts))
+    assert float(cut["gradients"]) == pytest.approx(float(lines["gradients"]) / 32)
+    assert {name: float(size) for name, size in lines.items() if name != "gradients"} == {
+        name: float(size) for name, size in cut.items() if name != "gradients"
+    }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from frontier_llm.blueprint import ParameterKind, rank_parameters
+from frontier_llm.blueprint.optimizers import _RULES, OptimizerRule
 from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
-from frontier_llm.costs.communication import buckets, step_traffic
-from frontier_llm.costs.parameters import rank_parameters
-from frontier_llm.data.loader import Microbatch
+from frontier_llm.costs.traffic import buckets, step_traffic
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology import make_plan
 from tests.harness.pool import RankPool
 
@@ -27,9 +28,9 @@ class RandomSource:
     def __init__(self, config: RunConfig, microbatches: int) -> None:
         self.config, self.microbatches = config, microbatches
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         shape = (self.config.batch.micro_batch, self.config.model.sequence_length + 1)
-        return Microbatch(np.random.default_rng(index).integers(0, self.config.model.vocab_size, shape), None, None)
+        return SampleBatch(np.random.default_rng(index).integers(0, self.config.model.vocab_size, shape), None, None)
 
 
 def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, int, int, int]:
@@ -72,9 +73,8 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
         expected = step_traffic(config, plan, pp_rank)
         assert moved == dict(expected.bytes)
         assert calls == dict(expected.calls)
-        held = plan.stages_of(pp_rank)
-        assert parameters == sum(rank_parameters(config.model, stage, plan.grid.tp) for stage in held)
-        padded = sum(numel for numel, _ in buckets(config.model, plan, pp_rank, config.comm.bucket_elements))
+        assert parameters == sum(one.rank_numel({"tp": plan.grid.tp}) for one in rank_parameters(config.model, plan.stages_of(pp_rank)))
+        padded = sum(numel for numel, _ in buckets(config, plan, pp_rank))
         assert gradients == 4 * padded
         assert optimizer == 8 * padded // (plan.grid.dp if plan.zero else 1)
     return [moved for moved, *_ in found]
@@ -93,3 +93,34 @@ def test_ledger_and_memory(ranks: RankPool, model: str, parallel: dict, batch: d
     world = 4 if degrees == 2 else degrees
     dp = make_plan(config, world).grid.dp
     assert all((("dp", "all_to_all") in moved) == (switched and dp > 1) for moved in check(ranks, config, world))
+
+
+RULE = OptimizerRule(
+    "whole-matrices",
+    lambda parameter: ("mean",) if parameter.decay else ("mean", "square"),
+    whole=lambda parameter: parameter.kind is ParameterKind.MATRIX,
+)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of an optimizer that updates whole matrices and keeps different states of different parameters."""
+    import torch
+
+    from frontier_llm.comm.axis import Axis, single
+    from frontier_llm.model.stage import build_stages
+    from frontier_llm.ops import select_ops
+    from frontier_llm.optim import build_buckets
+    from frontier_llm.optim.engines import gradient_destination
+    from frontier_llm.tensor_parallel import LayerContext
+
+    monkeypatch.setitem(_RULES, RULE.name, RULE)
+    config = config_of("llama-tiny", {"zero": zero}, {"global_batch": 4, "micro_batch": 1})
+    config = build(RunConfig, merge(config.model_dump(), {"optimizer": {"name": RULE.name}, "comm": {"bucket_elements": 20_000}}))
+    plan = make_plan(config, 2)
+    context = LayerContext(
+        single("tp"), False, select_ops(config.ops, "cpu", torch.float32), gradient_destination(config), torch.float32, 1
+    )
+    stages = build_stages(config.model, plan.stages_of(0), context, torch.device("meta"), "none", {})
+    filled = build_buckets(stages, RULE, Axis("dp", 0, 2, (0, 1)), zero, torch.device("cpu"), config.comm.bucket_elements)
+    assert [(one.gradients.numel(), one.partial_axes) for one in filled] == list(buckets(config, plan, 0))

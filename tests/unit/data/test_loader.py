@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, load_model
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.loader import Batches, Microbatch, data_problems, open_batches, open_samples
+from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_samples
 from frontier_llm.data.samples import DocumentSamples, SyntheticSamples
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import DataError
@@ -77,7 +77,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = Batches(SyntheticSamples(8, 3, 50), 64, 1, read_ahead=2)
     for index in range(64):
         batches.microbatch(0, index)
-    assert len(batches._kept) <= 6
+    assert batches._prepared.cache_info().currsize <= 6
     batches.close()
 
 
@@ -122,7 +122,7 @@ def test_without_document_mode_there_is_no_mask() -> None:
     assert batch.documents_BS is None
     assert batch.loss_mask_BS is None
     assert batch.target_count == 16
-    assert isinstance(batch, Microbatch)
+    assert isinstance(batch, SampleBatch)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_resume_makes_only_what_is_missing(corpus: Path, tmp_path: Path, monkeyp
     tokenize([corpus], tmp_path / "whole", "bytes", SMALL, workers=1)
     make_part, made = tokenize_module.make_part, []
 
-    def stop_after_three(job: tokenize_module.Job) -> tokenize_module.Part:
+    def stop_after_three(job: tokenize_module.ShardWork) -> tokenize_module.ShardReport:
         if len(made) == 3:
             raise KeyboardInterrupt
         made.append(job.prefix)

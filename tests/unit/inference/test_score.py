@@ -12,7 +12,7 @@ from frontier_llm.config import load_model
 from frontier_llm.errors import ConfigError
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampling
-from frontier_llm.inference.score import Score, score
+from frontier_llm.inference.score import Likelihood, score
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 from tests.unit.inference.models import NAMES, generate, prompts, tiny
@@ -71,7 +71,7 @@ def greedy_requests(model: InferenceModel) -> list[tuple[list[int], list[int]]]:
     return [(context, list(row.tokens)) for context, row in zip(contexts, generate(model, contexts, Sampling(2, 0.0)), strict=True)]
 
 
-def _score_on_layout(rank: int, name: str, layout: tuple[int, int, int], asked: list[tuple[list[int], list[int]]]) -> list[Score]:
+def _score_on_layout(rank: int, name: str, layout: tuple[int, int, int], asked: list[tuple[list[int], list[int]]]) -> list[Likelihood]:
     tensor, pipeline, data = layout
     mesh = build_mesh(Grid(tensor, pipeline, data), rank, tied_embeddings=load_model(name).tied_embeddings)
     return score(tiny(name, "fp64", mesh, tensor, pipeline), asked, 2)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import yaml
 
+from frontier_llm.blueprint.layout import layout_of
+from frontier_llm.blueprint.work import FlashCore, Product, elementwise
 from frontier_llm.config import load_run
 from frontier_llm.config.schema import ParallelConfig
-from frontier_llm.costs import from_config
 from frontier_llm.costs.collectives import PASSES, node_s
-from frontier_llm.costs.kernels import flash_s, gemm_s
-from frontier_llm.costs.layer import elementwise
+from frontier_llm.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.measure.calibration import Samples, calibrated_rates, non_negative, workload_of
+from frontier_llm.measure.calibration import Samples, calibrated_rates, non_negative, steps_layout
 from frontier_llm.measure.machine_file import machine_content, report
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology import make_plan
@@ -36,21 +36,22 @@ STEPS = ((4, 1), (4, 3), (1, 3))
 def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
     """`in_step`: how much longer a whole step takes than its kernels one by one."""
     shapes = [(M, N, K) for M in (256, 1024, 2048) for N in (384, 1536) for K in (192, 384, 1536)]
-    attention = [(B, 6, 256, 64, *(float(side) for side in flash_s(B, 6, 256, 64, truth))) for B in (4, 8)]
+    passes = elementwise(CONFIG.model, steps_layout(CONFIG, TENSOR, 4, 1), truth)[0]
+    attention = [(B, 6, 256, 64, *(flash_s(FlashCore(B, 6, 256, 64, backward), truth) for backward in (False, True))) for B in (4, 8)]
     return Samples(
         2, "cpu", "bf16", 4e9,
-        [(*shape, float(gemm_s(*shape, truth))) for shape in shapes],
+        [(*shape, product_s(Product(*shape), truth)) for shape in shapes],
         attention,
-        float(elementwise(workload_of(CONFIG, TENSOR, 4, 1), truth)[0]),
+        memory_s(passes.moved_bytes, passes.kernels, truth),
         2,
         (1e9, 1e9 / truth.hbm_bytes_s),
         truth.kernel_s,
         (1e6, 1e6 * truth.optimizer_bytes / (truth.hbm_bytes_s * truth.hbm_efficiency)),
         [(name, 2, size, float(node_s(truth, 2, size, name))) for size in (1024, 2**16, 2**24) for name in PASSES],
         [(1, 0.9), (2, 1.0)],
-        [(B, m, in_step * float(step_s(workload_of(CONFIG, ParallelConfig(), B, m), truth))) for B, m in STEPS],
-        [(B, m, float(step_s(workload_of(CONFIG, TENSOR, B, m), truth))) for B, m in STEPS[1:]],
-        [(B, m, float(step_s(workload_of(CONFIG, SHARDED, B, m), truth))) for B, m in STEPS[1:]],
+        [(B, m, in_step * float(step_s(CONFIG.model, steps_layout(CONFIG, ParallelConfig(), B, m), truth))) for B, m in STEPS],
+        [(B, m, float(step_s(CONFIG.model, steps_layout(CONFIG, TENSOR, B, m), truth))) for B, m in STEPS[1:]],
+        [(B, m, float(step_s(CONFIG.model, steps_layout(CONFIG, SHARDED, B, m), truth))) for B, m in STEPS[1:]],
     )  # fmt: skip
 
 
@@ -62,23 +63,23 @@ def test_the_calibrated_machine_predicts_what_was_sampled() -> None:
     made = samples()
     found = calibrated(made)
     for M, N, K, seconds in made.gemm:
-        assert float(gemm_s(M, N, K, found)) == pytest.approx(seconds, rel=0.02)
+        assert product_s(Product(M, N, K), found) == pytest.approx(seconds, rel=0.02)
     assert found.hbm_efficiency == pytest.approx(0.5, rel=0.05)
     assert found.flash_backward == pytest.approx(0.5, rel=0.05)
     assert found.fabric_bytes_s[0] == pytest.approx(2e9, rel=0.02)
     assert found.fabric_latency_s == pytest.approx(1e-4, rel=0.02)
     assert found.launch_s == pytest.approx(2e-5, rel=0.1)
     for ranks, B, m in ((1, 4, 1), (1, 2, 4), (1, 1, 16), (2, 4, 4), (2, 1, 4)):
-        w = workload_of(CONFIG, ParallelConfig(tensor=ranks), B, m)
-        assert float(step_s(w, found)) == pytest.approx(float(step_s(w, TRUTH)), rel=0.05)
+        w = steps_layout(CONFIG, ParallelConfig(tensor=ranks), B, m)
+        assert float(step_s(CONFIG.model, w, found)) == pytest.approx(float(step_s(CONFIG.model, w, TRUTH)), rel=0.05)
 
 
 def test_host_time_that_is_not_there_is_not_invented() -> None:
     bare = replace(TRUTH, launch_s=0.0, step_s=0.0)
     found = calibrated(samples(bare))
     assert found.launch_s < 0.1 * TRUTH.launch_s
-    w = workload_of(CONFIG, ParallelConfig(), 4, 1)
-    assert float(step_s(w, found)) == pytest.approx(float(step_s(w, bare)), rel=0.03)
+    w = steps_layout(CONFIG, ParallelConfig(), 4, 1)
+    assert float(step_s(CONFIG.model, w, found)) == pytest.approx(float(step_s(CONFIG.model, w, bare)), rel=0.03)
 
 
 def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None:
@@ -87,7 +88,7 @@ def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None
     found = calibrated(made)
     assert found.launch_s < 0.2 * TRUTH.launch_s
     M, N, K, seconds = made.gemm[-1]
-    assert float(gemm_s(M, N, K, found)) == pytest.approx(1.25 * seconds, rel=0.05)
+    assert product_s(Product(M, N, K), found) == pytest.approx(1.25 * seconds, rel=0.05)
 
 
 def test_ranks_that_wait_for_each_other_are_told_from_slow_collectives() -> None:
@@ -96,12 +97,12 @@ def test_ranks_that_wait_for_each_other_are_told_from_slow_collectives() -> None
     found = calibrated(samples(late))
     assert found.sharded_slowdown > 2 * calibrated(samples()).sharded_slowdown
     for ranks, B, m in ((2, 2, 4), (2, 1, 16)):
-        for sp in (0, 1):
-            w = replace(workload_of(CONFIG, ParallelConfig(tensor=ranks), B, m), sp=sp)
-            assert float(step_s(w, found)) == pytest.approx(float(step_s(w, late)), rel=0.03)
-            assert float(step_s(w, found)) > 1.05 * float(step_s(w, TRUTH))
-    w = workload_of(CONFIG, SHARDED, 2, 4)
-    assert float(step_s(w, found)) == pytest.approx(float(step_s(w, late)), rel=0.05)
+        for sp in (False, True):
+            w = replace(steps_layout(CONFIG, ParallelConfig(tensor=ranks), B, m), sequence_parallel=sp)
+            assert float(step_s(CONFIG.model, w, found)) == pytest.approx(float(step_s(CONFIG.model, w, late)), rel=0.03)
+            assert float(step_s(CONFIG.model, w, found)) > 1.05 * float(step_s(CONFIG.model, w, TRUTH))
+    w = steps_layout(CONFIG, SHARDED, 2, 4)
+    assert float(step_s(CONFIG.model, w, found)) == pytest.approx(float(step_s(CONFIG.model, w, late)), rel=0.05)
     punctual = calibrated(samples())
     assert punctual.meeting_s < 3e-5
     assert punctual.spread < 0.03
@@ -114,10 +115,10 @@ def test_collectives_are_priced_by_their_own_measurements() -> None:
     found = calibrated(made)
     for name, ranks, size, seconds in slow:
         assert float(node_s(found, ranks, size, name)) == pytest.approx(seconds, rel=1e-6)
-    plain, sequence = (replace(workload_of(CONFIG, TENSOR, 4, 4), sp=flag) for flag in (0, 1))
-    gain = float(step_s(sequence, found)) - float(step_s(sequence, calibrated(samples())))
+    plain, sequence = (replace(steps_layout(CONFIG, TENSOR, 4, 4), sequence_parallel=flag) for flag in (False, True))
+    gain = float(step_s(CONFIG.model, sequence, found)) - float(step_s(CONFIG.model, sequence, calibrated(samples())))
     assert gain > 0
-    assert float(step_s(plain, found)) - float(step_s(plain, calibrated(samples()))) < 0.5 * gain
+    assert float(step_s(CONFIG.model, plain, found)) - float(step_s(CONFIG.model, plain, calibrated(samples()))) < 0.5 * gain
 
 
 def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
@@ -127,8 +128,8 @@ def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
     found = calibrated(made)
     free = replace(found, contention=())
     config = load_run("bench", ["parallel.pipeline=2"])
-    plan, w = make_plan(config, 2), from_config(config, 2)
-    shared, apart = (play(w, numbers, plan.schedule, plan.stages) for numbers in (found, free))
+    plan, layout = make_plan(config, 2), layout_of(config, 2)
+    shared, apart = (play(config.model, layout, numbers, plan.stages) for numbers in (found, free))
     assert shared.pipeline_s == pytest.approx(sum(apart.busy_s) / 2, rel=1e-6)
     assert apart.pipeline_s > 1.1 * shared.pipeline_s
 
@@ -144,8 +145,8 @@ def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -
     assert loaded.host_executes
     assert loaded.contention == found.contention
     for ranks, B, m in ((1, 4, 2), (2, 4, 2)):
-        w = workload_of(CONFIG, ParallelConfig(tensor=ranks), B, m)
-        assert float(step_s(w, loaded)) == pytest.approx(float(step_s(w, found)), rel=1e-3)
+        w = steps_layout(CONFIG, ParallelConfig(tensor=ranks), B, m)
+        assert float(step_s(CONFIG.model, w, loaded)) == pytest.approx(float(step_s(CONFIG.model, w, found)), rel=1e-3)
     assert (loaded.meeting_s, loaded.spread) == pytest.approx((found.meeting_s, found.spread), rel=1e-3)
     assert "all-reduce over 2 ranks" in report(samples(), CONFIG)
 

@@ -15,18 +15,18 @@ import yaml
 from frontier_llm.cli.arguments import size_of
 from frontier_llm.cli.main import main
 from frontier_llm.comm import Axis, build_mesh, load_algorithms
-from frontier_llm.comm.algorithms import HIERARCHICAL
+from frontier_llm.config import CommConfig
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.measure import links, timing
 from frontier_llm.measure.link_tables import algorithm_rules, contention, link_kind, node_tables, slow_links
-from frontier_llm.measure.links import BUS_FACTORS, Measurement, Pair, bench_comm, bench_pairs, sizes_between
+from frontier_llm.measure.links import BUS_FACTORS, LinkTime, Pair, bench_comm, bench_pairs, sizes_between
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
 
 def test_bandwidths_are_those_of_rccl_tests() -> None:
     def bus(operation: str) -> float:
-        return Measurement("dp", operation, 8, "flat", "together", 2_000_000_000, 0.5).bus_gbps
+        return LinkTime("dp", operation, 8, "flat", "together", 2_000_000_000, 0.5).bus_gbps
 
     assert [bus(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")] == [7.0, 3.5, 3.5, 4.0, 4.0]
 
@@ -60,10 +60,8 @@ def test_kinds_of_links_are_the_machines() -> None:
 
 
 def test_a_machine_file_takes_the_groups_of_a_node(tmp_path: Path) -> None:
-    def row(
-        axis: str, operation: str, ranks: int, size: int, seconds: float, mode: str = "together", algorithm: str = "flat"
-    ) -> Measurement:
-        return Measurement(axis, operation, ranks, algorithm, mode, size, seconds)
+    def row(axis: str, operation: str, ranks: int, size: int, seconds: float, mode: str = "together", algorithm: str = "flat") -> LinkTime:
+        return LinkTime(axis, operation, ranks, algorithm, mode, size, seconds)
 
     operations = ("all_reduce", "reduce_scatter", "all_gather")
     rows = [
@@ -89,8 +87,8 @@ def test_a_machine_file_takes_the_groups_of_a_node(tmp_path: Path) -> None:
 
 
 def test_a_measured_table_says_what_was_measured(tmp_path: Path) -> None:
-    def row(size: int, algorithm: str, seconds: float) -> Measurement:
-        return Measurement("dp", "reduce_scatter", 8, algorithm, "together", size, seconds)
+    def row(size: int, algorithm: str, seconds: float) -> LinkTime:
+        return LinkTime("dp", "reduce_scatter", 8, algorithm, "together", size, seconds)
 
     measured = [row(1000, "flat", 1.0), row(1000, "hierarchical", 2.0), row(2000, "flat", 4.0), row(2000, "hierarchical", 2.0)]
     measured += [row(3000, "flat", 5.0), row(3000, "hierarchical", 2.0), row(4000, "flat", 5.0), row(4000, "hierarchical", 6.0)]
@@ -104,7 +102,7 @@ def test_a_measured_table_says_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_contention_compares_together_with_alone() -> None:
-    rows = [Measurement("tp", "all_reduce", 2, "flat", mode, 100, seconds) for mode, seconds in (("alone", 2.0), ("together", 5.0))]
+    rows = [LinkTime("tp", "all_reduce", 2, "flat", mode, 100, seconds) for mode, seconds in (("alone", 2.0), ("together", 5.0))]
     assert contention(rows) == [("tp", "all_reduce", 100, 2.5)]
 
 
@@ -117,10 +115,10 @@ class _Clock:
         return self.now_s
 
 
-def _measure(rank: int) -> tuple[list[Measurement], list[Pair], int]:
+def _measure(rank: int) -> tuple[list[LinkTime], list[Pair], int]:
     """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times as long as others."""
     grid = Grid(2, 1, 2)
-    mesh = build_mesh(grid, rank, timeout_s=30.0, ranks_per_node=2, algorithms=HIERARCHICAL)
+    mesh = build_mesh(grid, rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=2)
     measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
     busy = mesh.ledger.calls["tp", "all_reduce"]
     ping_pong, clock = links._ping_pong, _Clock()
@@ -149,7 +147,7 @@ def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
     assert {(axis, operation) for axis, operation, _, _ in contention(measurements)} == {(a, o) for a in ("tp", "dp") for o in operations}
     assert all(m.seconds > 0 and m.bytes in (4096, 100_000) for m in measurements)
     assert [(pair.a, pair.b) for pair in pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs)] == [(1, 2, 0.03)]
+    assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs, lambda a, b: "any")] == [(1, 2, 0.03)]
 
 
 def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -125,5 +125,5 @@ def test_a_browser_draws_it_without_errors(page, tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"not a run directory: no config\.yaml, plan\.json, metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"not a run directory: it lacks config\.yaml, plan\.json, metrics\.jsonl"):
         write_report([tmp_path], tmp_path / "report.html")

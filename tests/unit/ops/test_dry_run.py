@@ -11,7 +11,7 @@ import torch
 
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, PrecisionConfig, RunConfig, TrainConfig, load_model
-from frontier_llm.data.loader import Microbatch
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.ops import Ops, torch_linear
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import all_kernels
@@ -36,7 +36,7 @@ class Source:
     def microbatch(self, _step, _index):
         tokens = np.zeros((self._rows, self._sequence + 1), np.int64)
         documents = np.zeros((self._rows, self._sequence), np.int32)
-        return Microbatch(tokens, documents, documents == 0) if self.reset_at_documents else Microbatch(tokens)
+        return SampleBatch(tokens, documents, documents == 0) if self.reset_at_documents else SampleBatch(tokens)
 
 
 @pytest.fixture(scope="module", params=["gfx90a", "sm_90"])

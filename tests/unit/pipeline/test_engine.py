@@ -16,7 +16,7 @@ from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
 from frontier_llm.comm.group import Sending
 from frontier_llm.pipeline import ActivationSpec, Engine, StageOutput
 from frontier_llm.pipeline.engine import SENDS_AHEAD
-from frontier_llm.schedule import Schedule, build, forward_only
+from frontier_llm.schedule import Schedule, ScheduleError, build, forward_only
 from frontier_llm.tensor_parallel import WeightGradients
 
 STAGES, MICROBATCHES = 4, 24
@@ -139,3 +139,13 @@ def test_a_further_loss_of_any_stage_joins_its_backward(name: str, rank: int) ->
     assert weight.grad is not None
     own = 2.0 if rank == STAGES - 1 else 1.0  # the scale, or what the neighbour sends
     assert weight.grad.item() == MICROBATCHES * (own + 2.0 * 0.25 * 3)
+
+
+def test_a_schedule_that_forgets_something_is_refused_before_it_plays() -> None:
+    """As a plugin's may: without this, a microbatch would be missing from the gradients."""
+    legal = build("gpipe", STAGES, 2)
+    forgetful = replace(legal, actions=tuple(tuple(a for a in actions if str(a) != "B1@3") for actions in legal.actions))
+    for rank in range(STAGES - 1):
+        play(forgetful, rank)  # ranks see their own list alone
+    with pytest.raises(ScheduleError, match="stage 3: B1@3 is missing"):
+        play(forgetful, STAGES - 1)

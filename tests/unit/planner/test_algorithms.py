@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import load_model
-from frontier_llm.costs import Workload
 from frontier_llm.costs.collectives import flat_s
 from frontier_llm.costs.hierarchical import collective_s, hierarchical_s
 from frontier_llm.costs.time import gradient_reduction_s
-from frontier_llm.costs.workload import model_numbers
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, gradient_words, node_counts, times_by_nodes, uses_hierarchical
 from frontier_llm.planner.search import Plan, simulate_layout
@@ -21,10 +20,9 @@ FRONTIER = rates(load_machine("frontier"))
 ORNL = rates(load_machine("frontier"), "megatron-deepspeed")
 
 
-def plan(dp: int, zero: int = 1, tp: int = 8) -> Plan:
-    base = {"tp": tp, "pp": 2, "chunks": 1, "B": 1, "m": 4, "sp": 0, "recompute": 2, "dp_outer": 0}
-    w = Workload(**model_numbers(load_model("gpt-22b")), **base, dp=dp, zero=zero)
-    return simulate_layout(load_model("gpt-22b"), w, FRONTIER)
+def plan(dp: int, sharding: str = "optimizer", tp: int = 8) -> Plan:
+    layout = Layout(tp=tp, pp=2, dp=dp, microbatches=4, recompute="full", sharding=sharding)
+    return simulate_layout(load_model("gpt-22b"), layout, FRONTIER)
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
@@ -56,16 +54,16 @@ def test_the_choice_of_a_plan_is_that_of_its_buckets() -> None:
     assert scatter.flat_s == float(flat_s(FRONTIER, 256, 1, 8, 160e6, "reduce_scatter"))
     assert uses_hierarchical(many, FRONTIER) == (scatter.hierarchical_s < scatter.flat_s or gather.hierarchical_s < gather.flat_s)
     assert "in two stages" in gradient_words(many, FRONTIER)[0]
-    assert [one.operation for one in gradient_choices(plan(256, zero=0), FRONTIER)] == ["all_reduce"]
+    assert [one.operation for one in gradient_choices(plan(256, sharding="none"), FRONTIER)] == ["all_reduce"]
     assert gradient_choices(plan(4, tp=2), FRONTIER) == []  # dp inside the node
     assert gradient_words(many, ORNL) == []  # one algorithm only
 
 
 def test_gradients_are_reduced_bucket_by_bucket() -> None:
     """Twice the parameters beyond a bucket are twice the calls; below one bucket there is one call, whatever its size."""
-    w = plan(256).workload
-    one, two = (float(gradient_reduction_s(w, FRONTIER, parameters)[0]) for parameters in (40e6, 80e6))
+    layout = plan(256).layout
+    one, two = (float(gradient_reduction_s(layout, FRONTIER, parameters)[0]) for parameters in (40e6, 80e6))
     assert two == pytest.approx(2 * one)
     whole = replace(FRONTIER, bucket_parameters=0.0)
-    assert float(gradient_reduction_s(w, whole, 80e6)[0]) < two  # latencies once
-    assert float(gradient_reduction_s(w, FRONTIER, 4e6)[0]) == pytest.approx(float(gradient_reduction_s(w, whole, 4e6)[0]))
+    assert float(gradient_reduction_s(layout, whole, 80e6)[0]) < two  # latencies once
+    assert float(gradient_reduction_s(layout, FRONTIER, 4e6)[0]) == pytest.approx(float(gradient_reduction_s(layout, whole, 4e6)[0]))

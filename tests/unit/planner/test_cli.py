@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from frontier_llm.blueprint import model_parameters
-from frontier_llm.blueprint.optimizers import ADAMW
+from frontier_llm.blueprint import model_parameters, total_parameters
+from frontier_llm.blueprint.optimizers import ADAMW, state_bytes
 from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.planner.figures import _time_axis
-from frontier_llm.planner.operations import CHECKPOINT_BYTES_PER_PARAMETER
 from frontier_llm.topology import make_plan
+from frontier_llm.train.metrics import layout_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -72,7 +72,7 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("played", "axis"), [(8, "seconds (simulated)"), (4, "4 of the 8 microbatches")])
 def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, axis: str) -> None:
     schedule = SimpleNamespace(microbatches=played)
-    plan = SimpleNamespace(workload=SimpleNamespace(m=8.0), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)))
+    plan = SimpleNamespace(layout=SimpleNamespace(microbatches=8), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)))
     assert axis in _time_axis(plan)  # type: ignore[arg-type]
 
 
@@ -112,7 +112,9 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump(config))
     (run_dir / "plan.json").write_text(json.dumps(asdict(make_plan(config, world_size))))
-    steps = [json.dumps({"kind": "step", "step": n, "step_time_s": s}) for n, s in ((10, 9.0), (20, 0.4), (30, 0.6), (40, 0.4))]
+    steps = [
+        json.dumps({"kind": "step", "step": n, "loss": 8.0, "step_time_s": s}) for n, s in ((10, 9.0), (20, 0.4), (30, 0.6), (40, 0.4))
+    ]
     (run_dir / "metrics.jsonl").write_text("\n".join([*steps, '{"kind": "step", "st']))
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
     assert code == 0
@@ -122,13 +124,15 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir))
     assert "400 ms" in out
     # the steps of an attempt on another layout are not those of the prediction
-    starts = [json.dumps({"kind": "start", "step": step, "layout": {"tensor": tensor}}) for step, tensor in ((0, 4), (30, 2))]
+    now = layout_of(config, world_size)
+    layouts = (0, 1, {**now, "sequence_parallel": not now["sequence_parallel"]}), (30, 2, now)
+    starts = [json.dumps({"kind": "start", "step": step, "incarnation": number, "layout": layout}) for step, number, layout in layouts]
     (run_dir / "metrics.jsonl").write_text("\n".join([starts[0], *steps[:3], starts[1], steps[3].replace("0.4", "0.7")]))
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
     assert json.loads(out)[0]["measured_s"] == 0.7
     code, _, err = run(capsys, "--machine", "local", "--measured", str(tmp_path / "none"))
     assert code != 0
-    assert "it lacks config.yaml, plan.json, metrics.jsonl" in err
+    assert "is not a run directory: it lacks config.yaml, plan.json, metrics.jsonl" in err
 
 
 @pytest.mark.parametrize(("tensor", "algorithms"), [(8, "frontier"), (2, "flat")])
@@ -190,8 +194,9 @@ def test_planning_needs_no_torch() -> None:
 
 
 def test_a_checkpoint_is_as_large_as_the_writer_makes_it() -> None:
-    for parameter in model_parameters(load_model("llama-tiny")).values():
-        assert ADAMW.bytes_per_element(parameter, ITEM_BYTES["F32"]) == CHECKPOINT_BYTES_PER_PARAMETER
+    model = load_model("llama-tiny")
+    parts = 1 + len(ADAMW.states(next(iter(model_parameters(model).values()))))  # each a tensor of its own in the file
+    assert state_bytes(model, "adamw") == parts * ITEM_BYTES["F32"] * total_parameters(model)
 
 
 def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

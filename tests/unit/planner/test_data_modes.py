@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.layout import Layout, layout_of
 from frontier_llm.config import load_model, load_run
-from frontier_llm.costs import Workload, from_config
 from frontier_llm.costs.memory import stage_memory
-from frontier_llm.costs.parameters import total_parameters
-from frontier_llm.costs.time import fsdp_layer_s, gradient_reduction_s, layer_s, step_s
-from frontier_llm.costs.workload import FSDP, model_numbers
+from frontier_llm.costs.seconds import times
+from frontier_llm.costs.time import gradient_reduction_s, layer_s, sharding_s, step_s
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.candidates import enumerate_layouts, parse_fixed
 from frontier_llm.planner.emit import emit
@@ -23,33 +24,33 @@ FRONTIER = rates(load_machine("frontier"))
 MODEL = load_model("llama-2-7b")
 
 
-def layout(**changes: float) -> Workload:
-    base = {"tp": 1, "pp": 1, "dp": 32, "chunks": 1, "B": 1, "m": 4, "sp": 0, "recompute": 0, "zero": FSDP, "dp_outer": 0}
-    return Workload(**model_numbers(MODEL), **{**base, **changes})
+def layout(**changes: Any) -> Layout:
+    return Layout(**{"dp": 32, "microbatches": 4, "sharding": "weights", **changes})
 
 
 def test_sharded_weights_cost_a_gather_each_way_and_a_scatter_per_microbatch() -> None:
     """On a network so slow that nothing else counts, time is what moves: per layer two gathers of bf16 and a scatter of fp32."""
     slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
     parameters = 202_383_360  # of one layer: 4·4096² + 3·4096·11008, and two norms
-    gather, scatter = (float(one) for one in fsdp_layer_s(layout(), slow, parameters))
+    gather, scatter = (float(one) for one in sharding_s(times(MODEL, layout(), slow).block, layout(), slow))
     wire = slow.node_network_bytes_s * slow.network_efficiency
     assert gather == pytest.approx(31 / 32 * parameters * 2 / wire, rel=1e-3)
     assert scatter == pytest.approx(31 / 32 * parameters * (2 + 4) / wire, rel=1e-3)
     for m in (2, 4):
-        assert float(step_s(layout(m=m), slow)) == pytest.approx(m * MODEL.layers * (gather + scatter), rel=0.01)
+        assert float(step_s(MODEL, layout(microbatches=m), slow)) == pytest.approx(m * MODEL.layers * (gather + scatter), rel=0.01)
 
 
 def test_what_fits_under_the_compute_does_not_show_but_for_the_share_that_never_overlaps() -> None:
-    forward, backward = layer_s(layout(), FRONTIER)
-    plain = layer_s(layout(zero=1), FRONTIER)
-    gather, scatter = fsdp_layer_s(layout(), FRONTIER, 202_383_360)
+    block, zero = (times(MODEL, one, FRONTIER).block for one in (layout(), layout(sharding="optimizer")))
+    forward, backward = layer_s(block, layout(), FRONTIER)
+    plain = layer_s(zero, layout(sharding="optimizer"), FRONTIER)
+    gather, scatter = sharding_s(block, layout(), FRONTIER)
     assert float(forward - plain[0]) == pytest.approx(0.1 * float(gather), rel=1e-3)
     assert float(backward - plain[1]) == pytest.approx(0.1 * float(scatter), rel=1e-3)
 
 
 def test_a_rank_holds_one_part_of_weights_gradients_and_state() -> None:
-    lines = stage_memory(layout(), FRONTIER, MODEL.layers, 0, True, True)
+    lines = stage_memory(MODEL, layout(), FRONTIER, 0, MODEL.layers, True, True)
     parameters = total_parameters(MODEL)
     assert float(lines["weights"]) == 0  # the fp32 master is the only copy
     assert float(lines["optimizer"]) == pytest.approx(12 * parameters / 32)
@@ -66,8 +67,8 @@ def test_simulation_equals_the_closed_form_and_the_breakdown_adds_up() -> None:
 
 def test_sharding_is_offered_without_a_pipeline_only() -> None:
     layouts = enumerate_layouts(MODEL, 32, 256, 8)
-    assert set(layouts.pp[layouts.zero == FSDP]) == {1.0}
-    assert set(layouts.zero[layouts.pp == 1]) == {0.0, 1.0, float(FSDP)}
+    assert set(layouts.pp[layouts.sharding == "weights"]) == {1}
+    assert set(layouts.sharding[layouts.pp == 1]) == {"none", "optimizer", "weights"}
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "zero"])
@@ -77,16 +78,16 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     emit(path, "llama-2-7b", "frontier", machine, found, FRONTIER)
     config = load_run(str(path))
     assert config.parallel.data_mode == mode
-    assert from_config(config, 32).zero == found.best.workload.zero
+    assert layout_of(config, 32).sharding == found.best.layout.sharding
 
 
 def test_gradients_in_16_bits_take_half_the_time_on_the_wire(tmp_path: Path) -> None:
-    w = layout(zero=1)
+    narrow_wire = layout(sharding="optimizer", gradient_wire="bf16")
     slow = replace(FRONTIER, node_network_bytes_s=1e9, all_reduce_table=None)
-    full, narrow = (float(gradient_reduction_s(replace(w, gradient_bytes=size), slow, 1e9)[0]) for size in (0, 2))
+    full, narrow = (float(gradient_reduction_s(replace(narrow_wire, gradient_wire=wire), slow, 1e9)[0]) for wire in ("full", "bf16"))
     assert narrow == pytest.approx(full / 2, rel=0.01)
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed(["gradient_wire=bf16"]))
     path = tmp_path / "mine.yaml"
     emit(path, "llama-2-7b", "frontier", load_machine("frontier"), found, FRONTIER)
     assert load_run(str(path)).precision.gradient_wire == "bf16"
-    assert from_config(load_run(str(path)), 32).gradient_bytes == 2
+    assert layout_of(load_run(str(path)), 32).gradient_wire == "bf16"

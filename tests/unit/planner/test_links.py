@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config.load import load_model
-from frontier_llm.costs import Workload
-from frontier_llm.costs.workload import model_numbers
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.search import simulate_layout
@@ -15,8 +14,8 @@ from frontier_llm.planner.search import simulate_layout
 def links(machine_name: str, **layout: Any) -> dict[str, str]:
     machine = load_machine(machine_name)
     numbers, model = rates(machine), load_model("gpt-22b")
-    shape = {"tp": 8, "pp": 4, "dp": 4, "chunks": 1, "B": 1, "m": 8, "sp": 1, "recompute": 0, "zero": 1, "dp_outer": 0, **layout}
-    return axis_links(simulate_layout(model, Workload(**model_numbers(model), **shape), numbers), machine, numbers)
+    spread = Layout(**{"tp": 8, "pp": 4, "dp": 4, "microbatches": 8, "sequence_parallel": True, **layout})
+    return axis_links(simulate_layout(model, spread, numbers), machine, numbers)
 
 
 def test_tensor_names_its_ring_where_the_node_s_links_are_known() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config.load import load_model
-from frontier_llm.costs import Workload
 from frontier_llm.costs.time import step_s
-from frontier_llm.costs.workload import SCHEDULES, model_numbers
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner import pipeline
 from frontier_llm.planner.pipeline import play
@@ -18,9 +18,11 @@ from frontier_llm.topology import split_layers
 FRONTIER = rates(load_machine("frontier"))
 
 
-def layout(model: str = "gpt-22b", **changes: float) -> Workload:
-    base = {"tp": 4, "pp": 4, "dp": 2, "chunks": 1, "B": 1, "m": 16, "sp": 0, "recompute": 0, "zero": 1, "dp_outer": 0, "schedule": 1}
-    return Workload(**model_numbers(load_model(model)), **{**base, **changes})
+MODEL = load_model("gpt-22b")
+
+
+def layout(**changes: Any) -> Layout:
+    return Layout(**{"tp": 4, "pp": 4, "dp": 2, "microbatches": 16, **changes})
 
 
 def without_messages(numbers: Rates = FRONTIER) -> Rates:
@@ -44,12 +46,12 @@ def test_extended_schedules_equal_the_full_list(
     schedule: str, pp: int, chunks: int, m: int, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = rates(load_machine(machine))
-    w = layout(pp=pp, chunks=chunks, m=m, schedule=SCHEDULES.index(schedule))
-    stages = split_layers(load_model("gpt-22b"), pp * chunks)
-    short = play(w, numbers, schedule, stages)
+    spread = layout(pp=pp, chunks=chunks, microbatches=m, schedule=schedule)
+    stages = split_layers(MODEL, pp * chunks)
+    short = play(MODEL, spread, numbers, stages)
     assert short.timeline.schedule.microbatches < m  # else nothing was tested
     monkeypatch.setattr(pipeline, "STEADY_MICROBATCHES", 10**6)
-    full = play(w, numbers, schedule, stages)
+    full = play(MODEL, spread, numbers, stages)
     assert full.timeline.schedule.microbatches == m
     assert short.step_s == pytest.approx(full.step_s, rel=1e-9)
     assert short.end_s == pytest.approx(full.end_s, rel=1e-9)
@@ -72,21 +74,21 @@ def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
 @pytest.mark.parametrize(("model", "pp", "m"), [("gpt-22b", 4, 16), ("gpt-22b", 8, 64), ("gpt-1t", 16, 64)])
 def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str, pp: int, m: int) -> None:
     chunks = 2 if schedule == "interleaved" else 1
-    w = layout(model, tp=8, pp=pp, m=m, chunks=chunks, schedule=SCHEDULES.index(schedule))
-    played = play(w, FRONTIER, schedule, split_layers(load_model(model), pp * chunks))
-    assert float(step_s(w, FRONTIER)) == pytest.approx(played.step_s, rel=0.04)
+    spread, shape = layout(tp=8, pp=pp, microbatches=m, chunks=chunks, schedule=schedule), load_model(model)
+    played = play(shape, spread, FRONTIER, split_layers(shape, pp * chunks))
+    assert float(step_s(shape, spread, FRONTIER)) == pytest.approx(played.step_s, rel=0.04)
 
 
 def test_messages_that_block_cost_more_than_messages_that_flow() -> None:
-    w = layout(m=64, pp=8)
-    stages = split_layers(load_model("gpt-22b"), 8)
-    flowing, blocking = (play(w, replace(FRONTIER, blocking_messages=flag), "1f1b", stages).step_s for flag in (False, True))
+    spread = layout(microbatches=64, pp=8)
+    stages = split_layers(MODEL, 8)
+    flowing, blocking = (play(MODEL, spread, replace(FRONTIER, blocking_messages=flag), stages).step_s for flag in (False, True))
     assert blocking > flowing
-    free = play(w, without_messages(), "1f1b", stages).step_s
+    free = play(MODEL, spread, without_messages(), stages).step_s
     assert free < flowing
 
 
 def test_the_last_stage_is_slower_by_its_head() -> None:
-    times = pipeline.stage_times(layout(), FRONTIER, split_layers(load_model("gpt-22b"), 4))
+    times = pipeline.stage_times(MODEL, layout(), FRONTIER, split_layers(MODEL, 4))
     assert times[-1].backward_s > times[1].backward_s
     assert times[0].forward_s > times[1].forward_s

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from frontier_llm.costs.layer import head_terms, layer_terms
+from frontier_llm.blueprint.work import HEAD, PRODUCTS, block_work, head_work
 from frontier_llm.costs.memory import peak_memory
+from frontier_llm.costs.seconds import RECOMPUTED, by_cause
 from frontier_llm.errors import DataError
-from frontier_llm.planner.datasets import PUBLISHED, SHIPPED, read_measurements, shipped
-from frontier_llm.planner.fit import KEYS, fit, minimise, soften, starting_point
-from frontier_llm.planner.predict import Prediction, cluster_rates, complete, even_stages, predict
-from frontier_llm.planner.validate import is_fitted, score, validate_command
+from frontier_llm.machine import Rates
+from frontier_llm.planner.published.datasets import FITTED, PUBLISHED, SHIPPED, read_measurements, shipped
+from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, even_stages, predict
+from frontier_llm.planner.published.validate import is_fitted, score, validate_command
 
 ROWS = shipped()
 
@@ -30,7 +33,7 @@ BARS = {
 }
 
 
-def unseen(dataset: str) -> list[Prediction]:
+def unseen(dataset: str) -> list[RowPrediction]:
     rows = [row for row in ROWS if row.dataset == dataset and not is_fitted(row)]
     return predict(rows)
 
@@ -62,8 +65,8 @@ def test_the_split_is_by_row_and_about_half() -> None:
 
 
 def test_constants_are_fitted_per_cluster_and_stack_only() -> None:
-    assert set(KEYS) <= {(row.machine, row.stack) for row in ROWS}
-    for key, fields in KEYS.items():
+    assert set(FITTED) <= {(row.machine, row.stack) for row in ROWS}
+    for key, fields in FITTED.items():
         rows = [row for row in ROWS if (row.machine, row.stack) == key and row.fitted]
         assert rows
         numbers = cluster_rates(*key)
@@ -73,17 +76,17 @@ def test_constants_are_fitted_per_cluster_and_stack_only() -> None:
 def test_rows_are_read_as_the_sources_mean_them() -> None:
     by_key = {row.key: row for row in ROWS}
     trillion = by_key["sc21t1-1T"]
-    assert (trillion.workload.tp, trillion.workload.pp, trillion.workload.dp, trillion.workload.m) == (8, 64, 6, 512)
+    assert (trillion.layout.tp, trillion.layout.pp, trillion.layout.dp, trillion.layout.microbatches) == (8, 64, 6, 512)
     assert trillion.seconds == 102.63
     assert (trillion.machine, trillion.stack) == ("selene", "megatron-lm")
     mosaic = by_key["mosaic-mi250-4"]  # four packages are eight GCDs, and the speed is per package
-    assert mosaic.workload.devices == 8
-    assert not mosaic.workload.unstated if hasattr(mosaic.workload, "unstated") else "B" in mosaic.unstated
+    assert mosaic.layout.devices == 8
+    assert "micro_batch" in mosaic.unstated
     ornl = by_key["ornl-175B"]
-    assert ornl.workload.m == 640  # its global batch is per replica
-    assert by_key["bloom-123"].workload.gradient_bytes == 4  # bf16 rows sum in fp32
-    assert by_key["bloom-002"].workload.layers == 79  # from the parameter count: the table leaves the depth out
-    assert by_key["korth-530B-selective+SP"].workload.chunks == 3
+    assert ornl.layout.microbatches == 640  # its global batch is per replica
+    assert by_key["bloom-123"].layout.gradient_wire == "fp32"  # bf16 rows sum in fp32
+    assert by_key["bloom-002"].model.layers == 79  # from the parameter count: the table leaves the depth out
+    assert by_key["korth-530B-selective+SP"].layout.chunks == 3
     multi = next(row for row in ROWS if row.dataset == "vTrain multi-node")
     assert multi.machine == "vtrain-a100"
 
@@ -100,12 +103,17 @@ def test_fp8_speeds_up_the_layers_products_and_nothing_else() -> None:
     row = next(row for row in ROWS if row.key == "nemo-h100-Nemotron-8B-64")
     fast = cluster_rates(row.machine, row.stack)
     slow = replace(fast, linear_speedup=1.0)
-    one, other = layer_terms(row.workload, fast), layer_terms(row.workload, slow)
-    assert sum(one["matrix products"]) < sum(other["matrix products"])
-    assert {name: terms for name, terms in one.items() if name != "matrix products"}.keys() == other.keys() - {"matrix products"}
-    assert np.allclose(one["attention"], other["attention"])
-    assert np.allclose(head_terms(row.workload, fast)["head"], head_terms(row.workload, slow)["head"])
-    assert peak_memory(row.workload, fast) < peak_memory(row.workload, slow)
+
+    def causes(numbers: Rates) -> dict[str, tuple[float, float]]:
+        items = [*block_work(row.model, row.layout, numbers), *head_work(row.model, row.layout, numbers)]
+        return by_cause(items, row.layout, numbers)
+
+    one, other = causes(fast), causes(slow)
+    assert sum(one[PRODUCTS]) < sum(other[PRODUCTS])
+    assert HEAD in one and {name: both for name, both in one.items() if name not in (PRODUCTS, RECOMPUTED)} == {
+        name: both for name, both in other.items() if name not in (PRODUCTS, RECOMPUTED)
+    }
+    assert peak_memory(row.model, row.layout, fast) < peak_memory(row.model, row.layout, slow)
 
 
 def test_a_depth_that_no_number_of_stages_divides_is_cut_unevenly() -> None:
@@ -123,7 +131,7 @@ def test_llama_3_405b_is_timed_and_on_16k_devices_fits() -> None:
     small, large = predict([row for row in ROWS if row.key.startswith("llama3-405b")])
     assert abs(small.error) < 0.05 and abs(large.error) < 0.05
     assert large.fits and not large.row.approximate
-    whole = predict([replace(large.row, workload=replace(large.row.workload, gradients_cut=0.0))])[0]
+    whole = predict([replace(large.row, layout=replace(large.row.layout, sharding="optimizer"))])[0]
     assert not whole.fits
 
 
@@ -151,7 +159,7 @@ def test_rows_of_unknown_clusters_find_a_file_by_what_they_say(
     path.write_text("\t".join(columns) + "\n" + "\t".join(row.values()) + "\n", encoding="utf-8")
     (found,) = read_measurements(path)
     assert (found.machine, found.stack) == expected
-    assert found.workload.devices == 1024
+    assert found.layout.devices == 1024
     assert predict([found])[0].seconds > 0
 
 
@@ -159,13 +167,13 @@ def test_unstated_knobs_become_the_fastest_that_fits() -> None:
     row = next(row for row in ROWS if row.key == "mcore-h100-462B")
     assert row.unstated
     filled = complete(row, cluster_rates(row.machine, row.stack))
-    assert filled.B * filled.m * filled.dp == row.workload.B * row.workload.m * row.workload.dp
+    assert filled.global_batch == row.layout.global_batch
     assert filled.chunks > 1  # the bubble of 16 stages and 64 microbatches asks for it
 
 
 def test_scores_count_what_they_say() -> None:
     rows = [row for row in ROWS if row.dataset == "vTrain multi-node"][:4]
-    exact = [Prediction(row, row.seconds, 1.0, 2.0) for row in rows]
+    exact = [RowPrediction(row, row.seconds, 1.0, 2.0) for row in rows]
     perfect = score("x", "y", exact)
     assert (perfect.mape, perfect.bias, perfect.order, perfect.regret, perfect.false_no_fit) == (0, 0, 100, 0, 0)
     assert perfect.pairs == 6
@@ -177,20 +185,6 @@ def test_scores_count_what_they_say() -> None:
     reversed_order = score("x", "y", [replace(one, seconds=1 / one.seconds) for one in exact])
     assert reversed_order.order == 0
     assert reversed_order.regret > 0
-
-
-def test_the_fit_recovers_constants_that_made_the_data() -> None:
-    rows = [row for row in ROWS if row.dataset == "Megatron SC'21 table 1"]
-    keys = ("gemm_efficiency", "fabric_latency_s")
-    start = starting_point("selene", cluster_rates("selene", "megatron-lm"), keys)
-    truth = replace(start, gemm_efficiency=0.6, fabric_latency_s=60e-6)
-    made = [replace(row, seconds=one.seconds) for row, one in zip(rows, predict(rows, truth), strict=True)]
-    found = fit(made, start, keys)
-    assert found.gemm_efficiency == pytest.approx(0.6, rel=0.01)
-    assert max(abs(one.error) for one in predict(made, found)) < 0.01
-    assert minimise(lambda x: x - np.array([0.3, -0.2]), 2, 50) == pytest.approx([0.3, -0.2], abs=1e-4)
-    assert soften(np.array([0.01])) == pytest.approx([0.01])
-    assert float(soften(np.array([1.0]))[0]) < 0.3
 
 
 def test_the_command_reads_files_and_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,3 +206,20 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
         read_measurements(path)
     with pytest.raises(DataError, match="cannot read"):
         read_measurements(tmp_path / "absent.csv")
+
+
+def test_nothing_but_validation_loads_the_measurements() -> None:
+    """What plans, trains or queues a run carries none of other people's clusters, nor what fits them."""
+    commands = ("plan", "train", "submit", "calibrate", "scaling")
+    script = f"""
+import sys
+from frontier_llm.cli import main
+{chr(10).join(f"import frontier_llm.cli.{name}" for name in commands)}
+assert main.main(["plan", "gpt-22b", "--machine", "frontier", "--nodes", "16", "--json", "--top", "1"]) == 0
+import frontier_llm.scaling.predict
+loaded = sorted(name for name in sys.modules if name.startswith(("frontier_llm.planner.published", "scipy")))
+assert not loaded, loaded
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -7,22 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from frontier_llm.schedule import (
-    Action,
-    Collectives,
-    Kind,
-    Placement,
-    Schedule,
-    ScheduleError,
-    Step,
-    build,
-    calls,
-    check,
-    check_order,
-    steps,
-    with_messages,
-)
-from frontier_llm.schedule.order import Call
+from frontier_llm.schedule import Action, Kind, Placement, Schedule, ScheduleError, build, with_messages
+from tests.harness.dry_run import Call, Collectives, Step, calls, check, check_order, steps
 
 CASES = [
     (name, pp, m, v)

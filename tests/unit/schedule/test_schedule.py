@@ -25,9 +25,7 @@ from frontier_llm.schedule import (
     ScheduleError,
     ScheduleRule,
     build,
-    check,
     forward_only,
-    in_flight,
     names,
     peak_in_flight,
     peak_waiting,
@@ -38,9 +36,9 @@ from frontier_llm.schedule import (
     render_text,
     round_robin,
     simulate,
-    waiting,
     with_messages,
 )
+from tests.harness.dry_run import check, in_flight, waiting
 
 SHIPPED = ("1f1b", "gpipe", "interleaved", "zb-h1")
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}

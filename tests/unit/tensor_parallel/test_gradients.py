@@ -7,14 +7,14 @@ import weakref
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import Kind, Parameter
+from frontier_llm.blueprint import Parameter, ParameterKind
 from frontier_llm.tensor_parallel import ShardedParameter, WeightGradients
 from frontier_llm.tensor_parallel.gradients import Factor
 from frontier_llm.topology import shard
 
 
 def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
-    parameter = ShardedParameter.create(torch.zeros(2), shard(Parameter("weight", (2,), Kind.VECTOR)), layer_accumulates=True)
+    parameter = ShardedParameter.create(torch.zeros(2), shard(Parameter("weight", (2,), ParameterKind.VECTOR)), layer_accumulates=True)
     parameter.main_grad = torch.zeros(2)
     gradients, factors = WeightGradients(), []
 

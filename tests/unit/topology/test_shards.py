@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontier_llm.blueprint import How, Kind, Parameter, Split
+from frontier_llm.blueprint import How, Parameter, ParameterKind, Split
 from frontier_llm.topology import shard
 
 
@@ -19,7 +19,7 @@ def test_shards_cover_every_element_once(degrees: tuple[int, int], part: int, di
     shape = [data.draw(st.integers(1, 4)) for _ in range(3)]
     for dim in dims:
         shape[dim] = degrees[0] * degrees[1] * part
-    parameter = Parameter("w", tuple(shape), Kind.MATRIX, {"tp": Split(dims[0]), "ep": Split(dims[1])}, 0.02)
+    parameter = Parameter("w", tuple(shape), ParameterKind.MATRIX, {"tp": Split(dims[0]), "ep": Split(dims[1])}, 0.02)
     seen = np.zeros(shape, dtype=int)
     for place in product(*map(range, degrees)):
         spec = shard(parameter, dict(zip(("tp", "ep"), degrees, strict=True)), dict(zip(("tp", "ep"), place, strict=True)))
@@ -30,15 +30,15 @@ def test_shards_cover_every_element_once(degrees: tuple[int, int], part: int, di
 
 def test_an_uneven_split_is_a_programming_error() -> None:
     with pytest.raises(AssertionError, match="w: 6 is not divisible by tp 4"):
-        shard(Parameter("w", (6, 2), Kind.MATRIX, {"tp": Split(0)}), {"tp": 4})
+        shard(Parameter("w", (6, 2), ParameterKind.MATRIX, {"tp": Split(0)}), {"tp": 4})
 
 
 def test_of_copies_the_first_on_every_axis_counts() -> None:
-    norm = Parameter("n", (8,), Kind.VECTOR, {"tp": How.PARTIAL}, init_value=1.0)
+    norm = Parameter("n", (8,), ParameterKind.VECTOR, {"tp": How.PARTIAL}, init_value=1.0)
     specs = [shard(norm, {"tp": 4}, {"tp": rank}) for rank in range(4)]
     assert [spec.counted for spec in specs] == [True, False, False, False]
     assert all(spec.partial_axes == ("tp",) and spec.shape == spec.global_shape == (8,) for spec in specs)
     assert not specs[1].splits_over("tp")
-    tied = Parameter("e", (8, 2), Kind.EMBEDDING, {"tp": Split(0), "tied": How.PARTIAL})
+    tied = Parameter("e", (8, 2), ParameterKind.EMBEDDING, {"tp": Split(0), "tied": How.PARTIAL})
     copies = [shard(tied, {"tp": 2}, {"tp": 1, "tied": rank}) for rank in range(2)]
     assert [spec.counted for spec in copies] == [True, False] and copies[1].partial_axes == ("tied",) and copies[1].splits_over("tp")

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from frontier_llm.blueprint import total_parameters
 from frontier_llm.cli import checks, local_ranks
 from frontier_llm.cli import main as command_line
 from frontier_llm.config import load_run
-from frontier_llm.costs.parameters import total_parameters
 from frontier_llm.errors import ConfigError
 from frontier_llm.units import format_bytes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from frontier_llm.comm import serial_mesh
-from frontier_llm.data.loader import Microbatch as Samples
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.tensor_parallel import mean_over_global_batch
 from frontier_llm.train.feed import Feed
 
@@ -20,13 +20,13 @@ class Source:
     def __init__(self, reset_at_documents: bool) -> None:
         self.reset_at_documents, self.reads = reset_at_documents, 0
 
-    def microbatch(self, step: int, index: int) -> Samples:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         self.reads += 1
         tokens = np.arange(5)[None] + 10 * index + 100 * step
         return (
-            Samples(tokens, np.zeros((1, 4), np.int32), np.array([[True, True, False, True]]))
+            SampleBatch(tokens, np.zeros((1, 4), np.int32), np.array([[True, True, False, True]]))
             if self.reset_at_documents
-            else Samples(tokens)
+            else SampleBatch(tokens)
         )
 
 

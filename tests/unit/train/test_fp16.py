@@ -12,7 +12,7 @@ from torch import Tensor
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import PrecisionConfig, RunConfig, build
-from frontier_llm.data.loader import Microbatch
+from frontier_llm.data.loader import SampleBatch
 from frontier_llm.machine import fp16_note, load_machine
 from frontier_llm.ops import Ops
 from frontier_llm.optim import initial_loss_scale
@@ -50,12 +50,12 @@ class Source:
 
     microbatches, reset_at_documents = 1, False
 
-    def microbatch(self, step: int, index: int) -> Microbatch:
+    def microbatch(self, step: int, index: int) -> SampleBatch:
         generator = np.random.default_rng(step)
         rows = [generator.integers(0, VOCAB, BATCH)]
         for _ in range(SEQUENCE):
             rows.append(np.where(generator.random(BATCH) < 0.9, (5 * rows[-1] + 7) % VOCAB, generator.integers(0, VOCAB, BATCH)))
-        return Microbatch(np.stack(rows, axis=1))
+        return SampleBatch(np.stack(rows, axis=1))
 
 
 def configuration(dtype: str, scale_per_token: float | None = None, batch: int = BATCH) -> RunConfig:

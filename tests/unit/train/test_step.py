@@ -54,7 +54,7 @@ def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int
     """Of steps as the loop makes them, the third with a wish of rank 1: (values read, other waits, calls on the world, what was agreed)."""
     config = case.config("fp32")
     plan = make_plan(config, case.world_size)
-    mesh = build_mesh(plan.grid, rank, plan.chunks)
+    mesh = build_mesh(plan.grid, rank, plan.placement)
     state = build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
     watch, reads, steps = StragglerWatch(mesh, plan.grid, state.device, "n0", 50), [], []
     tolist = torch.Tensor.tolist

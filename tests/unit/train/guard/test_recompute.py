@@ -7,11 +7,11 @@ import torch
 
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.topology import Grid
-from frontier_llm.train.guard.recompute import Finding, Recompute, WrongArithmetic
+from frontier_llm.train.guard.recompute import Recompute, UntrustedRank, WrongArithmetic
 from tests.harness.pool import RankPool
 
 
-def examine(rank: int, world_size: int, wrong: dict[int, tuple[float, float]]) -> list[Finding] | str:
+def examine(rank: int, world_size: int, wrong: dict[int, tuple[float, float]]) -> list[UntrustedRank] | str:
     """`wrong[rank]`: what is added to the first and to the second result of that rank."""
     mesh, additions = build_mesh(Grid(1, 1, world_size), rank), iter(wrong.get(rank, (0.0, 0.0)))
 

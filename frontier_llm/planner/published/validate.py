@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from frontier_llm.errors import DataError
-from frontier_llm.planner.datasets import Measurement, read_measurements, shipped
-from frontier_llm.planner.predict import Prediction, cluster_rates, predict
+from frontier_llm.planner.published.datasets import FITTED, PublishedRun, read_measurements, shipped
+from frontier_llm.planner.published.predict import RowPrediction, predict
 
 
 @dataclass(frozen=True)
-class Score:
+class Accuracy:
     """How right a set of predictions is. Percentages are of seconds per step (the same as of tokens/s, inverted)."""
 
     dataset: str
@@ -32,7 +32,7 @@ class Score:
     false_no_fit: int  # runs that took place and would have been refused
 
 
-def score(dataset: str, part: str, predictions: Sequence[Prediction]) -> Score:
+def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accuracy:
     """Metrics of one set."""
     errors = np.array([one.error for one in predictions])
     size = 100 * np.abs(errors)
@@ -43,7 +43,7 @@ def score(dataset: str, part: str, predictions: Sequence[Prediction]) -> Score:
             right += (one.seconds - other.seconds) * (one.row.seconds - other.row.seconds) > 0
         chosen = min(group, key=lambda one: one.seconds)
         regrets.append(chosen.row.seconds / min(one.row.seconds for one in group) - 1)
-    return Score(
+    return Accuracy(
         dataset=dataset,
         part=part,
         n=len(predictions),
@@ -58,17 +58,18 @@ def score(dataset: str, part: str, predictions: Sequence[Prediction]) -> Score:
     )
 
 
-def _groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
+def _groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
     """Rows between which a user could choose: the same cluster, model, sequence, devices and tokens per step."""
-    groups: dict[tuple[object, ...], list[Prediction]] = {}
+    groups: dict[tuple[object, ...], list[RowPrediction]] = {}
     for one in predictions:
-        w = one.row.workload
-        key = (one.row.machine, one.row.stack, w.layers, w.H, w.A, w.S, round(float(w.devices)), round(float(w.step_tokens)))
+        row, model = one.row, one.row.model
+        shape = model.layers, model.hidden, model.heads, model.sequence_length
+        key = (row.machine, row.stack, *shape, row.layout.devices, row.layout.global_batch)
         groups.setdefault(key, []).append(one)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def score_all(rows: Sequence[Measurement]) -> list[Score]:
+def score_all(rows: Sequence[PublishedRun]) -> list[Accuracy]:
     """One line per data set and part, in the order in which they appear."""
     predictions = predict(rows)
     scores = []
@@ -81,33 +82,12 @@ def score_all(rows: Sequence[Measurement]) -> list[Score]:
     return scores
 
 
-def is_fitted(row: Measurement) -> bool:
+def is_fitted(row: PublishedRun) -> bool:
     """Whether this very row moved a shipped constant: on the fitted side of the split, of a stack that is fitted at all."""
-    from frontier_llm.planner.fit import KEYS
-
-    return row.fitted and (row.machine, row.stack) in KEYS
+    return row.fitted and (row.machine, row.stack) in FITTED
 
 
-def leave_models_out(rows: Sequence[Measurement]) -> list[Score]:
-    """Cross-validation: every model of a fitted stack predicted by constants fitted on that cluster's other models."""
-    from frontier_llm.planner.fit import KEYS, fit, starting_point
-
-    scores = []
-    for (machine, stack), keys in KEYS.items():
-        mine = [row for row in rows if (row.machine, row.stack) == (machine, stack) and row.known]
-        models = list(dict.fromkeys(row.model for row in mine))
-        if len(models) < 2:
-            continue
-        found: list[Prediction] = []
-        for model in models:
-            others = [row for row in mine if row.model != model]
-            constants = fit(others, starting_point(machine, cluster_rates(machine, stack), keys), keys, iterations=40)
-            found += predict([row for row in mine if row.model == model], constants)
-        scores.append(score(f"{mine[0].dataset} ({machine})", f"left out, {len(models)} models", found))
-    return scores
-
-
-def as_text(scores: Sequence[Score]) -> str:
+def as_text(scores: Sequence[Accuracy]) -> str:
     """The table."""
     head = (
         f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} "
@@ -121,7 +101,7 @@ def as_text(scores: Sequence[Score]) -> str:
     return "\n".join(lines)
 
 
-def validate_command(files: Sequence[Path], as_json: bool = False, cross: bool = False, show_rows: bool = False) -> int:
+def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bool = False) -> int:
     """Print the scores of the shipped set, or of files in the two known formats."""
     rows = [row for path in files for row in read_measurements(path)] if files else shipped()
     if not rows:
@@ -130,7 +110,7 @@ def validate_command(files: Sequence[Path], as_json: bool = False, cross: bool =
             "see frontier_llm/planner/published for the columns",
             "plan --validate",
         )
-    scores = score_all(rows) + (leave_models_out(rows) if cross else [])
+    scores = score_all(rows)
     if as_json:
         print(json.dumps([asdict(one) for one in scores], indent=1))
         return 0

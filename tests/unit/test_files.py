@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.atomic import write_atomically
+from frontier_llm.files import write_atomically
 
 
 def test_a_replaced_file_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""What a layout is: how one training step is spread over ranks and microbatches, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frontier_llm.config import RunConfig
+
+RECOMPUTE = ("none", "selective", "full")  # selective: the attention core; full: everything but each block's input
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+# What the replicas share out among them → the stage of ZeRO that it is:
+# "gradients" is ZeRO-2 as DeepSpeed has it; "weights" gathers a layer's weights forward and again backward (ZeRO-3, FSDP), and
+# "weights-gathered-once" keeps them from forward to backward (torch's SHARD_GRAD_OP, which other people's runs have)
+SHARDING = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3, "weights-gathered-once": 3}
+
+
+def statistics_bytes(dtype: str) -> int:
+    """Of what is summed beside a working type, gradients and optimizer state: fp64 under fp64, else fp32 (ops.statistics_dtype)."""
+    return max(4, DTYPE_BYTES[dtype])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One training step on tp · pp · dp ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    chunks: int = 1  # virtual stages per pipeline rank
+    schedule: str = "1f1b"
+    micro_batch: int = 1  # sequences
+    microbatches: int = 1  # of one replica and step
+    sequence_parallel: bool = False
+    recompute: str = "none"  # of RECOMPUTE
+    sharding: str = "optimizer"  # of SHARDING
+    axis_order: str = "tp-dp-pp"  # innermost first
+    dtype: str = "bf16"
+    gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
+    optimizer: str = "adamw"
+
+    @property
+    def devices(self) -> int:
+        """tp · pp · dp."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step over all replicas."""
+        return self.micro_batch * self.microbatches * self.dp
+
+    @property
+    def sequence_shards(self) -> int:
+        """Ranks over which activations between blocks are cut: tp with sequence parallelism, else 1."""
+        return self.tp if self.sequence_parallel else 1
+
+
+def layout_of(config: RunConfig, world_size: int) -> Layout:
+    """The layout of a run on `world_size` ranks; it must be legal (`topology.make_plan` checks)."""
+    parallel, batch = config.parallel, config.batch
+    dp = world_size // (parallel.tensor * parallel.pipeline)
+    return Layout(
+        tp=parallel.tensor,
+        pp=parallel.pipeline,
+        dp=dp,
+        chunks=parallel.chunks,
+        schedule=parallel.schedule,
+        micro_batch=batch.micro_batch,
+        microbatches=batch.global_batch // (batch.micro_batch * dp),
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+        recompute=config.train.recompute,
+        sharding="weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
+        axis_order=parallel.axis_order,
+        dtype=config.precision.dtype,
+        gradient_wire=config.precision.gradient_wire,
+        optimizer=config.optimizer.name,
+    )

@@ -1,0 +1,308 @@
+"""What a block, the embedding and the head compute, send and keep on one rank for one microbatch, written once, as lists of items.
+
+FLOPs, seconds, bytes kept and bytes moved are folds over these lists (`costs/`). The recomputed forward is not listed: an item says
+which modes repeat it in backward. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from frontier_llm.blueprint.layout import DTYPE_BYTES, RECOMPUTE, Layout, statistics_bytes
+from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Split, block_parameters, stage_parameters
+from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.config import ModelConfig
+
+ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
+STATISTICS = 3  # maximum, sum of exponentials and target logit per token
+
+# causes: what an item is listed under in a plan's breakdown
+PRODUCTS, ATTENTION, PASSES, SENDING = "matrix products", "attention", "norms, activation, residual", "tp communication"
+ADDING = "adding weight gradients"  # every microbatch of a step but the first, which only writes
+EMBEDDING, HEAD, LOSS = "embedding", "head", "cross-entropy"
+SHARDS = "sharded weights and gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What the software does, as far as it decides what is computed, sent and kept. The defaults are this package's own."""
+
+    attention: str = "flash"  # flash | unfused
+    dropout: bool = False
+    fused_softmax: bool = True  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
+    fused: bool = True  # norm, bias+activation, residual in one kernel each
+    fused_cross_entropy: bool = True  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
+    gradient_bytes: int = 4  # in which the gradients are summed over dp
+    accumulate_bytes: float = 8.0  # moved per parameter to add one microbatch's gradient
+    linear_speedup: float = 1.0  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
+    recompute_share: float = 1.0  # of the layers that full recomputation covers (others: every second layer)
+    checkpoints_cut: bool = False  # recomputation's checkpoints are cut over tp even without sequence parallelism
+
+
+class Phase(Enum):
+    """Which action of a schedule an item belongs to."""
+
+    F = "forward"
+    I = "input gradient"  # noqa: E741
+    W = "weight gradient"
+
+
+class Under(Enum):
+    """What runs beside a collective, so that less of it shows."""
+
+    NOTHING = "nothing"
+    PRODUCT = "the product that it feeds or drains"
+    GRADIENT = "another gradient's product, about as long"
+    HEAD = "the head's product, which is far longer"
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` matrix products (m, k) x (k, n)."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    parameter: str = ""  # of which weight; "" = of activations
+    fp8: bool = False  # in 8 bits where the software does that
+    aligned: bool = True
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition each."""
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+@dataclass(frozen=True)
+class FlashCore:
+    """Causal flash attention over `heads` local heads of `batch` sequences."""
+
+    batch: int
+    heads: int
+    sequence: int
+    head_dim: int
+    backward: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of the whole square of scores and its weighted sum; backward's own recomputation does not count."""
+        return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.sequence**2 * self.head_dim
+
+
+@dataclass(frozen=True)
+class Pass:
+    """`kernels` memory-bound kernels that together move `moved_bytes` between HBM and the device."""
+
+    moved_bytes: float
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of this rank's group along an axis; bytes as the caller sees them: the whole tensor, gathered or not yet scattered."""
+
+    axis: str
+    operation: str
+    size_bytes: int
+    under: Under = Under.NOTHING
+    in_chunks: bool = False  # beside a product that is cut in `comm.tensor_chunks` pieces, and so is this
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Bytes held until backward (phase F), or from the input gradient until the weight gradient (phase W)."""
+
+    size_bytes: float
+    modes: tuple[str, ...] = RECOMPUTE  # of recomputation, under which they are held
+
+
+Work = Product | FlashCore | Pass | Collective | Keep
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that a rank does for a microbatch."""
+
+    phase: Phase
+    cause: str
+    work: Work
+    repeated_by: tuple[str, ...] = ()  # recompute modes that do it once more before backward
+
+
+FULL, ANY = ("full",), ("selective", "full")
+
+
+def block_work(model: ModelConfig, layout: Layout, software: Software, split_backward: bool = False) -> list[Item]:
+    """One transformer block. `split_backward`: the schedule runs weight gradients as actions of their own (ZB-H1)."""
+    T, H, tp = model.sequence_length * layout.micro_batch, model.hidden, layout.tp
+    size, cut = DTYPE_BYTES[layout.dtype], layout.sequence_shards
+    kept = size if software.linear_speedup == 1 else 1  # of a product's input, for its weight gradient; FP8 layers keep one byte
+    parameters = list(block_parameters(model, 0, layout.sequence_parallel))
+    items: list[Item] = []
+    for parameter in parameters:
+        if parameter.kind is ParameterKind.MATRIX:
+            items += linear(parameter, T, layout, software, split_backward=split_backward)
+            column, _, inputs = local_shape(parameter, tp)
+            items.append(Item(Phase.F, PRODUCTS, Keep(kept * T * inputs / (cut if column else 1), ("none", "selective"))))
+    items += attention_core(model, layout, software)
+    forward, backward = elementwise(model, layout, software)
+    items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
+    boundary = size * T * H
+    whole = 2 * boundary + (2 * T * H if software.dropout else 0)  # inputs of both norms, and the masks of two dropouts
+    own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
+    own += size * T * (1 + model.gated) * model.ffn_hidden / tp  # before the activation
+    if software.linear_speedup != 1:
+        own += size * T * model.heads * model.dim_per_head / tp  # attention's output beside its copy in 8 bits
+    checkpoint = boundary / (tp if software.checkpoints_cut else cut)
+    items += [
+        Item(Phase.F, PASSES, Keep(whole / cut + own, ("none", "selective"))),
+        Item(Phase.F, PASSES, Keep(checkpoint, FULL)),
+    ]
+    return items + sharded_weights(parameters, layout, software)
+
+
+def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
+    """(whether its output features are cut, output features, input features) of a linear layer on one rank."""
+    how, inputs = weight.axes["tp"], weight.shape[-1]
+    outputs = prod(weight.shape[:-1])
+    column = isinstance(how, Split) and how.dim < len(weight.shape) - 1
+    return (True, outputs // tp, inputs) if column else (False, outputs, inputs // tp)
+
+
+def linear(
+    weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS, split_backward: bool = False
+) -> Iterator[Item]:
+    """A linear layer: three products, the adding of its weight gradient, and what tensor parallelism sends before or behind it.
+
+    Cut by columns, the gradients of its input are summed; by rows, its outputs. With sequence parallelism each sum is a reduce-scatter,
+    and what it takes in is gathered: forward its input, backward its gradient; under the input gradient the input once more, and where a
+    weight gradient waits for its W the gradient once more.
+    """
+    head, (column, outputs, inputs) = cause == HEAD, local_shape(weight, layout.tp)
+    again = () if head else FULL
+
+    def product(m: int, n: int, k: int) -> Product:
+        return Product(m, n, k, parameter=weight.name, fp8=not head)
+
+    added = software.accumulate_bytes + (6 if layout.gradient_wire == "fp32" and software.gradient_bytes == 2 else 0)
+    yield Item(Phase.F, cause, product(T, outputs, inputs), again)
+    yield Item(Phase.I, cause, product(T, inputs, outputs))
+    yield Item(Phase.W, cause, product(outputs, inputs, T))
+    yield Item(Phase.W, ADDING, Pass(added * inputs * outputs, 0))
+    if layout.tp == 1:
+        return
+
+    def send(phase: Phase, operation: str, under: Under = Under.PRODUCT, in_chunks: bool = False) -> Item:
+        size = T * model_width * DTYPE_BYTES[layout.dtype]
+        repeated = again if phase is Phase.F else ()
+        return Item(phase, HEAD if head else SENDING, Collective("tp", operation, size, under, in_chunks), repeated)
+
+    model_width = inputs if column else outputs
+    if layout.sequence_parallel:
+        yield send(Phase.F, "all_gather" if column else "reduce_scatter", in_chunks=True)
+        yield send(Phase.I, "reduce_scatter") if column else send(Phase.I, "all_gather", in_chunks=True)
+        if column or split_backward:
+            yield send(Phase.W, "all_gather", Under.HEAD if head else Under.GRADIENT)
+    else:
+        yield send(Phase.I, "all_reduce") if column else send(Phase.F, "all_reduce", in_chunks=True)
+
+
+def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
+    """Scores, softmax, dropout and weighted sum for this rank's heads."""
+    S, D, B, a = model.sequence_length, model.dim_per_head, layout.micro_batch, model.heads // layout.tp
+    kept = ("none",)
+    if software.attention == "flash":
+        return [
+            Item(Phase.F, ATTENTION, FlashCore(B, a, S, D), ANY),
+            Item(Phase.I, ATTENTION, FlashCore(B, a, S, D, backward=True)),
+            Item(Phase.F, ATTENTION, Keep(4.0 * B * S * a, kept)),  # log-sum-exp
+        ]
+    batch = B * a
+    scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
+    square = batch * S * S * 2.0  # bytes of the score matrix
+    # passes over the scores in 16 bit; softmax by separate kernels goes through fp32: convert 3, scale 4, mask 4.5, softmax 4, convert 3
+    passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
+    forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
+    backward = [Item(Phase.I, ATTENTION, work) for work in (scores, scores, values, values, Pass((passes + 1.0) * square, 2))]
+    probabilities = batch * S * S * (2.0 * DTYPE_BYTES[layout.dtype] + (1 if software.dropout else 0))
+    return [*forward, *backward, Item(Phase.F, ATTENTION, Keep(probabilities, kept))]
+
+
+def elementwise(model: ModelConfig, layout: Layout, software: Software) -> tuple[Pass, Pass]:
+    """(forward, backward) passes of norms, biases, activation, rotary, dropout and residual additions.
+
+    Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the sequence
+    only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
+    """
+    token_bytes = 2.0 * model.sequence_length * layout.micro_batch
+    residual = 3.0 + (1.5 if software.dropout else 0.0)
+    between = token_bytes * model.hidden / layout.sequence_shards * (2 * 2.0 + 2 * residual) * (1.0 if software.fused else 1.8)
+    heads = token_bytes * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / layout.tp
+    inside = heads * (4.0 if model.position == "rope" else 2.0)
+    inside += token_bytes * model.ffn_hidden / layout.tp * (2 + model.gated) * (1.0 if software.fused else 2.5)
+    kernels = 6 if software.fused else 16
+    return Pass(between + inside, kernels), Pass(1.6 * (between + inside), 2 * kernels)
+
+
+def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: Software) -> list[Item]:
+    """Of replicas that share out a block's weights: gathered forward, again backward unless they are kept, and gradients scattered."""
+    if not layout.sharding.startswith("weights"):
+        return []
+    numel = sum(parameter.rank_numel({"tp": layout.tp}) for parameter in parameters)
+    gather = Collective("dp", "all_gather", numel * DTYPE_BYTES[layout.dtype])
+    scatter = Item(Phase.I, SHARDS, Collective("dp", "reduce_scatter", numel * software.gradient_bytes))
+    again = [Item(Phase.I, SHARDS, gather)] if layout.sharding == "weights" else []
+    return [Item(Phase.F, SHARDS, gather), *again, scatter]
+
+
+def embedding_work(model: ModelConfig, layout: Layout) -> list[Item]:
+    """The vocabulary-parallel embedding: gather rows, sum over tp; backward scatters into the gradient."""
+    size = model.sequence_length * layout.micro_batch * model.hidden * DTYPE_BYTES[layout.dtype]
+    items = [Item(Phase.F, EMBEDDING, Pass(3 * size, 4)), Item(Phase.W, EMBEDDING, Pass(4 * size, 4))]
+    if layout.tp == 1:
+        return items
+
+    def send(phase: Phase, operation: str) -> Item:
+        return Item(phase, EMBEDDING, Collective("tp", operation, size, Under.PRODUCT))
+
+    if layout.sequence_parallel:
+        return [*items, send(Phase.F, "reduce_scatter"), send(Phase.W, "all_gather")]
+    return [*items, send(Phase.F, "all_reduce")]
+
+
+def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
+    """Output head and cross-entropy over 16-bit logits.
+
+    Fused: read once forward, read and overwritten backward. By separate kernels, as Megatron has them (bytes per logit): to fp32 6,
+    maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward multiply 8, to 16 bit 6.
+    """
+    T, size = model.sequence_length * layout.micro_batch, DTYPE_BYTES[layout.dtype]
+    only_head = StageSpec(model.layers, 0, embedding=False, head=True)
+    weight = next(one for one in stage_parameters(model, only_head) if one.kind is ParameterKind.EMBEDDING)
+    logits = T * model.padded_vocab_size // layout.tp
+    forward, backward = (2.0, 4.0) if software.fused_cross_entropy else (38.0, 14.0)
+    in_place = software.fused and software.attention == "flash"
+    items = [
+        *linear(weight, T, layout, software, HEAD),
+        Item(Phase.F, LOSS, Pass(forward * logits, 6)),
+        Item(Phase.I, LOSS, Pass(backward * logits, 3)),
+        Item(Phase.F, LOSS, Keep(logits * (size if in_place else size + 4))),
+        Item(Phase.W, LOSS, Keep(logits * size)),  # the head's weight gradient waits with the gradient of its logits
+    ]
+    if layout.tp > 1:
+        statistics = STATISTICS * T * layout.tp * statistics_bytes(layout.dtype)
+        items.append(Item(Phase.F, LOSS, Collective("tp", "all_gather", statistics)))
+    return items
+
+
+def flops(items: Iterable[Item], causal: bool = False, forward_only: bool = False) -> float:
+    """Of the products and attention; `causal` counts the half of attention's square that is needed."""
+    total = 0.0
+    for item in items:
+        if isinstance(item.work, Product | FlashCore) and (item.phase is Phase.F or not forward_only):
+            total += item.work.flops * (0.5 if causal and item.cause == ATTENTION else 1.0)
+    return total

@@ -1,0 +1,57 @@
+"""frontier-llm completion bash|zsh: a script for the shell, written from the declared commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from frontier_llm.cli.arguments import command, option
+
+# `path` is the command and action typed so far; a word that belongs to neither is a value. With no match the shell completes file names.
+_BASH = """_frontier_llm() {{
+    local path="" i
+    for ((i = 1; i < COMP_CWORD; i++)); do
+        case "$path ${{COMP_WORDS[i]}}" in
+            {paths}) path="$path ${{COMP_WORDS[i]}}" ;;
+        esac
+    done
+    local words=""
+    case "$path" in
+{cases}
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o bashdefault -o default -F _frontier_llm frontier-llm"""
+_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"  # zsh then runs what is written for bash
+
+
+def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, Sequence[str]]]:
+    """(words typed before, words that may follow) of a command and of its actions: options, choices, names of shipped files."""
+    from frontier_llm.config import available
+
+    words = [flag for action in parser._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from completions(inner, f"{path} {name}")
+        kind = {"run": "runs", "model": "models" if path == " plan" else ""}.get(action.dest)
+        words += [*(action.choices or ()), *(available(kind) if kind else ())]
+    yield path, words
+
+
+@command(
+    option("shell", choices=("bash", "zsh"), help="for which shell"),
+    line="print a script that completes commands and options",
+    about="Print a script that completes commands, options and names of models and runs. For this shell, and in ~/.bashrc for every one: "
+    'eval "$(frontier-llm completion bash)"; in ~/.zshrc: eval "$(frontier-llm completion zsh)".',
+    examples=("frontier-llm completion bash",),
+)
+def completion(args: argparse.Namespace) -> int:
+    """Print the script."""
+    from frontier_llm.cli.main import COMMANDS, parser_of
+
+    words = dict(completions(parser_of(*COMMANDS)))
+    paths = "|".join(f'"{path}"' for path in words if path)
+    cases = "\n".join(f'        "{path}") words="{" ".join(choices)}" ;;' for path, choices in words.items())
+    print("\n".join([*([_ZSH] if args.shell == "zsh" else []), _BASH.format(paths=paths, cases=cases)]))
+    return 0

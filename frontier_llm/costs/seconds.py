@@ -1,0 +1,190 @@
+"""Seconds of what a block, the embedding and the head do for one microbatch on one rank: the fold of their work in time.
+
+By cause, so that `plan --explain` prints the very numbers that were added; and as `Times`, for one layout or in columns for thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.work import (
+    ADDING,
+    SENDING,
+    SHARDS,
+    Collective,
+    FlashCore,
+    Item,
+    Keep,
+    Phase,
+    Product,
+    Under,
+    Work,
+    block_work,
+    embedding_work,
+    head_work,
+)
+from frontier_llm.config import ModelConfig
+from frontier_llm.costs.collectives import node_s
+from frontier_llm.costs.hierarchical import collective_s
+from frontier_llm.costs.kernels import flash_s, memory_s, product_s
+from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split
+from frontier_llm.machine.rates import Rates
+from frontier_llm.schedule import rule
+
+# operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward issues two
+# products per weight and an accumulation, and what is recomputed
+FORWARD_OPS, BACKWARD_OPS = 24, 40
+RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
+WAITING, RECOMPUTED, LAUNCHES = "waiting for tp ranks", "recompute", "launch-bound"
+
+Prices = dict[tuple[Work, int], float]  # by work and tp, for the time of one fold: layouts share most of it
+
+
+def work_s(work: Work, tp: int, rates: Rates, prices: Prices) -> float:
+    """Seconds of one item's work, as far as it shows."""
+    key = work, tp
+    if key not in prices:
+        if isinstance(work, Product):
+            prices[key] = product_s(work, rates)
+        elif isinstance(work, FlashCore):
+            prices[key] = flash_s(work, rates)
+        elif isinstance(work, Collective):
+            prices[key] = tensor_s(work, tp, rates)
+        else:
+            prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
+    return prices[key]
+
+
+def tensor_s(collective: Collective, tp: int, rates: Rates) -> float:
+    """What shows of a collective over tp. A group beyond the node pays the network, where a gather or a scatter is half a sum."""
+    beside_other = 1.0 if rates.host_executes else 0.5  # where what moves the bytes is what computes, nothing hides
+    shown = {
+        Under.NOTHING: 1.0,
+        Under.PRODUCT: 1 - rates.tp_overlap,
+        Under.GRADIENT: (1 - rates.tp_overlap) * beside_other,
+        Under.HEAD: 0.0,
+    }[collective.under]
+    if tp <= rates.node_devices:
+        return shown * float(node_s(rates, tp, collective.size_bytes, collective.operation))
+    whole_s = collective_s(rates, tp, rates.node_devices, 1, collective.size_bytes, "all_reduce")
+    return shown * float(whole_s) * (1.0 if collective.operation == "all_reduce" else 0.5)
+
+
+def by_cause(items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices | None = None) -> dict[str, tuple[float, float]]:
+    """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp left out."""
+    prices = {} if prices is None else prices
+    causes: dict[str, list[float]] = {}
+    again, meetings = 0.0, [0, 0]
+    for item in items:
+        if item.cause == SHARDS:
+            continue
+        side, seconds = int(item.phase is not Phase.F), work_s(item.work, layout.tp, rates, prices)
+        causes.setdefault(item.cause, [0.0, 0.0])[side] += seconds
+        meetings[side] += item.cause == SENDING
+        again += seconds if layout.recompute in item.repeated_by else 0.0
+    if (rates.meeting_s or rates.spread) and SENDING in causes:
+        computing = [sum(pair[side] for cause, pair in causes.items() if cause != SENDING) for side in (0, 1)]
+        waits = [waiting_s(number, one, rates) for number, one in zip(meetings, computing, strict=True)]
+        causes[WAITING] = waits
+        again += waits[0] if layout.recompute == "full" else 0.0
+    causes[RECOMPUTED] = [0.0, again * (rates.recompute_share if layout.recompute == "full" else 1.0)]
+    return {cause: (forward, backward) for cause, (forward, backward) in causes.items()}
+
+
+def waiting_s(meetings: Number, compute_s: Number, rates: Rates) -> Number:
+    """What ranks wait for each other at `meetings` that cut `compute_s` into pieces."""
+    return meetings * rates.meeting_s + compute_s * rates.spread
+
+
+class Times(NamedTuple):
+    """Seconds of a block, an embedding or a head for one microbatch; numbers, or columns over many layouts."""
+
+    forward_s: Number
+    backward_s: Number  # both gradients and the recomputed forward; the weight gradients written, not added
+    adding_s: Number  # more where they are added: in every microbatch of a step but the first
+    weight_s: Number  # of which products and passes of the weight gradients: what a split backward may run later
+    sent_s: Number  # of forward_s, communication over tp, under which the host gets ahead
+    sent_backward_s: Number
+    host_forward_s: Number  # what the host takes to dispatch it
+    host_backward_s: Number
+    gather_bytes: Number  # over dp, of sharded weights
+    gather_again_bytes: Number
+    scatter_bytes: Number
+
+    def both(self, microbatches: Number, rates: Rates) -> tuple[Number, Number]:
+        """(forward, backward) seconds of an average microbatch.
+
+        The host dispatches ahead of the device; where it cannot keep up, the host's time counts. A CPU does one after the other.
+        """
+        backward_s = self.backward_s + self.adding_s * added_share(microbatches)
+        device_s = (0.0, 0.0) if rates.host_executes else (self.forward_s - self.sent_s, backward_s - self.sent_backward_s)
+        return (
+            self.forward_s + np.maximum(self.host_forward_s - device_s[0], 0.0),
+            backward_s + np.maximum(self.host_backward_s - device_s[1], 0.0),
+        )
+
+    def weights(self, microbatches: Number) -> Number:
+        """Seconds of an average microbatch's weight gradients."""
+        return self.weight_s + self.adding_s * added_share(microbatches)
+
+
+class Parts(NamedTuple):
+    """What the stages of a layout are made of."""
+
+    block: Times
+    embedding: Times
+    head: Times
+
+
+def added_share(microbatches: Number) -> Number:
+    """Microbatches of a step whose weight gradients are added, not just written."""
+    return 1 - 1 / np.maximum(microbatches, 1)
+
+
+def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Parts:
+    """Seconds of the parts of one layout, or of a whole table as columns."""
+    prices: Prices = {}
+
+    def fold(layout: Layout) -> Parts:
+        host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + RECOMPUTED_OPS[layout.recompute]) * rates.launch_s
+        block = block_work(model, layout, rates, rule(layout.schedule).splits_backward)
+        ends = embedding_work(model, layout), head_work(model, layout, rates)
+        return Parts(part(block, layout, rates, prices, host), *(part(items, layout, rates, prices) for items in ends))
+
+    sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
+    parts: Parts = over_layouts(layouts, fold, split(layouts), *sharded)
+    return parts
+
+
+def part(items: list[Item], layout: Layout, rates: Rates, prices: Prices, host_s: tuple[float, float] = (0.0, 0.0)) -> Times:
+    """The seconds of one list."""
+    causes = by_cause(items, layout, rates, prices)
+    adding = causes.pop(ADDING, (0.0, 0.0))[1]
+    sent = causes.get(SENDING, (0.0, 0.0))
+    sent_again = sum(
+        work_s(item.work, layout.tp, rates, prices) for item in items if item.cause == SENDING and layout.recompute in item.repeated_by
+    )
+    sent_again *= rates.recompute_share
+    moved = {
+        (item.phase, item.work.operation): item.work.size_bytes
+        for item in items
+        if item.cause == SHARDS and isinstance(item.work, Collective)
+    }
+    weights = (item for item in items if item.phase is Phase.W and item.cause != ADDING and not isinstance(item.work, Collective))
+    return Times(
+        forward_s=sum(forward for forward, _ in causes.values()),
+        backward_s=sum(backward for _, backward in causes.values()),
+        adding_s=adding * (1 + (rates.spread if SENDING in causes else 0.0)),
+        weight_s=sum(work_s(item.work, layout.tp, rates, prices) for item in weights),
+        sent_s=sent[0],
+        sent_backward_s=sent[1] + sent_again,
+        host_forward_s=host_s[0],
+        host_backward_s=host_s[1],
+        gather_bytes=moved.get((Phase.F, "all_gather"), 0),
+        gather_again_bytes=moved.get((Phase.I, "all_gather"), 0),
+        scatter_bytes=moved.get((Phase.I, "reduce_scatter"), 0),
+    )

@@ -1,0 +1,58 @@
+"""docs/architecture.md names the files of one training step: nothing else of the package may run in it, and they stay few and short."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.harness.pool import RankPool
+from tests.parity.cases import Case
+from tests.parity.play import build
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "frontier_llm"
+MOST_FILES, MOST_LINES, MOST_LEAVES = 20, 2_700, 12
+
+
+def listed(heading: str) -> list[str]:
+    """Files named in a section of docs/architecture.md."""
+    section = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return list(dict.fromkeys(re.findall(r"`(\w+(?:/\w+)*\.py)`", section)))
+
+
+def files_of_one_step(rank: int, case: Case) -> list[str]:
+    """The package's files whose functions run between the beginning and the end of a step, build not included."""
+    from frontier_llm.train.step import train_step
+
+    state = build(rank, case)
+    train_step(state)  # the first step opens what is opened once
+    names: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            names.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        train_step(state)
+    finally:
+        sys.setprofile(None)
+    return sorted(Path(name).relative_to(PACKAGE).as_posix() for name in names if Path(name).is_relative_to(PACKAGE))
+
+
+def test_every_file_that_runs_in_a_step_is_on_the_reading_path_or_a_named_leaf(ranks: RankPool) -> None:
+    path, leaves = listed("One training step"), listed("Leaves")
+    case = Case("llama", tp=2, pp=2, dp=2, sequence_parallel=True)
+    ran = set().union(*ranks.run(case.world_size, files_of_one_step, case))
+    assert len(ran) > 10
+    assert sorted(ran - {*path, *leaves}) == []
+    assert len(leaves) <= MOST_LEAVES
+
+
+def test_the_reading_path_is_short() -> None:
+    path = listed("One training step")
+    lines = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in path)
+    assert len(path) <= MOST_FILES and lines <= MOST_LINES, (len(path), lines)

@@ -1,0 +1,40 @@
+"""docs/configuration.md is what scripts/config_reference.py makes of config/schema.py, and no field is without a meaning."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from frontier_llm.config import schema
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts" / "config_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(reference: ModuleType) -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference.page()
+
+
+def test_a_field_without_a_comment_is_an_error(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(schema.__file__).read_text(encoding="utf-8")
+    line = next(line for line in source.splitlines() if line.startswith("    clip_norm: "))
+    monkeypatch.setattr(reference.inspect, "getsource", lambda module: source.replace(line, line.partition("  #")[0]))
+    with pytest.raises(ValueError, match=r"OptimizerConfig.clip_norm .* has no comment"):
+        reference.page()
+
+
+def test_what_is_new_says_since_when(reference: ModuleType) -> None:
+    rows = [line for line in reference.page().splitlines() if line.startswith("| `")]
+    new = {line.split("`")[1] for line in rows if line.endswith("| 0.2 |")}
+    assert {"optimizer.name", "train.loss_weights", "guard.straggler_interval", "plugins"} <= new

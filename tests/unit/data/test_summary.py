@@ -1,0 +1,61 @@
+"""What a run says of its data before it starts, and what data it refuses as too short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, TrainConfig, load_model
+from frontier_llm.data.loader import data_problems
+from frontier_llm.data.summary import log_datasets
+from frontier_llm.data.tokenize import tokenize
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """A dataset of 1,200 bytes and one end of document."""
+    (tmp_path / "a.txt").write_text("some text of the corpus\n" * 50)
+    tokenize([tmp_path / "a.txt"], tmp_path / "tokens", "bytes")
+    return str(tmp_path / "tokens")
+
+
+def run_config(steps: int = 5, global_batch: int = 4, sequence_length: int = 64, **data: Any) -> RunConfig:
+    model = load_model("llama-tiny", {"vocab_size": 300, "sequence_length": sequence_length})
+    return RunConfig(
+        model=model, batch=BatchConfig(global_batch=global_batch), data=DataConfig(**data), train=TrainConfig(steps=steps, eval_samples=9)
+    )
+
+
+def test_each_dataset_is_said_with_its_epochs(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = (DataSource(path=prefix), DataSource(path=prefix, weight=3.0))
+    log_datasets(run_config(train=sources, validation=(DataSource(path=prefix),)))
+    text = capsys.readouterr().err
+    assert f"data.train: {prefix}: 1 document, 1.2K tokens, weight 0.25, 0.266 epochs in this run's steps" in text
+    assert f"data.train: {prefix}: 1 document, 1.2K tokens, weight 0.75, 0.799 epochs in this run's steps" in text
+    assert f"data.validation: {prefix}: 1 document, 1.2K tokens, weight 1, 0.48 epochs in each evaluation" in text
+    assert "warning" not in text
+
+
+def test_more_than_four_epochs_are_warned_of(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    log_datasets(run_config(steps=20, train=(DataSource(path=prefix),)))
+    assert "warning: the run goes 4.3 times through" in capsys.readouterr().err
+    log_datasets(run_config(steps=18, train=(DataSource(path=prefix),)))
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_synthetic_data_is_called_that(capsys: pytest.CaptureFixture[str]) -> None:
+    log_datasets(run_config())
+    assert "data.train: synthetic: made-up tokens" in capsys.readouterr().err
+
+
+def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None:
+    source = (DataSource(path=prefix),)
+    assert data_problems(run_config(train=source, global_batch=18)) == []
+    (problem,) = data_problems(run_config(train=source, global_batch=19))
+    assert str(problem).startswith("data.train: holds 1201 tokens, less than one batch of 19 sequences of 64 (1216)")
+    assert problem.fix == "give more data, or set batch.global_batch to at most 18"
+    (problem,) = data_problems(run_config(sequence_length=1201, train="synthetic", validation=source))
+    assert problem.what == f"{prefix} holds 1201 tokens, less than one sequence of 1201 + 1"
+    assert data_problems(run_config(sequence_length=1200, train="synthetic", validation=source)) == []
