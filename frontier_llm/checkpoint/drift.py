@@ -19,6 +19,7 @@ _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed"
 _INITIAL_WEIGHTS = ("model", "train.seed")  # all that counts before the first step, e.g. of imported weights
 _HARMLESS = (
     "model.name",
+    "data.allow_synthetic",
     "data.cache_dir",
     "data.validation",
     "data.tokenizer",

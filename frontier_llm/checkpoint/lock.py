@@ -7,68 +7,23 @@ been replaced (its node was declared dead while its processes lived on, as Slurm
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import socket
 import threading
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from frontier_llm import log
+from frontier_llm.cluster.holder import STALE_AFTER_S, Holder, incarnations, process_start, read_holder
 from frontier_llm.errors import CheckpointError
 from frontier_llm.files import write_atomically, write_durably
 
 HEARTBEAT_S = 5.0
-# A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
-STALE_AFTER_S = 60.0
-_INCARNATION = re.compile(r"[0-9]{8}\.json")
 
 
 class Superseded(CheckpointError):
     """A newer incarnation of the run has taken over; this process must end."""
 
     exit_code = 3
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a run directory."""
-
-    host: str
-    pid: int
-    process_start: str  # from /proc, so that a reused pid is not taken for the holder
-    job: str  # of the scheduler; the same after a requeue; '' outside of any
-    restart: int  # how often that job was requeued
-    since: str
-    released: bool = False
-
-    def to_bytes(self) -> bytes:
-        """The file's content."""
-        return (json.dumps(asdict(self)) + "\n").encode()
-
-    def describe(self) -> str:
-        """'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
-        who = f"job {self.job} on {self.host}" if self.job else f"a process on {self.host}"
-        return f"{who} (pid {self.pid}, since {self.since})"
-
-
-def this_process(job: str = "", restart: int = 0) -> Holder:
-    """The holder that this process would be."""
-    pid = os.getpid()
-    return Holder(socket.gethostname(), pid, _process_start(pid) or "", job, restart, time.strftime("%Y-%m-%d %H:%M:%S"))
-
-
-def _process_start(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot ('' where there is no /proc); None when it is dead or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else ""
-    except OSError:
-        return None  # the process went away between open and read
-    return None if fields[0] in "ZX" else fields[19]
 
 
 class RunLock:
@@ -90,7 +45,7 @@ class RunLock:
         return self._folder / f"{incarnation:08}.json"
 
     def _numbers(self) -> list[int]:
-        return [int(entry.name[:8]) for entry in os.scandir(self._folder) if _INCARNATION.fullmatch(entry.name)]
+        return incarnations(self._folder)
 
     def _newest(self) -> int:
         return max(self._numbers(), default=0)
@@ -118,7 +73,7 @@ class RunLock:
 
     def _check_dead(self, path: Path, building: Path) -> None:
         """Raises CheckpointError when the holder in `path` is alive, or may be."""
-        holder = _read(path)
+        holder = read_holder(path)
         if holder is None or holder.released:
             return
         mine = self._holder
@@ -128,7 +83,7 @@ class RunLock:
         os.utime(building)
         silent_s = building.stat().st_mtime - path.stat().st_mtime  # both stamped by the same clock as the heartbeat, the file system's
         if holder.host == mine.host:
-            dead = _process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
+            dead = process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
             when = "its process is gone" if dead else "its process is alive"
         else:
             dead = silent_s > STALE_AFTER_S
@@ -157,7 +112,7 @@ class RunLock:
             raise CheckpointError(what, "move it back, or start again where it is now", str(self._folder.parent))
         newest = self._newest()
         if newest > self.incarnation or not self._path(self.incarnation).exists():
-            holder = _read(self._path(newest)) if newest > self.incarnation else None
+            holder = read_holder(self._path(newest)) if newest > self.incarnation else None
             who = holder.describe() if holder else "another start of the run"
             raise Superseded(
                 f"incarnation {self.incarnation} has been replaced by {who} and must not write any more",
@@ -173,12 +128,3 @@ class RunLock:
         if not path.exists() or self._newest() > self.incarnation:
             return
         write_atomically(path, replace(self._holder, released=True).to_bytes())
-
-
-def _read(path: Path) -> Holder | None:
-    """The holder in a file; None when it is gone or not one (nobody writes it in place, so then a disk lost it)."""
-    try:
-        with path.open("rb") as file:
-            return Holder(**json.loads(file.read(4096)))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -20,9 +20,10 @@ from typing import Any
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
-from frontier_llm.checkpoint.lock import Holder, RunLock, Superseded, this_process
+from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.save import Save, Writer
+from frontier_llm.cluster.holder import Holder, this_process
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import CheckpointError, FrontierError, Problem

@@ -45,7 +45,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.errors import ConfigError
     from frontier_llm.scaling.series import default_batch, find_run, make_series
 
-    overrides = ["train.save_interval=0", "train.tensorboard=false", *args.overrides]
+    overrides = ["train.save_interval=0", "train.save_final=false", "train.tensorboard=false", *args.overrides]
     config = load_run(args.run or find_run(args.model), overrides)
     site = load_site(args.site)
     try:
@@ -80,11 +80,14 @@ def _queue_table(queued: list[tuple[Point, int | None, str | None]]) -> str:
 
 def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: RunConfig) -> list[tuple[Point, int | None, str | None]]:
     """(point, minutes of walltime, job id) for each point; the id is None in a dry run."""
+    from frontier_llm import log
     from frontier_llm.cluster import submit
     from frontier_llm.cluster.sites import parse_walltime
     from frontier_llm.errors import ConfigError
+    from frontier_llm.scaling.admission import admit, cost_of
     from frontier_llm.scaling.series import announce, submission_problems
     from frontier_llm.scaling.walltime import with_walltime
+    from frontier_llm.units import plural
 
     account = args.account or submit.default_account()
     minutes = parse_walltime(args.time) if args.time else None
@@ -106,8 +109,11 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
         )
         for point, own_minutes in timed
     ]
-    for request in requests:
-        submit.prepare(request)  # all of them are legal before the first is queued
+    requests = [admit(request) for request in requests]  # all of them are legal before the first is queued
+    costs = [cost_of(request) for request in requests]
+    predicted, walltime = sum(cost.node_hours for cost in costs), sum((cost.slice_hours or 0) * cost.nodes for cost in costs)
+    total = f"{plural(sum(cost.steps for cost in costs), 'step')} in {plural(len(costs), 'job')}"
+    log.info(f"cost: {total}: {predicted:,.1f} node-hours (predicted), at most {walltime:,.1f} by their walltimes")
     if args.dry_run:
         return [(point, own_minutes, None) for point, own_minutes in timed]
     queued: list[tuple[Point, int | None, str | None]] = []

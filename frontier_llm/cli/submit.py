@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, run_options, show
 
 if TYPE_CHECKING:
-    from frontier_llm.cluster.submit import JobRequest
     from frontier_llm.config import RunConfig
 
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         default="requeue",
         help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue)",
     ),
+    option("--max-node-hours", type=float, metavar="H", help="save and end when all jobs of the run together have used so many"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     *RESUME,
@@ -47,6 +47,7 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
+    from frontier_llm.scaling.admission import admit, advice, cost_of
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
@@ -63,11 +64,13 @@ def submit(args: argparse.Namespace) -> int:
         dependency=args.dependency,
         exclude=hostlist.expand(args.exclude or ""),
         flags=_resume_flags(args),
+        max_node_hours=args.max_node_hours,
     )
-    request = _with_prediction(request)
+    request = admit(request)
     submission = slurm.prepare(request) if args.dry_run else slurm.submit(request)
     log.info(slurm.describe(request, submission))
-    for note in filter(None, _notes(request)):
+    log.info(cost_of(request).describe(request.max_node_hours))
+    for note in advice(request):
         log.warn(note)
     show(args, submission.as_dict(), lambda: str(submission.script if args.dry_run else submission.job_id))
     return 0
@@ -75,19 +78,6 @@ def submit(args: argparse.Namespace) -> int:
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
     return (*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key)))
-
-
-def _notes(request: JobRequest) -> list[str]:
-    """What the user should know and may want."""
-    from frontier_llm.blueprint.optimizers import state_bytes
-    from frontier_llm.cluster.notes import quota_note, scratch_note, start_note
-    from frontier_llm.machine import fp16_note, load_machine
-
-    config = request.config
-    checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
-    device = load_machine(request.site.machine).device
-    precision = fp16_note(request.config.precision, device.flushes_fp16)
-    return [scratch_note(request), quota_note(request, checkpoint_bytes), start_note(request), precision]
 
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
@@ -98,23 +88,3 @@ def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) ->
         raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
     steps = math.ceil(tokens / (config.batch.global_batch * config.model.sequence_length))
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-
-
-def _with_prediction(request: JobRequest) -> JobRequest:
-    """The request with the planner's step time. Raises ConfigError with everything that would fail, memory and data included."""
-    from dataclasses import replace
-
-    from frontier_llm.cluster import submit as slurm
-    from frontier_llm.data.loader import data_problems
-    from frontier_llm.errors import ConfigError
-    from frontier_llm.scaling.predict import predict
-    from frontier_llm.topology import plan_problems
-
-    devices, memory = request.nodes * request.site.tasks_per_node, []
-    if not plan_problems(request.config, devices):
-        predicted = predict(request.config, devices, request.site.machine)
-        memory = predicted.memory_problems()
-        request = replace(request, expected_step_s=predicted.step_time_s)
-    if problems := [*slurm.problems(request), *memory, *data_problems(request.config)]:
-        raise ConfigError(problems)
-    return request

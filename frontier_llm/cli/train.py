@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from pathlib import Path
 
 from frontier_llm.cli.arguments import RESUME, command, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
@@ -34,6 +35,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from frontier_llm.cluster.holder import refuse_second_start
     from frontier_llm.cluster.rank_env import discover
     from frontier_llm.cluster.signals import SignalWatcher
 
@@ -41,6 +43,8 @@ def _run(args: argparse.Namespace) -> int:
     config = load_run(args.run, overrides)
     place = discover()
     world_size = place.world_size if place else local_world_size(config)
+    if place is None:
+        refuse_second_start(Path(config.train.run_dir))
     if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
         check(config, world_size)
         check_resume(config, args.allow_change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import socket
@@ -40,6 +41,7 @@ class JobStep:
     log_dir: Path
     variables: Mapping[str, str]
     deadline_s: float | None  # end the step when it runs longer
+    save_after_s: float = math.inf  # tell the ranks to save and end
 
     def srun(self) -> list[str]:
         """The command line; one task per GCD, every task dies with the first that fails."""
@@ -105,12 +107,16 @@ def run_step(step: JobStep) -> Outcome:
     messages: list[str] = []
     reader = threading.Thread(target=_copy, args=(process.stderr, messages), daemon=True)
     reader.start()
+    reminder = threading.Timer(min(step.save_after_s, threading.TIMEOUT_MAX), process.send_signal, (signal.SIGUSR1,))
+    reminder.start()
     try:
         code = process.wait(step.deadline_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         what = "the ranks were still running when the walltime was about to end; raise --signal's lead time"
         return Outcome(1, Failure(what, Evidence.ENDS, "walltime"))
+    finally:
+        reminder.cancel()
     reader.join(5.0)
     if code == 0:
         return Outcome(0)

@@ -1,13 +1,13 @@
 """The supervisor in the batch shell of a job: start the ranks, see how they end, and decide what comes next.
 
-    python -m frontier_llm.cluster.job CONFIG [key=value …] [--strict] [--allow-change KEY]          (launch/job.sh runs this)
+    python -m frontier_llm.cli.job CONFIG [key=value …] [--strict] [--allow-change KEY]          (launch/job.sh runs this)
 
 One attempt is one srun of every rank. After it the run is finished, or stopped by a person, or it goes on: inside this
 allocation when enough healthy nodes and time are left (a spare replaces a dead node), else as the same job requeued, or as
 one successor job. Three attempts without progress end the chain.
 
 Environment: FRONTIER_LLM_SPARE_NODES (nodes of the allocation to keep in hand), FRONTIER_LLM_CONTINUE (requeue | successor |
-never), FRONTIER_LLM_SIGNAL_LEAD_S (as --signal), FRONTIER_LLM_PREFLIGHT (1 = doctor first), FRONTIER_LLM_SITE, FRONTIER_LLM_PYTHON and
+never), FRONTIER_LLM_MAX_NODE_HOURS (of all attempts together; then the run saves and ends), FRONTIER_LLM_SIGNAL_LEAD_S (as --signal), FRONTIER_LLM_PREFLIGHT (1 = doctor first), FRONTIER_LLM_SITE, FRONTIER_LLM_PYTHON and
 FRONTIER_LLM_RANK_PYTHON (set by launch/job.sh).
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from frontier_llm import log
@@ -23,6 +23,7 @@ from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
 from frontier_llm.cluster.doctor import examine
 from frontier_llm.cluster.hand_on import hand_on
+from frontier_llm.cluster.holder import STALE_AFTER_S, living_holder, refuse_second_start
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
 from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.probe import Settings
@@ -31,7 +32,7 @@ from frontier_llm.errors import FrontierError
 from frontier_llm.failure import FILE, Evidence, Failure, forget_failure, write_failure
 
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
-LOCK_STALE_S = 65.0  # checkpoint/lock.py takes a silent holder on another host for dead after 60 s
+LOCK_STALE_S = STALE_AFTER_S + 5.0
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 
 
@@ -102,6 +103,9 @@ def preflight(job: BatchJob) -> None:
 
 def refuse_second_holder(job: BatchJob) -> None:
     """Raise FrontierError when another live job owns the run directory."""
+    living = living_holder(job.directory)
+    if living is not None and not living.job:  # one of a job may have died just now: Slurm knows
+        refuse_second_start(job.directory)
     other = run_dir.holder(job.directory)
     if other and other["job_id"] != job.allocation.job_id and slurm.is_active(other["job_id"]):
         fields = slurm.job_fields(other["job_id"])
@@ -133,6 +137,12 @@ def nothing_to_do(job: BatchJob) -> str:
         return f"finished: step {step} of {job.config.train.steps}"
     if (job.directory / run_dir.STOP_FILE).exists():
         return f"stopped at step {step} by {job.directory / run_dir.STOP_FILE}; delete it to go on"
+    made = run_dir.attempts(job.directory)
+    if not job.config.train.save_final and made and made[-1].cause == "finished":
+        return "finished, without a final checkpoint (train.save_final=false)"
+    if job.budget_left_s <= job.lead_s:
+        used = f"{run_dir.node_hours(job.directory):,.1f} of {job.max_node_hours:,.1f} node-hours are used"
+        return f"stopped at step {step}: {used}, and a further start would not save in time; a higher FRONTIER_LLM_MAX_NODE_HOURS goes on"
     return ""
 
 
@@ -149,6 +159,7 @@ def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
         log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
         variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
         deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
+        save_after_s=job.budget_left_s - job.lead_s,
     )
     log.info(f"attempt {incarnation}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     outcome = run_step(step)
@@ -163,7 +174,7 @@ def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
         start_step=start_step,
         end_step=end_step,
         exit_code=outcome.exit_code,
-        cause="finished" if failure is None and end_step >= job.config.train.steps else outcome.cause,
+        cause="finished" if failure is None and (end_step >= job.config.train.steps or not outcome.exit_code) else outcome.cause,
         detail=failure.describe() if failure else "",
         failed_host=failure.host if failure and failure.host_suspect and failure.host in nodes else "",
         started_unix_s=started_s,
@@ -200,17 +211,21 @@ def dead_nodes(job: BatchJob, nodes: tuple[str, ...], outcome: Outcome) -> list[
     return dead
 
 
-def main(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> int:
-    """Command line of the batch shell."""
+def main(
+    words: Sequence[str],
+    program: tuple[str, ...] = TRAIN,
+    continue_with: str | None = None,
+    admit: Callable[[BatchJob], None] = lambda job: None,
+) -> int:
+    """Command line of the batch shell; `admit` may refuse what is left of the run."""
     if not words:
-        print("usage: python -m frontier_llm.cluster.job CONFIG [key=value ...]", file=sys.stderr)
+        print("usage: python -m frontier_llm.cli.job CONFIG [key=value ...]", file=sys.stderr)
         return 2
     try:
-        return supervise(make_job(words, program, continue_with))
+        job = make_job(words, program, continue_with)
+        if not nothing_to_do(job):
+            admit(job)
+        return supervise(job)
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

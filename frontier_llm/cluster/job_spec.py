@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,21 @@ class BatchJob:
     def lead_s(self) -> float:
         """How long before the walltime Slurm warns this job."""
         return float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or self.site.signal_lead_s)
+
+    @property
+    def max_node_hours(self) -> float | None:
+        """What the run may use in all its jobs; None: no limit. Raises FrontierError for something that is no number."""
+        text = environ("FRONTIER_LLM_MAX_NODE_HOURS")
+        try:
+            return float(text) if text else None
+        except ValueError:
+            raise FrontierError(f"{text!r} is not a number of node-hours", where="FRONTIER_LLM_MAX_NODE_HOURS") from None
+
+    @property
+    def budget_left_s(self) -> float:
+        """For how long its nodes may still run."""
+        limit = self.max_node_hours
+        return math.inf if limit is None else (limit - run_dir.node_hours(self.directory)) * 3600 / self.nodes_needed
 
     @property
     def untrusted(self) -> list[str]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
 
+from frontier_llm.cluster.holder import refuse_second_start
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, held
@@ -87,8 +88,10 @@ def run_local_ranks(
     once all ranks are started where the caller holds them back (`signals.held`); then the ranks do so too, until they listen.
     After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; failure.json in `run_dir`, where the ranks leave their own
     record (default: `log_dir`), then says who was first.
+    Raises FrontierError, before anything is touched, when somebody trains in `run_dir` already.
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
+    refuse_second_start(run_dir or log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
     forget_failure(run_dir or log_dir)
     return _Ranks(num_ranks, [*program, *argv], env, log_dir, run_dir or log_dir, grace_s).run()
@@ -264,14 +267,14 @@ def _die_with_parent() -> None:
 def main(words: list[str]) -> int:
     """RANKS CONFIG [key=value …] [flags of train], from launch/local.sh."""
     overrides = [word for word in words[2:] if "=" in word and not word.startswith("-")]
+    log_dir = Path("logs") / time.strftime("%Y%m%d-%H%M%S")
     try:
         run_dir = Path(load_run(words[1], overrides).train.run_dir)
+        with held():
+            return run_local_ranks(int(words[0]), ["train", *words[1:]], environment(), log_dir, run_dir=run_dir)
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    log_dir = Path("logs") / time.strftime("%Y%m%d-%H%M%S")
-    with held():
-        return run_local_ranks(int(words[0]), ["train", *words[1:]], environment(), log_dir, run_dir=run_dir)
 
 
 if __name__ == "__main__":

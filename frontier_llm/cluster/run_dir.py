@@ -126,6 +126,11 @@ def attempts(run_dir: Path) -> list[Attempt]:
     ]
 
 
+def node_hours(run_dir: Path) -> float:
+    """What the run's attempts have used so far."""
+    return sum(len(attempt.nodes) * max(0.0, attempt.ended_unix_s - attempt.started_unix_s) / 3600 for attempt in attempts(run_dir))
+
+
 def record(run_dir: Path, attempt: Attempt) -> None:
     """Append one attempt."""
     append_line(run_dir / "attempts.jsonl", asdict(attempt))

@@ -33,7 +33,7 @@ class JobScript:
     nodes: int
     site: str = "frontier"
     minutes: int | None = None  # None = the longest that the site's bin allows
-    program: str = "frontier_llm.cluster.job"  # module that launch/job.sh runs
+    program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs
     words: tuple[str, ...] = ()  # between the module and the run file
     flags: tuple[str, ...] = ()  # of train, after the run file
     signal_lead_s: int | None = None  # None = the site's

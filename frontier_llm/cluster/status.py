@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.holder import living_holder
 from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.sites import parse_walltime
 from frontier_llm.errors import FrontierError
@@ -29,7 +30,7 @@ class Status:
     """One run, now."""
 
     run_dir: str
-    state: str  # Slurm's state of the job that holds it, 'finished', 'stopped' or 'not queued'
+    state: str  # Slurm's state of the job that holds it, 'running', 'finished', 'stopped' or 'not queued'
     job_id: str | None
     reason: str | None  # why it waits
     nodes: str | None
@@ -64,6 +65,7 @@ def read_status(directory: Path) -> Status:
     target, step_tokens = _plan(directory)
     checkpoint = run_dir.latest_step(directory)
     job_id, fields = _job(directory)
+    living = living_holder(directory)  # also of a run without any job
     step = int(last.get("step", checkpoint))
     times = [float(row["step_time_s"]) for row in rows[-RECENT:] if "step_time_s" in row]
     step_time_s = statistics.median(times) if times else None
@@ -74,10 +76,10 @@ def read_status(directory: Path) -> Status:
     pointer = directory / "checkpoints" / "LATEST"
     return Status(
         run_dir=str(directory),
-        state=_state(directory, fields, checkpoint, target),
+        state="running" if living and "JobState" not in fields else _state(directory, fields, checkpoint, target),
         job_id=job_id,
         reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
-        nodes=fields.get("NodeList") if fields.get("NodeList") not in (None, "", "(null)") else None,
+        nodes=fields["NodeList"] if fields.get("NodeList", "(null)") not in ("", "(null)") else living.host if living else None,
         step=step,
         steps=target,
         tokens=step * step_tokens if step_tokens else None,

@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
@@ -50,7 +50,12 @@ class JobRequest:
     flags: tuple[str, ...] = ()  # of train
     name: str | None = None
     expected_step_s: float = 0.0  # the planner's; counts until the run has measured its own
+    max_node_hours: float | None = None  # after which the chain ends in order
     saves: bool = True  # False: a run that nobody continues needs no time to save
+
+    def with_step_time(self, step_s: float) -> JobRequest:
+        """The same with the time of a step as predicted."""
+        return replace(self, expected_step_s=step_s)
 
     @property
     def directory(self) -> Path:
@@ -165,6 +170,7 @@ def prepare(request: JobRequest) -> Submission:
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
         "FRONTIER_LLM_CONTINUE": request.continue_with,
         "FRONTIER_LLM_SIGNAL_LEAD_S": str(request.lead_s),
+        **({"FRONTIER_LLM_MAX_NODE_HOURS": str(request.max_node_hours)} if request.max_node_hours is not None else {}),
     }
     return Submission(render(job, request.site), ("sbatch", "--parsable", *arguments, str(directory / "job.sbatch")), directory, variables)
 

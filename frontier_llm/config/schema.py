@@ -167,6 +167,7 @@ class DataConfig(Section):
 
     train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"  # what is trained on; a path, a list of paths, or of {path, weight}
     validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None  # what is evaluated on; None = nothing
+    allow_synthetic: bool = False  # a long and costly run on synthetic data is meant (since 0.2)
     tokenizer: PathText | None = None  # sentencepiece .model or Hugging Face tokenizer.json
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
     seed: NonNegativeInt = 1234  # decides the order of documents and samples
@@ -233,6 +234,7 @@ class TrainConfig(Section):
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of data.validation, in each evaluation
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
+    save_final: bool = True  # a checkpoint after the last step; False for benchmarks, whose weights nobody wants (since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none

@@ -17,6 +17,7 @@ from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
+from frontier_llm.scaling.admission import admit_job
 from frontier_llm.scaling.series import MODES, announce, make_point
 
 
@@ -39,7 +40,7 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     own = (f"batch.global_batch={point.config.batch.global_batch}", f"train.run_dir={directory}")
-    return job.main([*words[1:], *own], continue_with="never")
+    return job.main([*words[1:], *own], continue_with="never", admit=admit_job)
 
 
 if __name__ == "__main__":

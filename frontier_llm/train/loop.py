@@ -83,7 +83,8 @@ class _Session:
                 log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
         with self.watchdog.section("save"):
-            self.saves.finish(progress_of(self.state, self.decisions.rewinds))
+            if self.config.train.save_final or not finished:
+                self.saves.finish(progress_of(self.state, self.decisions.rewinds))
             self.saves.close(audit=finished)
         if self.metrics is not None:
             self.metrics.close()

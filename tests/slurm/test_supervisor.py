@@ -20,7 +20,7 @@ def write_script(tmp_path: Path, nodes: int, **fields: object) -> Path:
     text = render(JobScript("stand_in", "stand-in", "train_small", nodes, "local", **fields), load_site("local"))  # type: ignore[arg-type]
     program = shlex.quote(str(ROOT / "tests" / "slurm" / "stand_in.py"))
     path = tmp_path / "stand_in.sbatch"
-    path.write_text(text.replace("    frontier_llm.cluster.job train_small ops.no_jit=true", "    runpy_shim"))
+    path.write_text(text.replace("    frontier_llm.cli.job train_small ops.no_jit=true", "    runpy_shim"))
     (tmp_path / "runpy_shim.py").write_text(
         f"import runpy, sys\nsys.argv = [{program!r}, 'job', 'train_small', *sys.argv[1:]]\nrunpy.run_path({program!r}, run_name='__main__')\n"
     )

@@ -12,7 +12,8 @@ import pytest
 
 from frontier_llm.checkpoint import Superseded
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.lock import STALE_AFTER_S, RunLock, this_process
+from frontier_llm.checkpoint.lock import RunLock
+from frontier_llm.cluster.holder import STALE_AFTER_S, this_process
 from frontier_llm.errors import CheckpointError
 from tests.unit.checkpoint.serial import Run, in_child, progress
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(tmp_pat
     monkeypatch.setattr(sys, "stderr", FullDisk())
     outcome = run_step(step(log_dir=tmp_path / "logs", deadline_s=60.0))
     assert named(outcome)[:3] == ("crash", 8, "n2")
+
+
+def test_ranks_are_told_to_save_when_the_budget_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = tmp_path / "srun"
+    warned = "echo 'srun: error: n0: tasks 0-15: Exited with exit code 75' >&2; exit 75"
+    srun.write_text(f'#!/bin/bash\ntrap "{warned}" USR1\nfor _ in {{1..600}}; do sleep 0.1; done\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("frontier_llm.cluster.attempt.master_address", lambda step: "127.0.0.1")
+    outcome = run_step(replace(step(log_dir=tmp_path / "logs", deadline_s=60.0), save_after_s=1.0))
+    assert outcome == Outcome(75)
 
 
 def write(log_dir: Path, rank: int, text: str, at_s: int) -> None:

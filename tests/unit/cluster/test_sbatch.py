@@ -113,7 +113,7 @@ def test_overrides_arrive_as_words(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", script, *words], capture_output=True, text=True, env={"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     )
-    assert done.stdout.splitlines() == ["frontier", "frontier_llm.cluster.job", "configs/runs/train_1t.yaml", "ops.no_jit=true", *words]
+    assert done.stdout.splitlines() == ["frontier", "frontier_llm.cli.job", "configs/runs/train_1t.yaml", "ops.no_jit=true", *words]
 
 
 def test_bind_script_has_the_published_map() -> None:

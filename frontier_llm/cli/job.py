@@ -1,0 +1,11 @@
+"""What launch/job.sh runs in the batch shell of a training job: the checks of `frontier-llm submit`, then the supervisor of the ranks."""
+
+from __future__ import annotations
+
+import sys
+
+from frontier_llm.cluster import job
+from frontier_llm.scaling.admission import admit_job
+
+if __name__ == "__main__":
+    sys.exit(job.main(sys.argv[1:], admit=admit_job))
