@@ -68,10 +68,10 @@ class _Unpacked(io.RawIOBase):
 def read(piece: InputPiece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES) -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
 
-    A line, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory.
+    A line, a parquet value, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory.
     """
     if piece.kind in ("parquet", "mds"):
-        yield from _read_parquet(piece, text_key) if piece.kind == "parquet" else _read_mds(piece, text_key, max_bytes)
+        yield from _read_parquet(piece, text_key, max_bytes) if piece.kind == "parquet" else _read_mds(piece, text_key, max_bytes)
         return
     path = Path(piece.path)
     unpacked = _Unpacked(path) if path.suffix in PACKED_SUFFIXES else None
@@ -197,7 +197,7 @@ def _line_number(piece: InputPiece) -> int:
         return count if piece.start == 0 or handle.read(1) == b"\n" else count + 1
 
 
-def _read_parquet(piece: InputPiece, text_key: str) -> Iterator[Text | Damage]:
+def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
     try:
         file = open_parquet(piece.path)
         if text_key not in file.schema_arrow.names:
@@ -208,6 +208,8 @@ def _read_parquet(piece: InputPiece, text_key: str) -> Iterator[Text | Damage]:
             for value in batch.column(0).to_pylist():
                 try:
                     text = _usable(value, text_key)
+                    if len(text) > max_bytes:
+                        raise DataError(MORE.format(format_bytes(max_bytes)))
                 except DataError as error:
                     yield Damage(f"{piece.path} row {row}", error.problems[0].what)
                 else:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
+from frontier_llm.units import format_bytes
 
 FORMAT = 1
+MAXIMUM_BYTES = 16 << 20  # of a record; a hundred damaged inputs by name take kilobytes
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
     path = meta_path(prefix)
     if not path.exists():
         return None
+    if path.stat().st_size > MAXIMUM_BYTES:
+        raise DataError(f"is larger than {format_bytes(MAXIMUM_BYTES)}: no record of ours", where=str(path), fix="tokenize the text again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:

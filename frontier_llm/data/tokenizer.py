@@ -20,9 +20,11 @@ from typing import Any, Protocol
 
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
+from frontier_llm.units import format_bytes
 
 META_SPACE = "\u2581"  # sentencepiece's sign for a space; a real one in the text would come back as a space
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
+MAXIMUM_BYTES = 256 << 20  # of a tokenizer's file; the largest in use have 35 MB
 SAMPLE_BYTES = 64 << 20  # training text read by default; more changes a vocabulary hardly, and costs memory
 
 
@@ -182,6 +184,10 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if not path.is_file():
         fix = "give a tokenizer's file or directory (nothing is downloaded), train one with `frontier-llm data tokenizer`, or give `bytes`"
         raise DataError("no such tokenizer", where=str(path), fix=fix)
+    for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
+        if file.is_file() and file.stat().st_size > MAXIMUM_BYTES:
+            what = f"is larger than {format_bytes(MAXIMUM_BYTES)}, which no tokenizer is"
+            raise DataError(what, where=str(file), fix="give the tokenizer's own file")
     if path.name.endswith("merges.txt"):
         raise DataError("is half a tokenizer", where=str(path), fix="give the vocab.json beside it")
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)

@@ -21,6 +21,7 @@ from frontier_llm.data.inspect import inspect
 from frontier_llm.data.mds import open_column
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
+from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, Problem
 
 SHARDS = Path(__file__).parent / "mds_shards"
@@ -110,6 +111,33 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
+def test_a_parquet_value_beyond_the_bound_is_left_out(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["short", "x" * 1001, "also"]}), tmp_path / "a.parquet")
+    (piece,) = cut(tmp_path / "a.parquet", "file", 1 << 20)
+    why = "holds more than 1000 B; if that is right, give a larger --max-mib"
+    assert list(read(piece, max_bytes=1000)) == [Text("short"), Damage(f"{tmp_path}/a.parquet row 1", why), Text("also")]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with (tmp_path / name).open("wb") as handle:
+        handle.truncate((256 << 20) + 1)  # a hole: nothing is on the disk
+    with pytest.raises(DataError, match=f"{name}: is larger than 256.0 MiB"):
+        load_tokenizer(tmp_path / name if name.endswith(".model") else tmp_path)
+
+
+def test_a_record_that_is_too_large_is_not_read(text: Path) -> None:
+    tokenize([text / "a.txt"], text / "out", "bytes", workers=1)
+    with (text / "out.meta.json").open("wb") as handle:
+        handle.truncate((16 << 20) + 1)
+    with pytest.raises(DataError, match=r"is larger than 16\.0 MiB"):
+        read_meta(text / "out")
+
+
 def test_floats_are_no_tokens(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "d", "f4") as writer:
         writer.add_document(np.ones(3, np.float32))
@@ -177,7 +205,7 @@ def test_a_log_line_and_an_inspection_hold_no_control_character(tmp_path: Path, 
     tokenize([tmp_path / "a.txt"], tmp_path / "out", "bytes", workers=1)
     report = inspect(str(tmp_path / "out"))
     capsys.readouterr()
-    data._show(report)
+    data._print_tables(report)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "\\x1b[31m red" in shown
 
