@@ -44,6 +44,7 @@ COMMANDS = {
 }
 READERS = (
     "calibrate",
+    "data tokenizer",
     "evaluate",
     "checkpoint import-hf",
     "data inspect",
