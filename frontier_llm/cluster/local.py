@@ -78,7 +78,7 @@ def run_local_ranks(
     env: Mapping[str, str],
     log_dir: Path,
     *,
-    program: Sequence[str] = (sys.executable, "-m", "frontier_llm.cli.main"),
+    program: Sequence[str] = (sys.executable, "-P", "-m", "frontier_llm.cli.main"),
     run_dir: Path | None = None,
     grace_s: float = 5.0,
 ) -> int:
@@ -138,13 +138,15 @@ class _Ranks:
         return first.exit_code
 
     def _start(self) -> None:
+        # this package for the ranks too, wherever it was imported from: never one that lies in the working directory (-P)
+        python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), self.env.get("PYTHONPATH"))))
         port, threads = free_port(), max(1, (os.cpu_count() or 1) // self.num_ranks)
         for rank in range(self.num_ranks):
             log = (self.log_dir / f"rank_{rank}.log").open("wb", buffering=0)
             piped = rank == 0
             process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 self.command,
-                env={**self.env, **rank_variables(rank, self.num_ranks, port, threads)},
+                env={**self.env, "PYTHONPATH": python_path, **rank_variables(rank, self.num_ranks, port, threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=subprocess.PIPE if piped else subprocess.STDOUT,

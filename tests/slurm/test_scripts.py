@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,11 +71,12 @@ def make_archive(tmp_path: Path) -> Path:
 
 def test_the_environment_is_broadcast_and_used(cluster: LocalSlurm, tmp_path: Path) -> None:
     job, text = job_sh(cluster, tmp_path, {"FRONTIER_LLM_ENV_ARCHIVE": str(make_archive(tmp_path))})
-    target = Path(f"/tmp/frontier_llm_env_{job['JobId']}")
+    said = re.search(rf"python \['a b'\] (/tmp/frontier_llm_env_{job['JobId']}_[0-9a-f]{{16}})/bin/python", text)
+    assert said is not None and job["JobState"] == "COMPLETED", text
+    target = Path(said[1])
     try:
-        assert job["JobState"] == "COMPLETED", text
-        assert f"python ['a b'] {target}/bin/python" in text
-        assert (target / "bin" / "unpacked").exists() and not Path(f"{target}.tar.gz").exists()
+        assert (target / "bin" / "unpacked").exists() and not (target / "env.tar.gz").exists()
+        assert target.stat().st_mode & 0o777 == 0o700
     finally:
         shutil.rmtree(target, ignore_errors=True)
 
@@ -81,15 +84,15 @@ def test_the_environment_is_broadcast_and_used(cluster: LocalSlurm, tmp_path: Pa
 def test_a_failed_broadcast_ends_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:
     job, text = job_sh(cluster, tmp_path, {"FRONTIER_LLM_ENV_ARCHIVE": "/nonexistent/env.tar.gz"})
     assert job["ExitCode"] == "2:0" and "conda-pack" in text
-    # the node's disk refuses the file: a directory stands where sbcast has to write
     archive = make_archive(tmp_path)
-    blocked = Path(f"/tmp/frontier_llm_env_{int(job['JobId']) + 1}.tar.gz")
-    blocked.mkdir()
-    try:
-        job, text = job_sh(cluster, tmp_path, {"FRONTIER_LLM_ENV_ARCHIVE": str(archive)})
-        assert job["JobState"] == "FAILED" and "sbcast ended with" in text and "python [" not in text
-    finally:
-        blocked.rmdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbcast").write_text("#!/bin/bash\necho no space left >&2\nexit 1\n")
+    (tmp_path / "bin" / "sbcast").chmod(0o755)
+    env = {"FRONTIER_LLM_ENV_ARCHIVE": str(archive), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    job, text = job_sh(cluster, tmp_path, env)
+    for left in Path("/tmp").glob(f"frontier_llm_env_{job['JobId']}_*"):
+        left.rmdir()
+    assert job["JobState"] == "FAILED" and "sbcast ended with" in text and "python [" not in text
 
 
 def test_unknown_site_and_missing_python_are_explained(cluster: LocalSlurm, tmp_path: Path) -> None:

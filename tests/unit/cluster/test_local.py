@@ -264,3 +264,10 @@ def test_failure_lines_keep_the_chain_and_fall_back_to_the_tail(tmp_path: Path) 
     assert failure_lines(log)[0] == "line 60"
     log.write_text("noise\nfrontier-llm train: error\nlr: is wrong\n    fix: mend it\n")
     assert failure_lines(log) == ["frontier-llm train: error", "lr: is wrong", "    fix: mend it"]
+
+
+def test_ranks_take_the_package_of_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "frontier_llm").mkdir()
+    (tmp_path / "frontier_llm" / "__init__.py").write_text("raise ImportError('of the working directory')\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_local_ranks(1, ["submit", "--help"], {**os.environ, "PYTHONPATH": ""}, tmp_path / "logs") == 0
