@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -161,13 +163,25 @@ def train(device: str, out: Path) -> dict[str, Any]:
 STAGES: dict[str, Callable[[str, Path], Any]] = {"ceilings": ceilings, "checks": checks, "ops": ops, "compiled": compiled, "train": train}
 
 
+def run_limited(command: list[str], limit_s: float) -> None:
+    """Raises CalledProcessError, or TimeoutExpired once the command and all that it started have been ended: a training run would keep the GPU."""
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        try:
+            code = process.wait(limit_s)
+        except BaseException:  # an interrupt from the keyboard, too, reaches nothing in another session
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
 def run_apart(stage: str, device: str, out: Path) -> None:
     """One stage in its own process; what went wrong becomes its result."""
     command = [sys.executable, __file__, "--device", device, "--out", str(out), "--only", stage]
     begin = time.monotonic()
     (out / f"{stage}.json").unlink(missing_ok=True)
     try:
-        subprocess.run(command, cwd=ROOT, check=True, timeout=LIMITS_S[stage] * (1 if device == "cuda" else 10))
+        run_limited(command, LIMITS_S[stage] * (1 if device == "cuda" else 10))
     except subprocess.SubprocessError as error:
         result = {"error": f"{type(error).__name__}: {error}", "until_then": read(out, stage)}
         (out / f"{stage}.json").write_text(json.dumps(result), encoding="utf-8")

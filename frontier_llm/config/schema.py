@@ -192,6 +192,9 @@ class OpsConfig(Section):
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
+    allow_fallback: bool = (
+        False  # on a GPU, `auto` goes on without its prebuilt kernels, which are several times as fast, where they are missing
+    )
     no_jit: bool = False  # any attempt to compile while training is an error
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from frontier_llm.errors import BackendError
 from frontier_llm.ops.driver import Argument, Code, Driver, GpuDriver, Grid, LaunchError, architecture_of_device
 from frontier_llm.ops.kernel_table import ARCHITECTURES
-from frontier_llm.ops.manifest import GPU_DIR, build_command, read_manifest
+from frontier_llm.ops.manifest import GPU_DIR, read_manifest
 
 _SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are Q
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -116,12 +116,22 @@ class PrebuiltKernels:
             function = self._functions[device, code.path] = self._load(device, code)
         self._driver.launch(device, function, code, grid, slots, arguments)
 
+    def load_any(self) -> None:
+        """Load one code object on the current device; raises BackendError where the driver refuses it, as it then will them all."""
+        device, codes = self._driver.device(), next(iter(self._variants.values())).codes
+        code = next(iter(codes.values()))
+        self._functions[device, code.path] = self._load(device, code)
+
     def _load(self, device: int, code: Code) -> int:
         image = code.path.read_bytes()
         try:
             function = self._driver.load(device, code, image)
         except LaunchError as error:
-            raise BackendError(str(error), build_command(self.architecture), str(code.path)) from error
+            what = f"{error}: built by Triton {self.tools['triton']}, whose assembler may be newer than this driver"
+            fix = f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch {self.architecture}"
+            if ARCHITECTURES[self.architecture].backend == "cuda":
+                fix += ', or with this CUDA\'s assembler: TRITON_PTXAS_PATH="$(which ptxas)" before that command'
+            raise BackendError(what, fix, str(code.path)) from error
         self._images.append(image)
         return function
 
@@ -131,7 +141,9 @@ def kernels_of_this_gpu() -> PrebuiltKernels:
     """Those of torch's first GPU; raises BackendError where there is none, or nothing was built for it."""
     if not torch.cuda.is_available():
         raise BackendError("torch sees no GPU")
-    return PrebuiltKernels(architecture_of_device())
+    kernels = PrebuiltKernels(architecture_of_device())
+    kernels.load_any()  # not only at the first launch: what cannot be used is said where the back-ends are chosen
+    return kernels
 
 
 def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> bytes:

@@ -45,8 +45,9 @@ class Provider:
     dtypes: frozenset[torch.dtype]
     load: Callable[[], Mapping[str, Op]]
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
-    missing: Callable[[], str] = lambda: ""
+    missing: Callable[[], str | Refusal] = lambda: ""
     build: str = ""  # what to run to get it
+    required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
     def refusal(self, group: str, device_type: str, dtype: torch.dtype) -> Refusal | None:
@@ -58,7 +59,7 @@ class Provider:
         if dtype not in self.group_dtypes.get(group, self.dtypes):
             return Refusal(f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}")
         missing = self.missing()
-        return Refusal(missing, self.build) if missing else None
+        return missing if isinstance(missing, Refusal) else Refusal(missing, self.build) if missing else None
 
 
 def functions_of(implementation: object) -> dict[str, Op]:
@@ -81,11 +82,12 @@ def _load_cpu() -> Mapping[str, Op]:
     return functions_of(CpuOps())
 
 
-def _triton_missing() -> str:
+def _triton_missing() -> str | Refusal:
     try:
         kernels_of_this_gpu()
     except BackendError as error:
-        return str(error)
+        first = error.problems[0]  # damaged files are one problem each, with one remedy
+        return Refusal(f"{first.where}: {first.what}".removeprefix(": "), first.fix or build_command("gfx90a"))
     return ""
 
 
@@ -104,9 +106,14 @@ def _flash_attn_missing() -> str:
     if importlib.util.find_spec("flash_attn") is None:
         return "the flash-attn package is not installed"
     try:
-        importlib.import_module("flash_attn")
+        package = importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:
         return f"flash-attn does not import: {error}"
+    interface = getattr(package, "flash_attn_interface", None)  # there, unless it is not the package that we know
+    if getattr(interface, "USE_TRITON_ROCM", False):
+        return (
+            "this is flash-attn's Triton build (FLASH_ATTENTION_TRITON_AMD_ENABLE), which compiles at run time; only the CK build is used"
+        )
     return ""
 
 
@@ -151,7 +158,7 @@ PROVIDERS: dict[str, Provider] = {
             load=_load_triton,
             version=_triton_version,
             missing=_triton_missing,
-            build=build_command("gfx90a"),
+            required=True,
             group_dtypes={"attention": HALVES},
         ),
         Provider(

@@ -21,6 +21,8 @@ PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
     "cuda": ("flash_attn", "triton", "torch", "sdpa", "reference"),
 }
+# Where documents are masked: flash_attn reads their lengths on the host in every layer, for which the host waits for the GPU.
+_WITH_DOCUMENTS = ("triton", "flash_attn", "torch", "sdpa", "reference")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,13 @@ class ChosenBackend:
     why: str
 
 
-def choose(group: str, wanted: str, device_type: str, dtype: torch.dtype) -> ChosenBackend | Problem:
-    """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there."""
+def choose(
+    group: str, wanted: str, device_type: str, dtype: torch.dtype, *, documents: bool = False, allow_fallback: bool = False
+) -> ChosenBackend | Problem:
+    """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there.
+
+    So it is when `auto` would pass over a back-end that is built with this package, for a slower one, without `allow_fallback`.
+    """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
         refusal = provider.refusal(group, device_type, dtype)
@@ -43,24 +50,30 @@ def choose(group: str, wanted: str, device_type: str, dtype: torch.dtype) -> Cho
     if dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    for provider in (PROVIDERS[name] for name in PREFERENCE[device_type]):
+    order = _WITH_DOCUMENTS if documents and device_type == "cuda" else PREFERENCE[device_type]
+    for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
         refusal = provider.refusal(group, device_type, dtype)
         if refusal is None:
             return ChosenBackend(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
+        if refusal.build and provider.required and not allow_fallback:
+            instead = f"or go on without: ops.{group}=reference, or ops.allow_fallback=true for all ops"
+            return Problem(f"ops.{group}=auto", f"the kernels of this GPU cannot be used: {refusal.why}", f"{refusal.build}; {instead}")
         passed_over.append(f"{provider.name} ({refusal})")
     raise AssertionError("the reference serves everything")
 
 
-def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype) -> Ops:
+def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype, documents: bool = False) -> Ops:
     """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
 
-    Raises BackendError, naming flag and build command, for every explicit choice that is not available, all at once.
+    `documents`: attention will be masked at their boundaries. Raises BackendError, naming flag and build command, for every explicit choice
+    that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at once.
     """
     if config.no_jit:
         forbid_jit()
-    outcomes = [choose(group, getattr(config, group), device_type, dtype) for group in GROUPS]
+    fallback = config.allow_fallback
+    outcomes = [choose(group, getattr(config, group), device_type, dtype, documents=documents, allow_fallback=fallback) for group in GROUPS]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:
         raise BackendError(problems)
@@ -82,7 +95,7 @@ def backends(dtype_name: str) -> list[dict[str, Any]]:
     dtype = working_dtype(dtype_name)
     rows = []
     for group, device in itertools.product(GROUPS, PREFERENCE):
-        taken = choose(group, "auto", device, dtype)
+        taken = choose(group, "auto", device, dtype, allow_fallback=True)
         assert isinstance(taken, ChosenBackend)
         for provider in PROVIDERS.values():
             if group in provider.groups and device in provider.devices:

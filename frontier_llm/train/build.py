@@ -47,7 +47,7 @@ class TrainState:
 def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource) -> TrainState:
     """One rank's part of the run, with initial weights. Raises BackendError when a chosen op is not there."""
     dtype = working_dtype(config.precision.dtype)
-    ops = select_ops(config.ops, device.type, dtype)
+    ops = select_ops(config.ops, device.type, dtype, config.data.reset_at_documents)
     gradients = gradient_destination(config)
     context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
     specs, weights = plan.stages_of(mesh.pp.rank), config.train.loss_weights

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
@@ -24,6 +26,8 @@ from frontier_llm.topology import ParallelPlan, in_flight, make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.host_memory import keep_freed_memory
 from frontier_llm.units import plural
+
+_LOCKS: dict[str, TextIO] = {}  # of GPUs, held by this process
 
 
 @contextmanager
@@ -119,12 +123,37 @@ def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
             "train.device=cuda, but torch sees no GPU",
             fix="set train.device=cpu, or check the module, the container and ROCR_VISIBLE_DEVICES",
         )
-    index = (place.local_rank if place else 0) % torch.cuda.device_count()
+    visible = torch.cuda.device_count()
+    if place is not None and 1 < visible < place.local_world_size:  # one is what a launcher shows that gives each rank its own
+        what = f"{place.local_world_size} ranks on {place.hostname}, where torch sees {visible} GPUs"
+        raise FrontierError(what, fix=f"start {visible} ranks per node, or ask the scheduler for a GPU per rank")
+    index = (place.local_rank if place else 0) % visible
     torch.cuda.set_device(index)
+    if place is not None and visible < place.local_world_size:
+        _take_gpu(place, torch.cuda.get_device_properties(index))
     architecture = getattr(torch.cuda.get_device_properties(index), "gcnArchName", "")  # NVIDIA's have none
     if (place is None or place.rank == 0) and (note := fp16_note(config.precision, architecture.startswith(FLUSHING))):
         log.warn(note)
     return torch.device("cuda", index)
+
+
+def _take_gpu(place: RankEnv, properties: Any) -> None:
+    """Lock this rank's only GPU for this process, by its place on the bus. Raises FrontierError when another rank of the job has it."""
+    where = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in where:  # a torch older than 2.8; the communicator will refuse duplicates, later and in other words
+        return
+    path = f"/tmp/frontier-llm-gpu-{place.master_port}-{'-'.join(map(str, where))}.lock"  # noqa: S108 node-local by intent
+    if path in _LOCKS:
+        return
+    lock = open(path, "w", encoding="utf-8")  # noqa: SIM115 held until the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        what = f"local rank {place.local_rank} on {place.hostname} sees one GPU (bus {where[1]:#04x}), which another rank of this job has"
+        fix = "let each rank see its own (srun --gpus-per-task=1), or all of a node's (unset ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)"
+        raise FrontierError(what, fix=fix) from error
+    _LOCKS[path] = lock
 
 
 def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: torch.device) -> Mesh:

@@ -68,6 +68,14 @@ def test_a_stage_that_fails_or_hangs_is_an_error_in_its_result(script, tmp_path,
     assert "ops: killed" in text and "| rms_norm | 1.000 ms |" in text
 
 
+def test_a_late_stage_ends_with_all_that_it_started(script, tmp_path):
+    pid = tmp_path / "pid"
+    with pytest.raises(subprocess.TimeoutExpired):
+        script.run_limited(["bash", "-c", f"sleep 300 & echo $! > {pid}; wait"], 2)
+    state = Path(f"/proc/{int(pid.read_text())}/stat")
+    assert not state.exists() or state.read_text().split()[2] in "ZX"  # ended, if nobody has asked after it yet
+
+
 def test_shares_are_of_the_right_ceiling(script):
     timings = [
         Timing("rms_norm", "ours", 1.0, 900, 0.0),

@@ -14,7 +14,7 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import AdamWUpdate, Scores
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import ARCHITECTURES
-from tests.unit.ops.fake_gpu import DEVICE, STREAM, checked_address, fake_gpu, skipped
+from tests.unit.ops.fake_gpu import DEVICE, IMAGE, STREAM, checked_address, fake_gpu, skipped
 
 pytestmark = skipped
 
@@ -156,8 +156,24 @@ def test_what_the_driver_says_is_said(gpu):
         fail.value = 0
     broken = code.path.parent / "broken"
     broken.write_bytes(b"text")
-    with pytest.raises(BackendError, match=r"the driver refuses the code object: some error \(code 200\)"):
+    with pytest.raises(BackendError, match=r"the driver refuses the code object: some error \(code 200\)") as error:
         kernels._load(DEVICE, dataclasses.replace(code, path=broken))
+    text = str(error.value)
+    assert (
+        "may be newer than this driver" in text
+        and f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch {kernels.architecture}" in text
+    )
+    assert ("TRITON_PTXAS_PATH" in text) == (kernels.architecture == "sm_90")
+
+
+def test_a_driver_that_refuses_code_objects_is_known_before_the_first_launch(gpu):
+    kernels, *_ = gpu
+    kernels.load_any()
+    code = next(iter(next(iter(kernels._variants.values())).codes.values()))
+    code.path.write_bytes(b"text")
+    with pytest.raises(BackendError, match="the driver refuses the code object"):
+        kernels.load_any()
+    code.path.write_bytes(IMAGE)
 
 
 def test_another_thread_gets_its_device_first(gpu):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import sys
@@ -136,8 +137,57 @@ def test_triton_without_a_gpu_says_so():
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_choice_on_gpu_always_ends_somewhere(group):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        outcome = select.choose(group, "auto", "cuda", dtype)
+        outcome = select.choose(group, "auto", "cuda", dtype, allow_fallback=True)
         assert isinstance(outcome, select.ChosenBackend)
+
+
+def missing_kernels(monkeypatch, why):
+    def none():
+        raise BackendError(why, "python setup.py build_ops --arch sm_90")
+
+    monkeypatch.setattr(providers, "kernels_of_this_gpu", none)
+
+
+@pytest.mark.parametrize("why", ["no manifest.json", "built from other kernel sources than these", "the driver refuses the code object"])
+def test_auto_does_not_go_on_without_the_kernels_of_a_gpu(monkeypatch, why):
+    missing_kernels(monkeypatch, why)
+    with pytest.raises(BackendError) as error:
+        select_ops(OpsConfig(attention="sdpa", norm="reference"), "cuda", torch.bfloat16)
+    text = str(error.value)
+    assert why in text and "build_ops --arch sm_90" in text and "ops.allow_fallback=true" in text
+    for group in ("rope", "activation", "cross_entropy", "adamw", "accumulate"):
+        assert f"ops.{group}=auto" in text and f"ops.{group}=reference" in text
+    assert not any(f"ops.{group}=auto" in text for group in ("attention", "norm", "linear"))  # chosen, chosen, not of ours
+
+
+def test_allow_fallback_goes_on_and_says_why(monkeypatch, capsys):
+    missing_kernels(monkeypatch, "no manifest.json")
+    select_ops(OpsConfig(allow_fallback=True), "cuda", torch.bfloat16)
+    assert "passed over triton (no manifest.json" in capsys.readouterr().err
+
+
+def test_flash_attn_is_not_first_where_documents_are_masked(monkeypatch):
+    for name in ("flash_attn", "triton"):
+        monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
+    for documents, expected in ((False, "flash_attn"), (True, "triton")):
+        outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, documents=documents)
+        assert outcome.provider.name == expected
+
+
+def test_flash_attn_built_for_triton_is_refused_before_it_compiles(monkeypatch, tmp_path):
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("from flash_attn import flash_attn_interface")
+    (package / "flash_attn_interface.py").write_text("USE_TRITON_ROCM = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert "Triton build" in providers.PROVIDERS["flash_attn"].missing()
+    (package / "flash_attn_interface.py").write_text("USE_TRITON_ROCM = False  # the CK build")
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.invalidate_caches()
+    assert providers.PROVIDERS["flash_attn"].missing() == ""
 
 
 def test_apex_of_pypi_is_recognised_and_refused(monkeypatch, tmp_path):

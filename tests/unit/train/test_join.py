@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from frontier_llm.cluster.rank_env import environ
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import load_run
 from frontier_llm.config.load import find_file
-from frontier_llm.errors import BackendError, ConfigError
+from frontier_llm.errors import BackendError, ConfigError, FrontierError
 from frontier_llm.machine.env import environment
 from frontier_llm.train import join
 
@@ -94,3 +96,42 @@ def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, tmp_path
     clean.setenv("NCCL_DEBUG_FILE", "/elsewhere")
     join._check_network(serial_mesh(), PLACE)
     assert "the network is not checked" in capfd.readouterr().err
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, bus: int) -> None:
+    properties = SimpleNamespace(gcnArchName="gfx90a", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+    pretended = {"is_available": lambda: True, "device_count": lambda: gpus, "set_device": lambda index: None}
+    for name, function in {**pretended, "get_device_properties": lambda index: properties}.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+
+
+def _place(local_rank: int, ranks: int, port: int) -> RankEnv:
+    return RankEnv(local_rank, ranks, local_rank, ranks, 0, "n0", "n0", port, "slurm")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, 4, 0xC1)
+    for local_rank in (0, 7):  # each rank, not only those without a GPU: all end with the reason
+        with pytest.raises(FrontierError, match="8 ranks on n0, where torch sees 4 GPUs"):
+            join._device(load_run("quickstart", ["train.device=cuda"]), _place(local_rank, 8, 23456))
+
+
+def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, port = load_run("quickstart", ["train.device=cuda"]), os.getpid()  # a name of its own for the lock
+    _pretend(monkeypatch, 1, 0xC1)
+    try:
+        assert join._device(run, _place(0, 2, port)).index == 0
+        assert join._device(run, _place(0, 2, port)).index == 0  # a rank that joins again
+        with monkeypatch.context() as another_process:
+            another_process.setattr(join, "_LOCKS", {})
+            with pytest.raises(FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"):
+                join._device(run, _place(1, 2, port))
+            _pretend(monkeypatch, 1, 0xC6)
+            assert join._device(run, _place(1, 2, port)).index == 0  # its own
+            for lock in join._LOCKS.values():
+                lock.close()
+    finally:
+        for path in [path for path in join._LOCKS if f"-{port}-" in path]:
+            join._LOCKS.pop(path).close()
+        for lock in Path("/tmp").glob(f"frontier-llm-gpu-{port}-*"):
+            lock.unlink()
