@@ -92,7 +92,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.search_as_dict(found, machine, stack, numbers, run_of), indent=1, allow_nan=False))
     else:
-        print(report.text(found, machine, numbers, run_of, _width()))
+        print(report.text(found, machine, stack, numbers, run_of, _width()))
         if args.explain:
             print("\n" + report.explain(best, machine, stack, numbers, _width()))
     _extras(args, found, machine, stack, numbers, fixed)
