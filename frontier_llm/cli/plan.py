@@ -91,7 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
-        return "\n".join([report.text(found, machine, numbers, run_of, _width()), *explained])
+        return "\n".join([report.text(found, machine, stack, numbers, run_of, _width()), *explained])
 
     show(args, report.search_as_dict(found, machine, stack, numbers, run_of), text)
     _extras(args, found, machine, stack, numbers, fixed)

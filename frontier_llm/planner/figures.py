@@ -60,7 +60,7 @@ def write_figures(directory: Path, found: Search, machine: Machine, stack: str, 
 
 def _html(found: Search, machine: Machine, stack: str, numbers: Rates, paths: list[Path]) -> str:
     pictures = "\n".join(map(_picture, paths))
-    words = html.escape(report.text(found, machine, numbers, None) + "\n\n" + report.explain(found.best, machine, stack, numbers))
+    words = html.escape(report.text(found, machine, stack, numbers, None) + "\n\n" + report.explain(found.best, machine, stack, numbers))
     title = html.escape(f"{found.model.name} on {found.nodes} nodes of {machine.name}")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'

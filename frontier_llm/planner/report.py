@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frontier_llm.blueprint import total_parameters
@@ -16,9 +16,10 @@ from frontier_llm.machine.load import PLACES
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
+from frontier_llm.planner.promise import Promise, promise_of
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.schedule import rule
-from frontier_llm.units import GIB, TERA, format_count, format_seconds, plural
+from frontier_llm.units import GIB, format_count, format_seconds, plural
 
 WIDTH = 140  # columns of a report that is not shown on a terminal
 
@@ -150,10 +151,10 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
+def text(found: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
     """The report that people read, in `width` columns."""
     best, model = found.best, found.model
-    use = utilisations(best, rates)
+    use, promise = utilisations(best, rates), promise_of(best, machine, stack)
     lines = [
         f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(found.nodes, 'node')} of {machine.name}: "
         f"{found.nodes * machine.devices_per_node} devices, {machine.device.name}",
@@ -161,10 +162,8 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, wi
         f"{found.legal} legal layouts, {found.fitting} fit, {found.dominated} of these dominated; {len(found.plans)} finalists simulated",
         "",
         f"choice: {layout_words(best)}",
-        f"  {step_words(best.step_s)} per step (simulated), {best.tokens_per_s_per_device:.1f} tokens/s per device, "
-        f"{best.tokens_per_s_per_device * best.layout.devices:,.0f} in all",
-        f"  MFU {100 * use['mfu']:.1f} % ({_tflops(use['mfu'] * rates.peak_flops / TERA)} TFLOP/s, full attention counted; "
-        f"causal {100 * use['mfu_causal']:.1f} %), HFU {100 * use['hfu']:.1f} % (recomputation counted)",
+        *speed_lines(best, use, promise),
+        *promise.words(),
         f"  memory {best.peak_bytes / GIB:.1f} of {best.limit_bytes / GIB:.0f} GiB on the fullest rank"
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
@@ -184,8 +183,26 @@ def text(found: Search, machine: Machine, rates: Rates, run: Campaign | None, wi
             f"{100 * (other.step_s / best.step_s - 1):+.1f} % time against the choice"
         )
     if run is not None:
-        lines += ["", *campaign_lines(run)]
+        lines += ["", *campaign_lines(run, promise)]
     return wrapped("\n".join(lines), width)
+
+
+def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[str]:
+    """Time, rate and shares of the peak, each with its band; for a stack that never ran the slow end of the band stands first."""
+    speed, devices = plan.tokens_per_s_per_device, plan.layout.devices
+    rates_and_words: dict[str, tuple[float, Callable[[float], str]]] = {
+        "tokens/s per device": (speed, "{:.1f}".format),
+        "tokens/s in all": (speed * devices, "{:,.0f}".format),
+        "TFLOP/s per device": (promise.tflops, _tflops),
+        "% MFU (full attention counted)": (100 * use["mfu"], "{:.1f}".format),
+        "% causal": (100 * use["mfu_causal"], "{:.1f}".format),
+        "% HFU (recomputation counted)": (100 * use["hfu"], "{:.1f}".format),
+    }
+    rates = [f"{promise.about(value, words, slow=0)} {unit}" for unit, (value, words) in rates_and_words.items()]
+    return [
+        f"  {promise.about(plan.step_s, step_words, slow=1)} per step, {rates[0]}",
+        *(f"  {', '.join(pair)}" for pair in (rates[1:3], rates[3:])),
+    ]
 
 
 def _tflops(value: float) -> str:
@@ -210,13 +227,15 @@ def _why(best: Plan, other: Plan) -> str:
     return f"it loses {format_seconds(gaps[name])} in {name}"
 
 
-def campaign_lines(run: Campaign) -> list[str]:
+def campaign_lines(run: Campaign, promise: Promise) -> list[str]:
     """Days, node-hours, checkpoints, walltime."""
     lines = [
-        f"{format_count(run.tokens)} tokens: {run.days:.1f} days of computing, {run.node_hours:,.0f} node-hours",
+        f"{format_count(run.tokens)} tokens: {promise.about(run.days, '{:.1f}'.format, slow=1)} days of computing, "
+        f"{promise.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
         f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with "
         f"{format_seconds(run.save_s)} per save and {run.mtbf_hours:.1f} h between failures of the job)",
-        f"  expected share of useful time {100 * run.effective:.1f} %: {run.calendar_days:.1f} calendar days without queueing",
+        f"  expected share of useful time {100 * run.effective:.1f} %: "
+        f"{promise.about(run.calendar_days, '{:.1f}'.format, slow=1)} calendar days without queueing",
     ]
     if run.queue:
         lines.append(f"  queue: {run.queue.name}, at most {run.queue.max_hours:g} h per job, {run.jobs} jobs one after the other")
@@ -271,6 +290,7 @@ def search_as_dict(found: Search, machine: Machine, stack: str, rates: Rates, ru
         "fitting": found.fitting,
         "dominated": found.dominated,
         "simulated": True,
+        "promise": promise_of(found.best, machine, stack).as_dict(found.best),
         "plans": [
             {
                 **as_dict(plan, rates),
