@@ -192,9 +192,7 @@ class OpsConfig(Section):
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
-    allow_fallback: bool = (
-        False  # on a GPU, `auto` goes on without its prebuilt kernels, which are several times as fast, where they are missing
-    )
+    allow_fallback: bool = False  # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)
     no_jit: bool = False  # any attempt to compile while training is an error
 
 
@@ -220,8 +218,7 @@ class CommConfig(Section):
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
     store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
-    # communications of a rank at a time: one = each ends before the next begins, in the schedule's one order; auto: as the machine file says
-    in_flight: Literal["auto", "one", "many"] = "auto"
+    in_flight: Literal["auto", "one", "many"] = "auto"  # communications at a time; auto: as the machine file says (since 0.2)
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 

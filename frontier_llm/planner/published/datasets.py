@@ -18,9 +18,9 @@ from typing import Any
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import DataError
+from frontier_llm.planner.published.rows import Row, layout_of_row, model_of, number_of, seconds_of_row, shape_of, unstated_of
 
 PUBLISHED = Path(__file__).parent
-Row = Mapping[str, str]  # cells of a throughput table by column
 SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
 
 
@@ -168,8 +168,8 @@ def _unlike_anything_here(row: Row) -> str:
     reasons = {
         "parallelism of other dimensions": "d:" in row["TP"].lower(),
         "tensor or pipeline degree not stated": not row["TP"] or not row["PP"],
-        "experts": _number(row["experts"]) > 1 or bool(re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)),
-        "context parallelism": _number(row["CP"]) > 1 or bool(re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)),
+        "experts": number_of(row["experts"]) > 1 or bool(re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)),
+        "context parallelism": number_of(row["CP"]) > 1 or bool(re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)),
         "ZeRO-3 of another system": bool(re.search(r"zero(-| |)(stage |)3|stage.?3", words)),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
@@ -193,23 +193,18 @@ def _vtrain(row: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _number(text: str | None, default: float = 0.0) -> float:
-    found = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", (text or "").replace(",", ""))
-    return float(found.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[found.group(2)] if found else default
-
-
 def _published_run(row: Row) -> PublishedRun | None:
     """A row of the table; None where it has no time, no shape or no cluster that is known."""
     cluster = _cluster(row)
-    shape = _shape(row)
+    shape = shape_of(row)
     if cluster is None or shape is None:
         return None
     machine, stack = cluster
-    layout = _layout(row, shape)
-    seconds = _seconds(row, shape, layout)
+    layout = layout_of_row(row, shape)
+    seconds = seconds_of_row(row, shape, layout)
     if not seconds:
         return None
-    stated = _number(row["devices"]) > 0 and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
+    stated = number_of(row["devices"]) > 0 and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
     recompute, precision = row["recompute"].lower(), row["precision"]
     # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
     half = recompute.startswith(("selective layer", "selective op"))
@@ -221,7 +216,7 @@ def _published_run(row: Row) -> PublishedRun | None:
         dataset=_dataset(row["id"], machine, stack),
         machine=machine,
         stack=stack,
-        model=_model(row, shape),
+        model=model_of(row, shape),
         layout=replace(
             layout,
             recompute="full" if half or recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none",
@@ -230,31 +225,9 @@ def _published_run(row: Row) -> PublishedRun | None:
         seconds=seconds,
         known=stated and not row["borrowed"],
         approximate="D:" in row["TP"],
-        unstated=_unstated(row, layout.pp, stack),
-        memory_gib=_number(row["mem_gb_per_dev"]) or None,
+        unstated=unstated_of(row, layout.pp, stack),
+        memory_gib=number_of(row["mem_gb_per_dev"]) or None,
         software=software,
-    )
-
-
-def _model(row: Row, shape: Mapping[str, int]) -> ModelConfig:
-    """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head is the embedding."""
-    llama = "lama" in row["model"]
-    return ModelConfig(
-        name=row["model"] or f"L{shape['layers']} H{shape['H']}",
-        layers=shape["layers"],
-        hidden=shape["H"],
-        heads=shape["A"],
-        kv_heads=int(_number(row["kv_heads"])) or None,
-        ffn_hidden=shape["F"],
-        vocab_size=shape["V"],
-        vocab_multiple=1,
-        sequence_length=shape["S"],
-        position="rope" if llama else "learned" if row["position"] else "alibi",  # few sources say; a table of positions is small
-        norm="rmsnorm" if llama else "layernorm",
-        activation="swiglu" if llama else "gelu",
-        bias=not llama,
-        norm_bias=not llama,
-        tied_embeddings=not llama,
     )
 
 
@@ -265,95 +238,6 @@ def _cluster(row: Row) -> tuple[str, str] | None:
     words = [row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")]
     label = " ".join([*words, f"flash: {row['flash_attn']}"]).lower()
     return next(((machine, stack) for pattern, machine, stack in CLUSTERS if re.search(pattern, label)), None)
-
-
-def _shape(row: Row) -> dict[str, int] | None:
-    """The model's sizes; layers that are not stated follow from the number of parameters."""
-    H, S, V = (int(_number(row[key], default)) for key, default in (("hidden", 0), ("seq", 2048), ("vocab", 51200)))
-    if not H:
-        return None
-    if V == 250_000:
-        V = 250_880  # BLOOM's padded vocabulary
-    F = int(_number(row["ffn"])) or 4 * H
-    layers = int(_number(row["layers"])) or round((_number(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F))
-    return {"S": S, "V": V, "layers": layers, "H": H, "A": int(_number(row["heads"])) or H // 128, "F": F}
-
-
-def _dies(row: Row) -> int:
-    """Devices in what the row counts as one: the device here is the GCD, of which an MI250X package has two."""
-    return 2 if "OAM" in row["dev_unit"] else 1
-
-
-def _layout(row: Row, shape: Mapping[str, int]) -> Layout:
-    """The row's degrees, microbatches and sharding; what is not stated is what such codes are run with."""
-    tp, pp, shard = _degree(row["TP"]), _degree(row["PP"]), row["zero_or_shard"].lower()
-    devices = int(_number(row["devices"])) * _dies(row) or 8 * tp * pp  # else enough for eight replicas
-    dp = int(_number(row["DP"])) or max(devices // tp // pp, 1)
-    B = int(_number(row["MBS"])) or (1 if pp > 1 or tp > 1 else 4)
-    global_batch = int(_number(row["GBS"])) * (dp if "replica" in row["GBS"] else 1)
-    per_virtual = _number(row["layers_per_virtual_stage"])
-    chunks = max(1, round(shape["layers"] / pp / per_virtual)) if per_virtual else 1
-    return Layout(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        chunks=chunks,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        micro_batch=B,
-        microbatches=max(global_batch // dp // B, 1) if global_batch else 4 * pp,
-        sequence_parallel=row["seq_parallel"].startswith("yes") and tp > 1,
-        sharding=next((name for word, name in SHARDING_OF.items() if word in shard), "none"),
-    )
-
-
-def _seconds(row: Row, shape: Mapping[str, int], layout: Layout) -> float:
-    """Per step: as stated, else from the throughput; 0 where neither is given."""
-    if stated := _number(row["sec_per_iter"]):
-        return stated
-    tokens_per_s = _tokens_per_s(row, shape) / _dies(row)
-    devices = _number(row["devices"]) * _dies(row) or 8 * layout.tp * layout.pp
-    return shape["S"] * layout.global_batch / tokens_per_s / devices if tokens_per_s else 0.0
-
-
-def _unstated(row: Row, pp: int, stack: str) -> tuple[str, ...]:
-    """Knobs that the source leaves open."""
-    missing = {
-        "micro_batch": _number(row["MBS"]) == 0,
-        "chunks": pp > 1 and stack.startswith("megatron-core") and row["layers_per_virtual_stage"] == "",
-        "tp": row["TP"] == "",
-        "pp": row["PP"] == "" and row["TP"] == "",
-        "recompute": row["recompute"] == "",
-    }
-    return tuple(name for name, is_missing in missing.items() if is_missing)
-
-
-def _degree(text: str) -> int:
-    return 8 if "D:" in text else max(int(_number(text.split("/")[-1], 1.0)), 1)
-
-
-# what a source calls its sharding → `Layout.sharding`; the first word that occurs counts
-SHARDING_OF = {
-    "grad_op": "weights-gathered-once",
-    "hsdp": "optimizer",
-    "fsdp": "weights",
-    "zero-2": "gradients",
-    "zero-1": "optimizer",
-    "distributed": "optimizer",
-}
-
-
-def _tokens_per_s(row: Row, shape: Mapping[str, int]) -> float:
-    """Per device as the source counts devices; from TFLOP/s by the stated convention where tokens/s are missing."""
-    if _number(row["tokens_per_s_per_dev"]):
-        return _number(row["tokens_per_s_per_dev"])
-    flops = _number(row["tflops_per_dev"]) * 1e12
-    if not flops:
-        return 0.0
-    S, V, H, F = (shape[key] for key in ("S", "V", "H", "F"))
-    matrices = shape["layers"] * (4 * H * H + 2 * H * F)
-    hardware = "hardware" in row["flops_convention"]
-    per_token = (8 if hardware else 6) * matrices * (1 + S / (6 * H)) + 6 * V * H
-    return flops / per_token
 
 
 def _dataset(key: str, machine: str, stack: str) -> str:
