@@ -21,12 +21,12 @@ SHARDING_OF = {
 
 
 def number_of(text: str | None, default: float = 0.0) -> float:
-    found = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", (text or "").replace(",", ""))
-    return float(found.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[found.group(2)] if found else default
+    """The number that a cell begins with: '~1.5k' → 1500."""
+    number = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", (text or "").replace(",", ""))
+    return float(number.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[number.group(2)] if number else default
 
 
 def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
-    """The model of a row's shape."""
     """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head is the embedding."""
     llama = "lama" in row["model"]
     return ModelConfig(
