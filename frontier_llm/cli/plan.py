@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     option("--explain", action="store_true", help="the step and the memory line by line, with the source of each number"),
     option("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node"),
     option("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)"),
-    option("--top", type=positive, default=8, metavar="N", help="plans to show (default: %(default)s)"),
+    option("--top", type=positive, default=8, metavar="N", help="plans to show, at most the simulated finalists (default: %(default)s)"),
     option(
         "--measured",
         nargs="+",
@@ -84,9 +85,9 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
     shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
-    found = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, top=args.top, **shared)
+    found = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
     check_found(found, machine, numbers)
-    best = found.best
+    best, found = found.best, replace(found, plans=found.plans[: args.top])  # how many are shown must not change the choice
     run_of = campaign(machine, best, args.tokens)
 
     def text() -> str:

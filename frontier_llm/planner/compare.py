@@ -21,8 +21,8 @@ def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequ
     kept = {name: getattr(best.layout, name) for name in FIELDS}
     if {"tp", "pp"} & changes.keys():
         kept.pop("chunks")
-    exact = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **kept, **changes}, top=1)
-    free = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **changes}, top=1)
+    exact = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **kept, **changes})
+    free = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **changes})
     if all(getattr(best.layout, name) == value for name, value in changes.items()):
         return f"what if {' '.join(words)}: the choice has that already"
     lines = [f"what if {' '.join(words)}"]

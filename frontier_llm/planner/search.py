@@ -111,7 +111,6 @@ def search(
     fixed: Mapping[str, Any] | None = None,
     *,
     cross_node: bool = False,
-    top: int = FINALISTS,
     **shared: str,
 ) -> Search:
     """The best layouts of `model` on `nodes` nodes; `shared` is what all have: dtype, optimizer. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
@@ -136,7 +135,7 @@ def search(
         return result
     fitting = layouts.where(fits)
     seconds = step_s(model, fitting, rates)
-    plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates, top)
+    plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates)
     plans = [replace(plan, binding=_binding(plan, layouts, fitting)) for plan in plans]
     wide = legal(8 * rates.node_devices) if cross_node else layouts
     return replace(
@@ -148,7 +147,7 @@ def search(
     )
 
 
-def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates, top: int) -> list[Plan]:
+def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates) -> list[Plan]:
     """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the action budget."""
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
     order = np.lexsort((fitting.axis_order == AXIS_ORDERS[1], recompute, fitting.chunks, seconds))
@@ -162,7 +161,7 @@ def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight:
             continue
         seen.add(variant)
         far = seconds[index] > NEAR * seconds[order[0]]
-        if plans and (len(plans) >= top or (far and len(plans) >= 3) or spent > ACTION_BUDGET):
+        if plans and (len(plans) >= FINALISTS or (far and len(plans) >= 3) or spent > ACTION_BUDGET):
             break
         plan = simulate_layout(model, layout, rates)
         if plan.peak_bytes > rates.memory_bytes:

@@ -37,6 +37,14 @@ def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -
         assert words in out
 
 
+@pytest.mark.parametrize(("model", "nodes"), [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")])
+def test_how_many_plans_are_shown_does_not_change_the_choice(model: str, nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {top: json.loads(run(capsys, model, "--nodes", nodes, "--json", "--top", top)[1]) for top in ("1", "8")}
+    assert len(shown["1"]["plans"]) == 1 < len(shown["8"]["plans"])
+    assert shown["1"]["plans"][0] == shown["8"]["plans"][0]
+    assert shown["1"]["promise"] == shown["8"]["promise"]
+
+
 def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     emitted, trace, figures = tmp_path / "runs" / "mine.yaml", tmp_path / "trace.json", tmp_path / "figures"
     code, out, err = run(
