@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from frontier_llm.comm import DONE, Axis, single
+from frontier_llm.comm import DONE, Axis, Mesh, single
 from frontier_llm.optim import GradientSync
 from frontier_llm.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
@@ -38,12 +38,12 @@ def double_counted_norm() -> Iterator[None]:
 
 
 def _without_sum_over(name: str) -> AbstractContextManager[Any]:
-    honest = GradientSync._axis
+    honest = Mesh.axis
 
-    def axis(self: GradientSync, asked: str) -> Axis:
+    def axis(self: Mesh, asked: str) -> Axis:
         return single(name) if asked == name else honest(self, asked)
 
-    return patch.object(GradientSync, "_axis", axis)
+    return patch.object(Mesh, "axis", axis)
 
 
 @sabotage
