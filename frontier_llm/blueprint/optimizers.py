@@ -49,5 +49,5 @@ def optimizer_rule(name: str) -> OptimizerRule:
 
 def state_bytes(model: ModelConfig, name: str, dtype: str = "bf16") -> int:
     """What the optimizer keeps of a whole model that computes in `dtype`, which is also what a checkpoint of it holds."""
-    kept, item_bytes = optimizer_rule(name), statistics_bytes(dtype)
-    return sum(kept.bytes_per_element(parameter, item_bytes) * parameter.numel for parameter in model_parameters(model).values())
+    rule, item_bytes = optimizer_rule(name), statistics_bytes(dtype)
+    return sum(rule.bytes_per_element(parameter, item_bytes) * parameter.numel for parameter in model_parameters(model).values())

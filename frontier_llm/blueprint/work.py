@@ -140,14 +140,14 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, split_bac
     """One transformer block. `split_backward`: the schedule runs weight gradients as actions of their own (ZB-H1)."""
     T, H, tp = model.sequence_length * layout.micro_batch, model.hidden, layout.tp
     size, cut = DTYPE_BYTES[layout.dtype], layout.sequence_shards
-    kept = size if software.linear_speedup == 1 else 1  # of a product's input, for its weight gradient; FP8 layers keep one byte
+    input_size = size if software.linear_speedup == 1 else 1  # of a product's input, for its weight gradient; FP8 layers keep one byte
     parameters = list(block_parameters(model, 0, layout.sequence_parallel))
     items: list[Item] = []
     for parameter in parameters:
         if parameter.kind is ParameterKind.MATRIX:
             items += linear(parameter, T, layout, software, split_backward=split_backward)
             column, _, inputs = local_shape(parameter, tp)
-            items.append(Item(Phase.F, PRODUCTS, Keep(kept * T * inputs / (cut if column else 1), ("none", "selective"))))
+            items.append(Item(Phase.F, PRODUCTS, Keep(input_size * T * inputs / (cut if column else 1), ("none", "selective"))))
     items += attention_core(model, layout, software)
     forward, backward = elementwise(model, layout, software)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
@@ -214,12 +214,12 @@ def linear(
 def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
     """Scores, softmax, dropout and weighted sum for this rank's heads."""
     S, D, B, a = model.sequence_length, model.dim_per_head, layout.micro_batch, model.heads // layout.tp
-    kept = ("none",)
+    modes = ("none",)
     if software.attention == "flash":
         return [
             Item(Phase.F, ATTENTION, FlashCore(B, a, S, D), ANY),
             Item(Phase.I, ATTENTION, FlashCore(B, a, S, D, backward=True)),
-            Item(Phase.F, ATTENTION, Keep(4.0 * B * S * a, kept)),  # log-sum-exp
+            Item(Phase.F, ATTENTION, Keep(4.0 * B * S * a, modes)),  # log-sum-exp
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
@@ -229,7 +229,7 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
     forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
     backward = [Item(Phase.I, ATTENTION, work) for work in (scores, scores, values, values, Pass((passes + 1.0) * square, 2))]
     probabilities = batch * S * S * (2.0 * DTYPE_BYTES[layout.dtype] + (1 if software.dropout else 0))
-    return [*forward, *backward, Item(Phase.F, ATTENTION, Keep(probabilities, kept))]
+    return [*forward, *backward, Item(Phase.F, ATTENTION, Keep(probabilities, modes))]
 
 
 def elementwise(model: ModelConfig, layout: Layout, software: Software) -> tuple[Pass, Pass]:

@@ -160,8 +160,8 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
     step, where = step_of(path), path / MANIFEST
     content, recorded = _read_small(where, MAX_MANIFEST_BYTES), _read_small(path / MANIFEST_DIGEST, 1024)
     if recorded != digest_line(content):
-        found, expected = digest_line(content).decode().split()[0], recorded[:64].decode("ascii", errors="replace")
-        raise DamagedCheckpoint(f"sha256 is {found}, {MANIFEST_DIGEST} says {json.dumps(expected)}", where=str(where))
+        actual, expected = digest_line(content).decode().split()[0], recorded[:64].decode("ascii", errors="replace")
+        raise DamagedCheckpoint(f"sha256 is {actual}, {MANIFEST_DIGEST} says {json.dumps(expected)}", where=str(where))
     manifest = parse(content, str(where))
     if manifest.progress.step != step:
         raise DamagedCheckpoint(f"is of step {manifest.progress.step}, its folder of step {step}", where=str(where))

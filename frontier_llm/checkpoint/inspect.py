@@ -28,10 +28,10 @@ def find(path: Path) -> list[Path]:
         folder.step_of(path)
         return [path]
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = [directory / folder.step_name(step) for step in reversed(folder.complete_steps(directory))]
-    if not found:
+    checkpoints = [directory / folder.step_name(step) for step in reversed(folder.complete_steps(directory))]
+    if not checkpoints:
         raise CheckpointError("holds no complete checkpoint", "name a run directory, its checkpoints folder or a step_… folder", str(path))
-    return found
+    return checkpoints
 
 
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:

@@ -85,17 +85,17 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
     shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
-    found = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
-    check_found(found, machine, numbers)
-    best, found = found.best, replace(found, plans=found.plans[: args.top])  # how many are shown must not change the choice
+    outcome = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
+    check_found(outcome, machine, numbers)
+    best, outcome = outcome.best, replace(outcome, plans=outcome.plans[: args.top])  # how many are shown must not change the choice
     run_of = campaign(machine, best, args.tokens)
 
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
-        return "\n".join([report.text(found, machine, stack, numbers, run_of, _width()), *explained])
+        return "\n".join([report.text(outcome, machine, stack, numbers, run_of, _width()), *explained])
 
-    show(args, report.search_as_dict(found, machine, stack, numbers, run_of), text)
-    _extras(args, found, machine, stack, numbers, fixed)
+    show(args, report.search_as_dict(outcome, machine, stack, numbers, run_of), text)
+    _extras(args, outcome, machine, stack, numbers, fixed)
     return 0
 
 
@@ -144,25 +144,25 @@ def _measured(args: argparse.Namespace) -> int:
     return 0
 
 
-def _extras(args: argparse.Namespace, found: Search, machine: Machine, stack: str, numbers: Rates, fixed: dict[str, Any]) -> None:
+def _extras(args: argparse.Namespace, outcome: Search, machine: Machine, stack: str, numbers: Rates, fixed: dict[str, Any]) -> None:
     """What-if lines and files."""
     if args.what_if:
         from frontier_llm.planner.compare import what_if
 
-        print(what_if(found, numbers, fixed, args.what_if, _width()), file=sys.stderr if args.json else sys.stdout)
+        print(what_if(outcome, numbers, fixed, args.what_if, _width()), file=sys.stderr if args.json else sys.stdout)
     if args.emit:
         from frontier_llm.planner.emit import emit
 
-        print(emit(args.emit, args.model, args.machine, machine, found, numbers, args.run), file=sys.stderr if args.json else sys.stdout)
+        print(emit(args.emit, args.model, args.machine, machine, outcome, numbers, args.run), file=sys.stderr if args.json else sys.stdout)
     if args.chrome_trace:
         from frontier_llm.planner.trace import write_chrome_trace
 
-        write_chrome_trace(args.chrome_trace, found.best)
+        write_chrome_trace(args.chrome_trace, outcome.best)
         print(f"wrote {args.chrome_trace}", file=sys.stderr)
     if args.figures:
         from frontier_llm.planner.figures import write_figures
 
-        for path in write_figures(args.figures, found, machine, stack, numbers):
+        for path in write_figures(args.figures, outcome, machine, stack, numbers):
             print(f"wrote {path}", file=sys.stderr)
 
 

@@ -25,7 +25,7 @@ def status(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.status import find_runs, read_status, render
 
     given = [Path(word) for word in args.run_dirs]
-    directories = [found for path in given for found in find_runs(path) or [path]] or find_runs()
+    directories = [run for path in given for run in find_runs(path) or [path]] or find_runs()
     statuses = [read_status(directory) for directory in directories]
     if statuses or args.json:
         show(args, [asdict(each) for each in statuses], lambda: render(statuses))

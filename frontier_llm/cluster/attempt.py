@@ -178,13 +178,13 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
     return Outcome(REFUSED if refused else exit_code, failure)
 
 
-def _fates(said: Iterable[str]) -> dict[int, tuple[str, str]]:
+def _fates(lines: Iterable[str]) -> dict[int, tuple[str, str]]:
     """Task -> (host, how it ended), in the order in which srun noticed."""
-    found: dict[int, tuple[str, str]] = {}
-    for match in filter(None, map(_TASK_ERROR.match, said)):
+    fates: dict[int, tuple[str, str]] = {}
+    for match in filter(None, map(_TASK_ERROR.match, lines)):
         for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
-            found.setdefault(int(task), (match["host"], match["how"]))
-    return found
+            fates.setdefault(int(task), (match["host"], match["how"]))
+    return fates
 
 
 def _conclusion(message: Sequence[str]) -> Sequence[str]:
@@ -192,15 +192,15 @@ def _conclusion(message: Sequence[str]) -> Sequence[str]:
     headings = [number for number, line in enumerate(message) if _TOLD.match(line)]
     if not headings:
         return ()
-    said = message[headings[-1] + 1 :]
+    last = message[headings[-1] + 1 :]
     if message[headings[-1]].startswith("Traceback"):
-        return tuple(dropwhile(lambda line: line.startswith(" "), said))
-    return said
+        return tuple(dropwhile(lambda line: line.startswith(" "), last))
+    return last
 
 
 def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None, bool, tuple[str, ...]]:
     """(rank, whether it only complains about a lost peer, its last traceback): the earliest cause, else the earliest complaint."""
-    found: list[tuple[bool, int, int, tuple[str, ...]]] = []
+    tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
     for path in log_dir.glob("rank_*.log"):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - tail_bytes))
@@ -208,16 +208,16 @@ def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None,
         if _TOLD.search(text.decode(errors="replace")):
             lines = tuple(failure_lines(path))
             secondary = lost_a_peer("\n".join(_conclusion(lines)))
-            found.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
-    if not found:
+            tracebacks.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
+    if not tracebacks:
         return None, False, ()
-    secondary, _, rank, lines = min(found)
+    secondary, _, rank, lines = min(tracebacks)
     return rank, secondary, lines
 
 
-def _copy(source: IO[str], kept: list[str]) -> None:
+def _copy(source: IO[str], lines: list[str]) -> None:
     """Pass srun's messages on and keep them. Who does not read holds srun up, so that a full disk is no reason to stop."""
     for line in source:
-        kept.append(line.rstrip("\n"))
+        lines.append(line.rstrip("\n"))
         with suppress(OSError):
             print(line, end="", file=sys.stderr, flush=True)

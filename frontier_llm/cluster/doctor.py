@@ -104,7 +104,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
     count = len(nodes)
     with (
         tempfile.NamedTemporaryFile("w", dir=settings.run_dir, prefix=".doctor-", suffix=".json") as file,
-        tempfile.TemporaryFile("w+") as said,  # not a pipe: hundreds of nodes' complaints would fill it
+        tempfile.TemporaryFile("w+") as complaints,  # not a pipe: hundreds of nodes' complaints would fill it
     ):
         file.write(settings.model_dump_json())
         file.flush()
@@ -113,7 +113,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
             *("--gpus-per-node=0", "--cpu-bind=none", "--overlap", "--kill-on-bad-exit=0", f"--time={math.ceil(timeout_s / 60)}"),
             *(python, "-P", "-m", "frontier_llm.cluster.probe", file.name),
         ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, errors="replace", env=environment())  # noqa: S603 a list
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, errors="replace", env=environment())  # noqa: S603 a list
         # srun's --time has a grain of a minute, and a hung node must not hold up the others' answers
         ends = [threading.Timer(timeout_s, process.terminate), threading.Timer(timeout_s + SRUN_GRACE_S, process.kill)]
         for end in ends:
@@ -123,8 +123,8 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         process.wait()
         for end in ends:
             end.cancel()
-        said.seek(0)
-        message = said.read().strip()[-500:]
+        complaints.seek(0)
+        message = complaints.read().strip()[-500:]
     if not facts:
         raise FrontierError(f"no node answered: {message}", f"try srun {python} -V on the nodes", "doctor")
     middle = statistics.median(offsets.values())  # the transport's delay, and our own clock's error

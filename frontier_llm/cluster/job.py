@@ -137,8 +137,8 @@ def nothing_to_do(job: BatchJob) -> str:
         return f"finished: step {step} of {job.config.train.steps}"
     if (job.directory / run_dir.STOP_FILE).exists():
         return f"stopped at step {step} by {job.directory / run_dir.STOP_FILE}; delete it to go on"
-    made = run_dir.attempts(job.directory)
-    if not job.config.train.save_final and made and made[-1].cause == "finished":
+    attempts = run_dir.attempts(job.directory)
+    if not job.config.train.save_final and attempts and attempts[-1].cause == "finished":
         return "finished, without a final checkpoint (train.save_final=false)"
     if job.budget_left_s <= job.lead_s:
         used = f"{run_dir.node_hours(job.directory):,.1f} of {job.max_node_hours:,.1f} node-hours are used"
@@ -188,12 +188,12 @@ def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
 
 def let_the_lock_go_stale(job: BatchJob, first: str) -> None:
     """Rank 0 holds the checkpoints' lock. After a crash its next host can only tell by the silence that the old one is dead."""
-    made = run_dir.attempts(job.directory)
-    if made and made[-1].cause not in ("finished", "interrupted") and made[-1].nodes[0] != first:
-        left_s = made[-1].ended_unix_s + LOCK_STALE_S - time.time()
+    attempts = run_dir.attempts(job.directory)
+    if attempts and attempts[-1].cause not in ("finished", "interrupted") and attempts[-1].nodes[0] != first:
+        left_s = attempts[-1].ended_unix_s + LOCK_STALE_S - time.time()
         if left_s > 0:
             left_s = min(left_s, LOCK_STALE_S)  # the clock may have been set back since
-            log.info(f"rank 0 moves from {made[-1].nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale")
+            log.info(f"rank 0 moves from {attempts[-1].nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale")
             time.sleep(left_s)
 
 

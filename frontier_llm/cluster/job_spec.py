@@ -104,11 +104,11 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
 
 def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(run file and overrides, flags of train) of what stood after the script's name. Raises FrontierError for a flag that train has not."""
-    kept, flags, rest = list[str](), list[str](), list(words)
+    others, flags, rest = list[str](), list[str](), list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            kept.append(word)
+            others.append(word)
             continue
         name = word.partition("=")[0]
         if name not in TRAIN_FLAGS:
@@ -117,6 +117,6 @@ def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
         if len(rest) < values:
             raise FrontierError("needs the name of a key", f"write {name} train.steps", name)
         flags += [word, *(rest.pop(0) for _ in range(values))]
-    if not kept:
+    if not others:
         raise FrontierError("no run file is named", "sbatch slurm/train_small.sbatch does", "job")
-    return tuple(kept), tuple(flags)
+    return tuple(others), tuple(flags)

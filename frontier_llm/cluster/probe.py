@@ -78,13 +78,13 @@ def probe(settings: Settings) -> Facts:
 
 def gcd_memory_gib(root: Path) -> tuple[float, ...]:
     """Memory of each GPU that the kernel driver (KFD) shows; a CPU node of its topology has no SIMDs."""
-    found = []
+    sizes = []
     for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*")):
         properties = _properties(node / "properties")
         if properties.get("simd_count", 0) > 0:
             banks = [_properties(bank).get("size_in_bytes", 0) for bank in node.glob("mem_banks/*/properties")]
-            found.append(round(sum(banks) / GIB, 1))
-    return tuple(found)
+            sizes.append(round(sum(banks) / GIB, 1))
+    return tuple(sizes)
 
 
 def _properties(path: Path) -> dict[str, int]:

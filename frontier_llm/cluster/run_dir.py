@@ -84,26 +84,26 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the run has taken back: a start or a rewind at step N is followed by steps N + 1, N + 2 … again."""
-    kept: list[dict[str, Any]] = []
+    valid: list[dict[str, Any]] = []
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         if not isinstance(row.get("step"), int):
             continue
         if row.get("kind") in ("start", "rewind"):
-            kept = [earlier for earlier in kept if earlier["step"] <= row["step"]]
-        kept.append(row)
-    return kept
+            valid = [earlier for earlier in valid if earlier["step"] <= row["step"]]
+        valid.append(row)
+    return valid
 
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
     """Training rows, one per step, in their order."""
-    found = {row["step"]: row for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row}
-    return [found[step] for step in sorted(found)]
+    by_step = {row["step"]: row for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Held-out losses, one per step at which they were taken, in their order."""
-    found = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "evaluation"}
-    return [found[step] for step in sorted(found)]
+    by_step = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "evaluation"}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def layouts(run_dir: Path) -> list[dict[str, Any]]:
@@ -192,8 +192,8 @@ def slow_hosts(run_dir: Path) -> list[Slow]:
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         if row.get("kind") == "straggler" and row.get("host"):
             named.setdefault(row["host"], {})[row.get("incarnation", 0), row["step"]] = row["slowdown"]
-    found = [Slow(host, len(steps), max(steps)[1], steps[max(steps)]) for host, steps in named.items()]
-    return sorted(found, key=lambda slow: (-slow.times, slow.host))
+    late = [Slow(host, len(steps), max(steps)[1], steps[max(steps)]) for host, steps in named.items()]
+    return sorted(late, key=lambda slow: (-slow.times, slow.host))
 
 
 def add_bad_hosts(run_dir: Path, hosts: list[str]) -> None:

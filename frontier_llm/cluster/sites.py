@@ -127,13 +127,13 @@ def format_walltime(minutes: int) -> str:
 def longer_jobs(site: Site, nodes: int, minutes: int, partition: str | None) -> list[str]:
     """Where a site lets a job run for `minutes`: from how many nodes on, and in which other partition."""
     limits = site.limits(partition)
-    found = []
+    bins = []
     if wider := next((limit for limit in limits if limit.max_hours * 60 >= minutes), None):
         below = max((limit.max_nodes for limit in limits if limit.max_nodes < wider.max_nodes), default=0)
-        found.append(f"{format_walltime(minutes)} is allowed from {below + 1} nodes")
+        bins.append(f"{format_walltime(minutes)} is allowed from {below + 1} nodes")
     if roomier := [other for other in site.partitions if (site.max_minutes(nodes, other) or 0) >= minutes]:
-        found.append(f"--partition {roomier[0]} allows it")
-    return found
+        bins.append(f"--partition {roomier[0]} allows it")
+    return bins
 
 
 def request_problems(site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None) -> list[Problem]:

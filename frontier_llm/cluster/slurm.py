@@ -59,25 +59,25 @@ def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, s
             f"{command[0]} did not answer within {timeout_s:.0f} s", "try again when the Slurm controller answers", command[0]
         ) from error
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+        complaint = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
         fix = "run this where Slurm's commands work (try sinfo)" if _NO_CLUSTER.search(done.stderr) else ""
-        raise FrontierError(said[-1] if fix else "\n".join(said), fix, " ".join(command[:3]))
+        raise FrontierError(complaint[-1] if fix else "\n".join(complaint), fix, " ".join(command[:3]))
     return done.stdout
 
 
 def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
     """`call` for the supervisor of a running job: a controller that is away is asked again. Only for commands that may be said twice."""
     started_s = time.monotonic()
-    said = False
+    warned = False
     while True:
         try:
             return call(command)
         except FrontierError as error:
             if not _AWAY.search(str(error)) or time.monotonic() - started_s > patience_s:
                 raise
-            if not said:
+            if not warned:
                 log.warn(f"the Slurm controller does not answer {command[0]}; asking again for {patience_s / 60:.0f} minutes")
-            said = True
+            warned = True
             time.sleep(PAUSE_S)
 
 

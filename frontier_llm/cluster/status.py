@@ -61,7 +61,7 @@ def read_status(directory: Path) -> Status:
         raise FrontierError("holds no run", f"a run has one of {', '.join(RUN_MARKS)}", str(directory))
     rows = run_dir.steps(directory)
     last = rows[-1] if rows else {}
-    made = run_dir.attempts(directory)
+    attempts = run_dir.attempts(directory)
     target, step_tokens = _plan(directory)
     checkpoint = run_dir.latest_step(directory)
     job_id, fields = _job(directory)
@@ -71,7 +71,7 @@ def read_status(directory: Path) -> Status:
     step_time_s = statistics.median(times) if times else None
     eta_s = step_time_s * max(0, target - step) if step_time_s is not None and target is not None else None
     left_s = _walltime_left_s(fields)
-    failures = [attempt for attempt in made if attempt.cause not in ("finished", "interrupted")]
+    failures = [attempt for attempt in attempts if attempt.cause not in ("finished", "interrupted")]
     failure = read_failure(directory)
     pointer = directory / "checkpoints" / "LATEST"
     return Status(
@@ -91,8 +91,8 @@ def read_status(directory: Path) -> Status:
         slices_left=_slices(eta_s, left_s, fields),
         checkpoint_step=checkpoint,
         checkpoint_age_s=time.time() - pointer.stat().st_mtime if pointer.is_file() else None,
-        restarts=max(0, len(made) - 1),
-        causes=tuple(attempt.cause for attempt in made),
+        restarts=max(0, len(attempts) - 1),
+        causes=tuple(attempt.cause for attempt in attempts),
         bad_hosts=tuple(run_dir.bad_hosts(directory)),
         slow_hosts=tuple(run_dir.slow_hosts(directory)),
         blocked=_blocked(directory),
@@ -150,12 +150,12 @@ def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:
     """`root` itself or the run directories below it, newest first."""
-    found = []
+    runs = []
     for folder, folders, files in os.walk(root):
         if not {*RUN_MARKS}.isdisjoint(files):
-            found.append(Path(folder))
+            runs.append(Path(folder))
             folders.clear()  # a run holds no other, but thousands of logs and shards
-    return sorted(found, key=lambda path: -max((path / mark).stat().st_mtime for mark in RUN_MARKS if (path / mark).is_file()))
+    return sorted(runs, key=lambda path: -max((path / mark).stat().st_mtime for mark in RUN_MARKS if (path / mark).is_file()))
 
 
 def render(statuses: Sequence[Status]) -> str:

@@ -113,9 +113,9 @@ def _whole_node_problems(request: JobRequest) -> list[Problem]:
 
 def problems(request: JobRequest) -> list[Problem]:
     """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
-    found = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
+    refusals = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
     if request.nodes >= 1:
-        found += _whole_node_problems(request) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
+        refusals += _whole_node_problems(request) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
     if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
         what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
         enough = -(-2 * request.lead_s // 60)
@@ -124,22 +124,22 @@ def problems(request: JobRequest) -> list[Problem]:
         if longest is not None and enough > longest:
             elsewhere = longer_jobs(request.site, request.all_nodes, enough, request.partition)
             fix = "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
-        found.append(Problem("--time", what, fix))
+        refusals.append(Problem("--time", what, fix))
     if request.qos in request.site.unchained_qos and request.continue_with != "never":
         what = f"{request.site.name} forbids jobs under {request.qos} to continue themselves"
-        found.append(Problem("--qos", what, "add --continue-with never"))
+        refusals.append(Problem("--qos", what, "add --continue-with never"))
     if request.spares < 0:
-        found.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
+        refusals.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
         if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            found.append(Problem(flag, f"{value!r} is not a name", "letters, digits, - _ ."))
-    return found
+            refusals.append(Problem(flag, f"{value!r} is not a name", "letters, digits, - _ ."))
+    return refusals
 
 
 def prepare(request: JobRequest) -> Submission:
     """The script and the command line. Raises ConfigError with every problem; writes nothing."""
-    if found := problems(request):
-        raise ConfigError(found)
+    if refusals := problems(request):
+        raise ConfigError(refusals)
     directory = request.directory
     job = JobScript(
         name=request.name or request.config.model.name,
@@ -177,17 +177,17 @@ def prepare(request: JobRequest) -> Submission:
 
 def submit(request: JobRequest) -> Submission:
     """Check, freeze and queue; the result carries the job's id. Raises FrontierError before anything is queued."""
-    made = prepare(request)
+    submission = prepare(request)
     _refuse_busy(request)
-    directory = made.directory
+    directory = submission.directory
     directory.mkdir(parents=True, exist_ok=True)
-    snapshot(Path(made.variables["FRONTIER_LLM_ROOT"]), request.site)
+    snapshot(Path(submission.variables["FRONTIER_LLM_ROOT"]), request.site)
     config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
     write_atomically(directory / "run.yaml", dump(config))
-    write_atomically(directory / "job.sbatch", made.script)
-    job_id = slurm.call(made.command, env={**environment(), **made.variables}).strip().split(";")[0]
-    done = Submission(made.script, made.command, directory, made.variables, job_id)
-    entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(made.command)}
+    write_atomically(directory / "job.sbatch", submission.script)
+    job_id = slurm.call(submission.command, env={**environment(), **submission.variables}).strip().split(";")[0]
+    done = Submission(submission.script, submission.command, directory, submission.variables, job_id)
+    entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(submission.command)}
     run_dir.append_line(directory / "submissions.jsonl", entry)
     write_atomically(directory / "successor", job_id + "\n")
     return done
@@ -195,18 +195,18 @@ def submit(request: JobRequest) -> Submission:
 
 def _refuse_busy(request: JobRequest) -> None:
     """One job per run directory, and no more in the queue than the site lets a user have."""
-    found = []
+    busy = []
     for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), run_dir.queued_job(request.directory)} - {""}:
         if slurm.is_active(job_id):
             what = f"job {job_id} already runs or waits for {request.directory}"
-            found.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))
+            busy.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))
     limit = request.site.max_queued_jobs
     if limit is not None:
         mine = len(slurm.call(["squeue", "--me", "--noheader", "--format=%A"]).split())
         if mine >= limit:
-            found.append(Problem("queue", f"{mine} of your jobs are queued; {request.site.name} takes {limit}", "wait, or scancel some"))
-    if found:
-        raise ConfigError(found)
+            busy.append(Problem("queue", f"{mine} of your jobs are queued; {request.site.name} takes {limit}", "wait, or scancel some"))
+    if busy:
+        raise ConfigError(busy)
 
 
 def _job_code(site: Site) -> dict[Path, bytes]:
@@ -243,17 +243,17 @@ def snapshot(target: Path, site: Site) -> None:
     partial.rename(target)
 
 
-def describe(request: JobRequest, made: Submission) -> str:
+def describe(request: JobRequest, submission: Submission) -> str:
     """What a person wants to see before or after queueing."""
     nodes = f"{request.nodes} + {request.spares} spare nodes" if request.spares else plural(request.nodes, "node")
     minutes = request.slice_minutes
     walltime = f", {format_walltime(minutes)} each slice" if minutes else ""
-    outcome = f"->  job {made.job_id}" if made.job_id else "(not run)"
+    outcome = f"->  job {submission.job_id}" if submission.job_id else "(not run)"
     return "\n".join(
         [
             f"{request.config.model.name}: {nodes} of {request.site.name}{walltime}, then {request.continue_with}",
-            f"run directory {made.directory}",
-            f"{shlex.join(made.command)}  {outcome}",
+            f"run directory {submission.directory}",
+            f"{shlex.join(submission.command)}  {outcome}",
         ]
     )
 

@@ -68,10 +68,10 @@ def _problems(path: Path, number: int, row: Any) -> list[Problem]:
     if not isinstance(row, dict) or set(row) != keys:
         return [Problem(where, f"must have exactly the keys {', '.join(sorted(keys))}")]
     checks = (("operation", OPERATIONS), ("algorithm", ALGORITHMS), ("tag", ("measured", "estimated")))
-    found = [
+    unknown = [
         Problem(f"{where}.{key}", f"{row[key]!r} is unknown", suggest(str(row[key]), valid))
         for key, valid in checks
         if row[key] not in valid
     ]
     wrong = [key for key in ("nodes_from", "bytes_from") if not isinstance(row[key], int) or row[key] < 0]
-    return found + [Problem(f"{where}.{key}", f"{row[key]!r} is not a number of nodes or bytes") for key in wrong]
+    return unknown + [Problem(f"{where}.{key}", f"{row[key]!r} is not a number of nodes or bytes") for key in wrong]

@@ -160,19 +160,19 @@ class StragglerWatch:
     @contextmanager
     def step(self) -> Iterator[list[Straggler]]:
         """Around a training step; in the last one of an interval the list is filled at its end, collectively over the world."""
-        found: list[Straggler] = []
+        stragglers: list[Straggler] = []
         if not self._interval:
-            yield found
+            yield stragglers
             return
         self._steps = self._steps % self._interval + 1
         if self._steps % max(1, self._interval // SAMPLES):
-            yield found
+            yield stragglers
         else:
             with self._busy.measured():
-                yield found
+                yield stragglers
         if self._steps == self._interval:
             mine = torch.tensor([self._busy.take()], dtype=torch.float64, device=self._device)
             named = self._detector.compare(all_gather(mine, self._mesh.world).tolist())
             if named:  # on all ranks or on none
                 hosts = all_gather_json(self._host, self._mesh.world, self._device)
-                found += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]
+                stragglers += [replace(straggler, host=hosts[straggler.global_rank]) for straggler in named]

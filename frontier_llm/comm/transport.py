@@ -48,24 +48,26 @@ def read_transport(log_text: str) -> TransportInUse:
     )
 
 
-def check_transport(found: TransportInUse, host: str, provider: str = "cxi", gpu_rdma: bool = True) -> None:
+def check_transport(in_use: TransportInUse, host: str, provider: str = "cxi", gpu_rdma: bool = True) -> None:
     """Raise BackendError, with everything that is wrong, unless collectives between nodes use libfabric's `provider` (and GPU RDMA)."""
     problems = []
-    if found.network in ("Socket", "IB", ""):
-        what = f"RCCL uses {found.network or 'a network that its log does not name'} between nodes, not libfabric"
+    if in_use.network in ("Socket", "IB", ""):
+        what = f"RCCL uses {in_use.network or 'a network that its log does not name'} between nodes, not libfabric"
         problems.append(
             Problem(
                 host, what, "module load rccl-net-plugin (or put aws-ofi-nccl on LD_LIBRARY_PATH); frontier-llm doctor says what is missing"
             )
         )
-    elif found.provider != provider:
+    elif in_use.provider != provider:
         problems.append(
             Problem(
-                host, f"the OFI plugin selected provider {found.provider or '(none)'!r}, not {provider!r}", f"export FI_PROVIDER={provider}"
+                host,
+                f"the OFI plugin selected provider {in_use.provider or '(none)'!r}, not {provider!r}",
+                f"export FI_PROVIDER={provider}",
             )
         )
-    elif gpu_rdma and found.gpu_rdma_channels < found.channels:
-        what = f"{found.channels - found.gpu_rdma_channels} of {found.channels} channels between nodes copy through host memory"
+    elif gpu_rdma and in_use.gpu_rdma_channels < in_use.channels:
+        what = f"{in_use.channels - in_use.gpu_rdma_channels} of {in_use.channels} channels between nodes copy through host memory"
         problems.append(
             Problem(
                 host, what, "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier export NCCL_NET_GDR_LEVEL=PHB, which hangs on LUMI"

@@ -87,7 +87,7 @@ def stage_memory(
     master = 0 if size < wide else wide  # wide weights are their own master copy
     state = stage_numel(model, layouts.tp, layers, embedding, head, lambda parameter: rule.bytes_per_element(parameter, wide) - master)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
-    kept = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
+    activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
     logits = np.where(head, parts.logits + parts.logits_waiting * waiting, 0.0)
     sent = p2p_bytes(model, layouts, replace(rates, p2p_split=False))
@@ -95,7 +95,7 @@ def stage_memory(
         "weights": np.where(twice, 0.0, parameters * size),
         "gradients": gradients,
         "optimizer": state / np.where(cut(layouts, 1), dp, 1),
-        "activations": kept * rates.fragmentation,
+        "activations": activations * rates.fragmentation,
         "recompute working set": working,
         "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),

@@ -223,5 +223,5 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]
     return code, sequences, documents
 
 
-def _damaged(path: Path, offset: int, expected: str, found: str, fix: str) -> DataError:
-    return DataError(f"at byte {offset}: expected {expected}, found {found}", where=str(path), fix=fix)
+def _damaged(path: Path, offset: int, expected: str, actual: str, fix: str) -> DataError:
+    return DataError(f"at byte {offset}: expected {expected}, found {actual}", where=str(path), fix=fix)

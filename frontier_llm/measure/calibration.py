@@ -55,7 +55,7 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
         shapes.setdefault((rows, columns, inner), []).append(seconds)
     measured = tuple((float(M), float(N), float(K), float(np.median(times))) for (M, N, K), times in shapes.items())
     M, N, K, seconds = np.array(measured).T
-    found = replace(
+    fitted = replace(
         start,
         peak_flops=float(np.max(2 * M * N * K / seconds)),
         hbm_bytes_s=samples.copy[0] / samples.copy[1],
@@ -70,15 +70,15 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
         step_s=0.0,
         contention=_shares(samples),
     )
-    found = replace(_fit_products(found, M, N, K, seconds), gemm_shapes=measured)
-    found = _fit_attention(found, samples)
+    fitted = replace(_fit_products(fitted, M, N, K, seconds), gemm_shapes=measured)
+    fitted = _fit_attention(fitted, samples)
     layout = steps_layout(config, ParallelConfig(tensor=samples.tensor), config.batch.micro_batch, 1)
-    found = _fit_elementwise(found, samples, config.model, layout)
+    fitted = _fit_elementwise(fitted, samples, config.model, layout)
     if samples.collectives:
-        found = _fit_collectives(found, samples)
+        fitted = _fit_collectives(fitted, samples)
     elements, update_s = samples.adamw
-    found = replace(found, optimizer_bytes=update_s / elements * found.hbm_bytes_s * found.hbm_efficiency)
-    return _fit_waiting(_fit_steps(found, samples, config), samples, config)
+    fitted = replace(fitted, optimizer_bytes=update_s / elements * fitted.hbm_bytes_s * fitted.hbm_efficiency)
+    return _fit_waiting(_fit_steps(fitted, samples, config), samples, config)
 
 
 def _shares(samples: Samples) -> tuple[tuple[int, float], ...]:
@@ -112,24 +112,24 @@ def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, sec
     return changed(best)
 
 
-def _fit_attention(found: Rates, samples: Samples) -> Rates:
+def _fit_attention(fitted: Rates, samples: Samples) -> Rates:
     forwards, backwards = [], []
     for B, heads, S, D, forward_s, backward_s in samples.attention:
-        ideal = replace(found, flash_efficiency=1.0, flash_backward=1.0, kernel_s=0.0)
+        ideal = replace(fitted, flash_efficiency=1.0, flash_backward=1.0, kernel_s=0.0)
         forward, backward = (flash_s(FlashCore(B, heads, S, D, backward), ideal) for backward in (False, True))
-        forwards.append(forward / max(forward_s - found.kernel_s, 1e-9))
-        backwards.append(backward / max(backward_s - 2 * found.kernel_s, 1e-9))
+        forwards.append(forward / max(forward_s - fitted.kernel_s, 1e-9))
+        backwards.append(backward / max(backward_s - 2 * fitted.kernel_s, 1e-9))
     efficiency = float(np.median(forwards))
-    return replace(found, flash_efficiency=efficiency, flash_backward=float(np.median(backwards)) / efficiency)
+    return replace(fitted, flash_efficiency=efficiency, flash_backward=float(np.median(backwards)) / efficiency)
 
 
-def _fit_elementwise(found: Rates, samples: Samples, model: ModelConfig, layout: Layout) -> Rates:
-    bare = memory_s(elementwise(model, layout, found)[0].moved_bytes, 0, found)
-    measured = max(samples.elementwise_s - 6 * found.kernel_s, 1e-9)
-    return replace(found, hbm_efficiency=float(min(bare / measured, 1.0)))
+def _fit_elementwise(fitted: Rates, samples: Samples, model: ModelConfig, layout: Layout) -> Rates:
+    bare = memory_s(elementwise(model, layout, fitted)[0].moved_bytes, 0, fitted)
+    measured = max(samples.elementwise_s - 6 * fitted.kernel_s, 1e-9)
+    return replace(fitted, hbm_efficiency=float(min(bare / measured, 1.0)))
 
 
-def _fit_collectives(found: Rates, samples: Samples) -> Rates:
+def _fit_collectives(fitted: Rates, samples: Samples) -> Rates:
     times = {(operation, ranks, size): seconds for operation, ranks, size, seconds in samples.collectives}
     operations, groups, sizes = (sorted({key[0] for key in times}), sorted({key[1] for key in times}), sorted({key[2] for key in times}))
     tables = {
@@ -143,7 +143,7 @@ def _fit_collectives(found: Rates, samples: Samples) -> Rates:
     n, latency, large = groups[0], times["all_reduce", groups[0], sizes[0]], times["all_reduce", groups[0], sizes[-1]]
     bus = 2 * (n - 1) / n * sizes[-1] / max(large - latency, 1e-9)
     return replace(
-        found,
+        fitted,
         node_tables=tables,
         fabric_size=(2, max(samples.ranks, 3)),
         fabric_bytes_s=(bus, bus),
@@ -152,27 +152,27 @@ def _fit_collectives(found: Rates, samples: Samples) -> Rates:
     )
 
 
-def _fit_steps(found: Rates, samples: Samples, config: RunConfig) -> Rates:
+def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
     """What whole steps on one rank take beyond the sum of their kernels, as three constants that act differently.
 
     A share of the kernels' time (operands that a loop of one kernel finds in the cache, a step must fetch), the host's time per
     operation (grows with microbatches, not with their size), and a fixed time per step. Least squares, none below zero.
     """
-    columns = (lambda layout, bare: bare, _more(config.model, found, launch_s=1e-5), lambda layout, bare: 1e-2)
-    share, launch, step = _fill(config.model, whole_steps(samples, config)[0], found, columns)
+    columns = (lambda layout, bare: bare, _more(config.model, fitted, launch_s=1e-5), lambda layout, bare: 1e-2)
+    share, launch, step = _fill(config.model, whole_steps(samples, config)[0], fitted, columns)
     slower = 1 + share
     return replace(
-        found,
-        gemm_efficiency=found.gemm_efficiency / slower,
-        gemm_shapes=tuple((M, N, K, seconds * slower) for M, N, K, seconds in found.gemm_shapes),
-        flash_efficiency=found.flash_efficiency / slower,
-        hbm_efficiency=found.hbm_efficiency / slower,
+        fitted,
+        gemm_efficiency=fitted.gemm_efficiency / slower,
+        gemm_shapes=tuple((M, N, K, seconds * slower) for M, N, K, seconds in fitted.gemm_shapes),
+        flash_efficiency=fitted.flash_efficiency / slower,
+        hbm_efficiency=fitted.hbm_efficiency / slower,
         launch_s=launch * 1e-5,
         step_s=step * 1e-2,
     )
 
 
-def _fit_waiting(found: Rates, samples: Samples, config: RunConfig) -> Rates:
+def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
     """What steps of several ranks take beyond compute and collectives that were measured apart, where all start together.
 
     Tensor-parallel steps meet many times in a layer: a time for each meeting and a share of the compute between them (ranks that
@@ -182,14 +182,14 @@ def _fit_waiting(found: Rates, samples: Samples, config: RunConfig) -> Rates:
     _, tensor_steps, sharded_steps = whole_steps(samples, config)
     if tensor_steps:
         meeting, spread = _fill(
-            config.model, tensor_steps, found, (_more(config.model, found, meeting_s=1e-4), _more(config.model, found, spread=0.1))
+            config.model, tensor_steps, fitted, (_more(config.model, fitted, meeting_s=1e-4), _more(config.model, fitted, spread=0.1))
         )
-        found = replace(found, meeting_s=meeting * 1e-4, spread=spread * 0.1)
+        fitted = replace(fitted, meeting_s=meeting * 1e-4, spread=spread * 0.1)
     if sharded_steps:
-        (slowdown,) = _fill(config.model, sharded_steps, replace(found, sharded_slowdown=0.0), (_more(config.model, found),))
+        (slowdown,) = _fill(config.model, sharded_steps, replace(fitted, sharded_slowdown=0.0), (_more(config.model, fitted),))
         # not below 1: nothing that torch sends through sockets beats the table's transport, only a disturbed sample says so
-        found = replace(found, sharded_slowdown=max(slowdown, 1.0))
-    return found
+        fitted = replace(fitted, sharded_slowdown=max(slowdown, 1.0))
+    return fitted
 
 
 Step = tuple[str, Layout, float]  # what it is in words, how it is laid out, seconds measured

@@ -30,15 +30,15 @@ def write_machine(path: Path, content: dict[str, Any]) -> None:
 
 def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str, Any]:
     """The machine file's mapping: `local` with every calibrated number replaced, tagged and sourced."""
-    found = calibrated_rates(samples, config, rates(load_machine("local")))
+    fitted = calibrated_rates(samples, config, rates(load_machine("local")))
     how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
     provenance = {"tag": "measured", "source": f"frontier-llm calibrate, {when}: {how}"}
     return {
         "base": "local",
         "title": f"this computer, calibrated {when}",
-        "device": _device(found, samples, provenance),
-        "node": _node(found, samples, provenance),
-        "stacks": {OWN_STACK: _stack(found, provenance)},
+        "device": _device(fitted, samples, provenance),
+        "node": _node(fitted, samples, provenance),
+        "stacks": {OWN_STACK: _stack(fitted, provenance)},
     }
 
 
@@ -46,58 +46,58 @@ def _number(value: float, provenance: dict[str, str]) -> dict[str, Any]:
     return {"value": rounded(value), **provenance}
 
 
-def _device(found: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
-    shapes = [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in found.gemm_shapes]
+def _device(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
+    shapes = [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in fitted.gemm_shapes]
     return {
         "name": f"{samples.device}, one of {samples.ranks} ranks",
-        "peak_tflops": _number(found.peak_flops / 1e12, provenance),
-        "memory_gib": _number(found.memory_bytes / GIB, provenance),
-        "memory_gbps": _number(found.hbm_bytes_s / 1e9, provenance),
-        "host_executes": found.host_executes,
+        "peak_tflops": _number(fitted.peak_flops / 1e12, provenance),
+        "memory_gib": _number(fitted.memory_bytes / GIB, provenance),
+        "memory_gbps": _number(fitted.hbm_bytes_s / 1e9, provenance),
+        "host_executes": fitted.host_executes,
         "gemm_shapes": {**provenance, "mnk_us": shapes},
     }
 
 
-def _node(found: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
-    fabric = dict(zip(found.fabric_size, found.fabric_bytes_s, strict=True))
+def _node(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
+    fabric = dict(zip(fitted.fabric_size, fitted.fabric_bytes_s, strict=True))
     node: dict[str, Any] = {
         "devices": _number(samples.ranks, provenance),
         "fabric_gbps": {size: _number(speed / 1e9, provenance) for size, speed in fabric.items()},
-        "fabric_latency_us": _number(found.fabric_latency_s * 1e6, provenance),
-        "fabric_hop_us": _number(found.fabric_hop_s * 1e6, provenance),
-        "contention": {**provenance, "share": {count: rounded(share) for count, share in found.contention}},
+        "fabric_latency_us": _number(fitted.fabric_latency_s * 1e6, provenance),
+        "fabric_hop_us": _number(fitted.fabric_hop_s * 1e6, provenance),
+        "contention": {**provenance, "share": {count: rounded(share) for count, share in fitted.contention}},
     }
     if samples.ranks > 1:
-        waiting = {"meeting_us": found.meeting_s * 1e6, "spread": found.spread, "sharded": found.sharded_slowdown}
+        waiting = {"meeting_us": fitted.meeting_s * 1e6, "spread": fitted.spread, "sharded": fitted.sharded_slowdown}
         node["waiting"] = {**provenance, **{key: rounded(value) for key, value in waiting.items()}}
-    if found.node_tables:
+    if fitted.node_tables:
         node["collectives"] = {
             **provenance,
-            "message_bytes": [int(size) for size in found.node_tables["all_reduce"].sizes_bytes],
+            "message_bytes": [int(size) for size in fitted.node_tables["all_reduce"].sizes_bytes],
             "time_us": {
                 operation: {int(row): [rounded(one * 1e6) for one in times] for row, times in zip(table.rows, table.seconds, strict=True)}
-                for operation, table in found.node_tables.items()
+                for operation, table in fitted.node_tables.items()
             },
         }
     return node
 
 
-def _stack(found: Rates, provenance: dict[str, str]) -> dict[str, Any]:
+def _stack(fitted: Rates, provenance: dict[str, str]) -> dict[str, Any]:
     constants = {
-        "gemm_efficiency": found.gemm_efficiency,
-        "gemm_k_half": found.gemm_k_half,
-        "flash_efficiency": found.flash_efficiency,
-        "flash_backward": found.flash_backward,
-        "hbm_efficiency": found.hbm_efficiency,
-        "kernel_us": found.kernel_s * 1e6,
-        "launch_us": found.launch_s * 1e6,
-        "microbatch_us": found.microbatch_s * 1e6,
-        "step_us": found.step_s * 1e6,
+        "gemm_efficiency": fitted.gemm_efficiency,
+        "gemm_k_half": fitted.gemm_k_half,
+        "flash_efficiency": fitted.flash_efficiency,
+        "flash_backward": fitted.flash_backward,
+        "hbm_efficiency": fitted.hbm_efficiency,
+        "kernel_us": fitted.kernel_s * 1e6,
+        "launch_us": fitted.launch_s * 1e6,
+        "microbatch_us": fitted.microbatch_s * 1e6,
+        "step_us": fitted.step_s * 1e6,
     }
     return {
         **{key: _number(value, provenance) for key, value in constants.items()},
-        "optimizer_bytes": rounded(found.optimizer_bytes),
-        "accumulate_bytes": found.accumulate_bytes,
+        "optimizer_bytes": rounded(fitted.optimizer_bytes),
+        "accumulate_bytes": fitted.accumulate_bytes,
     }
 
 
@@ -108,27 +108,27 @@ def rounded(value: float) -> float:
 
 def report(samples: Samples, config: RunConfig) -> str:
     """The calibrated constants and how well they give back the samples."""
-    found = calibrated_rates(samples, config, rates(load_machine("local")))
-    M, N, K, seconds = np.array(found.gemm_shapes).T
+    fitted = calibrated_rates(samples, config, rates(load_machine("local")))
+    M, N, K, seconds = np.array(fitted.gemm_shapes).T
     rate = 2 * M * N * K / seconds / 1e12
     lines = [
         f"matrix products: {len(rate)} shapes, {rate.min():.3g} to {rate.max():.3g} TFLOP/s per rank",
-        f"memory {found.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach {100 * found.hbm_efficiency:.0f} % of it",
-        f"one operation costs {found.kernel_s * 1e6:.1f} us to dispatch",
+        f"memory {fitted.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach {100 * fitted.hbm_efficiency:.0f} % of it",
+        f"one operation costs {fitted.kernel_s * 1e6:.1f} us to dispatch",
     ]
-    for name, table in found.node_tables.items():
+    for name, table in fitted.node_tables.items():
         small_s, large_s, large_bytes = table.seconds[0][0], table.seconds[0][-1], table.sizes_bytes[-1]
         speed = f"{small_s * 1e6:.0f} us at 1 KiB, {large_bytes / large_s / 1e9:.2g} GB/s at 16 MiB"
         lines.append(f"{name.replace('_', '-')} over {int(table.rows[0])} ranks: {speed}")
-    if len(found.contention) > 1:
-        lines.append(f"with one of {samples.ranks} ranks busy its kernels take {100 * found.contention[0][1]:.0f} % of their time")
+    if len(fitted.contention) > 1:
+        lines.append(f"with one of {samples.ranks} ranks busy its kernels take {100 * fitted.contention[0][1]:.0f} % of their time")
     if samples.ranks > 1:
-        meeting = f"{found.meeting_s * 1e6:.0f} us at each meeting and {100 * found.spread:.1f} % of the compute between"
+        meeting = f"{fitted.meeting_s * 1e6:.0f} us at each meeting and {100 * fitted.spread:.1f} % of the compute between"
         lines.append(
-            f"ranks wait for each other {meeting}; collectives of sharded weights take {found.sharded_slowdown:.2g} times those above"
+            f"ranks wait for each other {meeting}; collectives of sharded weights take {fitted.sharded_slowdown:.2g} times those above"
         )
-    lines.append(f"within a step: {found.launch_s * 1e6:.0f} us of the host per operation, {found.step_s * 1e3:.2g} ms per step")
+    lines.append(f"within a step: {fitted.launch_s * 1e6:.0f} us of the host per operation, {fitted.step_s * 1e3:.2g} ms per step")
     for name, layout, measured_s in chain(*whole_steps(samples, config)):
-        error = float(step_s(config.model, layout, found)) / measured_s - 1
+        error = float(step_s(config.model, layout, fitted)) / measured_s - 1
         lines.append(f"  {name}: {measured_s:.3f} s, from these constants {100 * error:+.1f} %")
     return "\n".join(lines)

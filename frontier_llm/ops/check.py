@@ -59,8 +59,8 @@ def against_reference(ops: Any, name: str, inputs: Sequence[Tensor | None], *arg
     wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
     outputs = []
     for op, given in ((getattr(ops, name), ours), (getattr(reference, name), wide)):
-        made = op(*given, *args)
-        outputs.append(made if isinstance(made, tuple) else (made,))
+        output = op(*given, *args)
+        outputs.append(output if isinstance(output, tuple) else (output,))
     grads = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in outputs[0]]
     torch.autograd.backward(outputs[0], grads)
     torch.autograd.backward(outputs[1], [grad.double() for grad in grads])

@@ -97,14 +97,14 @@ class Kernel:
 @cache
 def all_kernels() -> dict[str, Kernel]:
     """Every kernel by name: the public functions of the sources, whose signatures are the one place where arguments have order and type."""
-    found = {}
+    kernels = {}
     for path in sorted((Path(__file__).parent / "triton").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 declared = [(x.arg, str(x.annotation.value)) for x in node.args.args if isinstance(x.annotation, ast.Constant)]
                 arguments = tuple(Argument(name, kind.removesuffix(":16"), kind.endswith(":16")) for name, kind in declared)
-                found[node.name] = Kernel(node.name, path.stem, arguments)
-    return found
+                kernels[node.name] = Kernel(node.name, path.stem, arguments)
+    return kernels
 
 
 class Blocks(NamedTuple):

@@ -62,12 +62,12 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
         raise BackendError(f"the ops for {architecture} have not been built: no {path.name} in {folder}", build, "GPU ops")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        found = (manifest["version"], manifest["architecture"], manifest["sources_sha256"])
+        built = (manifest["version"], manifest["architecture"], manifest["sources_sha256"])
         codes = [(code["file"], code["sha256"]) for code in manifest["kernels"]]
         triton = str(manifest["tools"]["triton"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackendError(f"unreadable manifest: {type(error).__name__}: {error}", build, str(path)) from error
-    if found != (MANIFEST_VERSION, architecture, source_digest()):
+    if built != (MANIFEST_VERSION, architecture, source_digest()):
         raise BackendError("the code objects were built from other kernel sources than these", build, str(path))
     check_triton(triton, architecture, str(path))
     damaged = [file for file, digest in codes if not _has_digest(folder / file, digest)]

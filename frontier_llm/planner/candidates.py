@@ -148,5 +148,5 @@ def legal_node_counts(model: ModelConfig, devices_per_node: int, nodes: int, glo
 
     below = next((number for number in range(nodes - 1, 0, -1) if legal(number)), None)
     above = next((number for number in range(nodes + 1, 4 * nodes + 64) if legal(number)), None)
-    found = [number for number in (below, above) if number]
-    return nearest(nodes, found) if found else []
+    counts = [number for number in (below, above) if number]
+    return nearest(nodes, counts) if counts else []

@@ -14,15 +14,15 @@ from frontier_llm.units import GIB
 FIELDS = ("tp", "pp", "chunks", "micro_batch", "sequence_parallel", "recompute", "sharding", "axis_order", "schedule")
 
 
-def what_if(found: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
+def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
     """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all else free."""
     changes = parse_fixed(list(words))
-    best = found.best
-    kept = {name: getattr(best.layout, name) for name in FIELDS}
+    best = outcome.best
+    same = {name: getattr(best.layout, name) for name in FIELDS}
     if {"tp", "pp"} & changes.keys():
-        kept.pop("chunks")
-    exact = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **kept, **changes})
-    free = search(found.model, numbers, found.nodes, found.global_batch, {**fixed, **changes})
+        same.pop("chunks")
+    exact = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **same, **changes})
+    free = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **changes})
     if all(getattr(best.layout, name) == value for name, value in changes.items()):
         return f"what if {' '.join(words)}: the choice has that already"
     lines = [f"what if {' '.join(words)}"]

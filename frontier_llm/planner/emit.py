@@ -24,9 +24,9 @@ SITES = ("frontier", "lumi", "local")
 SCRIPTS = {"gpt-1t": "slurm/train_1t.sbatch", "gpt-175b": "slurm/train_175b.sbatch", "gpt-22b": "slurm/train_22b.sbatch"}
 
 
-def run_content(machine_name: str, machine: Machine, found: Search, rates: Rates, name: str) -> dict[str, Any]:
+def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
     """The run file's mapping for the search's choice; what it trains is the caller's to say."""
-    plan = found.best
+    plan = outcome.best
     layout = plan.layout
     parallel: dict[str, Any] = {
         "tensor": layout.tp,
@@ -40,46 +40,46 @@ def run_content(machine_name: str, machine: Machine, found: Search, rates: Rates
     if layout.sequence_parallel:
         parallel["sequence_parallel"] = True
     counts = tuple(stage.num_layers for stage in plan.stages)
-    if counts != balanced(found.model, len(counts)):
+    if counts != balanced(outcome.model, len(counts)):
         parallel["stage_layers"] = list(counts)
     return {
         "machine": machine_name,
         "parallel": parallel,
-        "batch": {"global_batch": found.global_batch, "micro_batch": layout.micro_batch},
+        "batch": {"global_batch": outcome.global_batch, "micro_batch": layout.micro_batch},
         **({"precision": {"gradient_wire": layout.gradient_wire}} if layout.gradient_wire != "full" else {}),
         "train": {"run_dir": f"runs/{name}", "recompute": layout.recompute},
         **({"comm": {"algorithms": machine.algorithms}} if machine.algorithms and uses_hierarchical(plan, rates) else {}),
     }
 
 
-def emit(path: Path, model_name: str, machine_name: str, machine: Machine, found: Search, rates: Rates, run: str | None = None) -> str:
+def emit(path: Path, model_name: str, machine_name: str, machine: Machine, outcome: Search, rates: Rates, run: str | None = None) -> str:
     """Write the run file, check that it loads and that its layout is legal, and return the command that starts or submits it.
 
     `model_name`, `machine_name` and `run` are what the user typed: names of shipped files, or paths. With a `run` the file starts
     from it and says every choice of the layout, so that none of the run's own is left.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
-    best = found.best
-    choice = run_content(machine_name, machine, found, rates, name)
+    best = outcome.best
+    choice = run_content(machine_name, machine, outcome, rates, name)
     if run:
         layout = best.layout
         mode = "fsdp" if layout.sharding == "weights" else "zero"
         sequence = layout.sequence_parallel
         choice["parallel"] |= {"data": layout.dp, "chunks": layout.chunks, "sequence_parallel": sequence, "data_mode": mode}
         content = {"base": _reference(run, path.parent), **choice}
-    elif found.model.sequence_length == load_model(model_name).sequence_length:
+    elif outcome.model.sequence_length == load_model(model_name).sequence_length:
         content = {"model": model_name, **choice}
     else:
-        content = {"model": {"base": model_name, "sequence_length": found.model.sequence_length}, **choice}
+        content = {"model": {"base": model_name, "sequence_length": outcome.model.sequence_length}, **choice}
     head = (
         f"# {layout_words(best)}\n"
-        f"# planned for {plural(found.nodes, 'node')} of {machine.name}: {best.step_s:.4g} s per step simulated, "
+        f"# planned for {plural(outcome.nodes, 'node')} of {machine.name}: {best.step_s:.4g} s per step simulated, "
         f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / GIB:.1f} GiB on the fullest rank\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
-    make_plan(load_run(str(path)), found.nodes * machine.devices_per_node)
-    start = f"frontier-llm train {path}" if run and found.nodes == 1 else submit_command(path, machine, found.nodes, content)
+    make_plan(load_run(str(path)), outcome.nodes * machine.devices_per_node)
+    start = f"frontier-llm train {path}" if run and outcome.nodes == 1 else submit_command(path, machine, outcome.nodes, content)
     return f"wrote {path}\n{start}"
 
 

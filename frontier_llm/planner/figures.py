@@ -29,7 +29,7 @@ SHOWN_ACTIONS = 6000  # a timeline beyond this is a solid block
 ORNL = {"gpt-175b": (1024, 1.0, 0.89), "gpt-1t": (3072, 1.0, 0.87)}
 
 
-def write_figures(directory: Path, found: Search, machine: Machine, stack: str, numbers: Rates) -> list[Path]:
+def write_figures(directory: Path, outcome: Search, machine: Machine, stack: str, numbers: Rates) -> list[Path]:
     """pipeline.png, memory.png, throughput.png, scaling.png, where gradients cross nodes collectives.png, and index.html."""
     import matplotlib
 
@@ -38,13 +38,13 @@ def write_figures(directory: Path, found: Search, machine: Machine, stack: str, 
 
     directory.mkdir(parents=True, exist_ok=True)
     drawings: dict[str, Callable[[Any], None]] = {
-        "pipeline": lambda figure: draw_pipeline(figure, found.best),
-        "memory": lambda figure: draw_memory(figure, found.best),
-        "throughput": lambda figure: draw_throughput(figure, found, numbers),
-        "scaling": lambda figure: draw_scaling(figure, found, machine, numbers),
+        "pipeline": lambda figure: draw_pipeline(figure, outcome.best),
+        "memory": lambda figure: draw_memory(figure, outcome.best),
+        "throughput": lambda figure: draw_throughput(figure, outcome, numbers),
+        "scaling": lambda figure: draw_scaling(figure, outcome, machine, numbers),
     }
-    if gradient_choices(found.best, numbers):
-        drawings["collectives"] = lambda figure: draw_collectives(figure, found.best, numbers)
+    if gradient_choices(outcome.best, numbers):
+        drawings["collectives"] = lambda figure: draw_collectives(figure, outcome.best, numbers)
     paths = []
     for name, draw in drawings.items():
         figure = plt.figure(figsize=(12, 4.5), layout="constrained")
@@ -54,14 +54,16 @@ def write_figures(directory: Path, found: Search, machine: Machine, stack: str, 
         plt.close(figure)
         paths.append(path)
     page = directory / "index.html"
-    page.write_text(_html(found, machine, stack, numbers, paths), encoding="utf-8")
+    page.write_text(_html(outcome, machine, stack, numbers, paths), encoding="utf-8")
     return [*paths, page]
 
 
-def _html(found: Search, machine: Machine, stack: str, numbers: Rates, paths: list[Path]) -> str:
+def _html(outcome: Search, machine: Machine, stack: str, numbers: Rates, paths: list[Path]) -> str:
     pictures = "\n".join(map(_picture, paths))
-    words = html.escape(report.text(found, machine, stack, numbers, None) + "\n\n" + report.explain(found.best, machine, stack, numbers))
-    title = html.escape(f"{found.model.name} on {found.nodes} nodes of {machine.name}")
+    words = html.escape(
+        report.text(outcome, machine, stack, numbers, None) + "\n\n" + report.explain(outcome.best, machine, stack, numbers)
+    )
+    title = html.escape(f"{outcome.model.name} on {outcome.nodes} nodes of {machine.name}")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f'<meta name="color-scheme" content="light dark"><style>pre {{ overflow-x: auto }}</style><title>{title}</title>'
@@ -132,11 +134,13 @@ def draw_memory(figure: Any, plan: Plan) -> None:
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
 
 
-def draw_throughput(figure: Any, found: Search, numbers: Rates) -> None:
+def draw_throughput(figure: Any, outcome: Search, numbers: Rates) -> None:
     """Best throughput of the layouts that fit, against TP, PP and microbatches; closed form, so that every layout is there."""
-    layouts = enumerate_layouts(found.model, found.nodes * numbers.node_devices, found.global_batch, 8 * numbers.node_devices, found.fixed)
-    layouts = layouts.where(peak_memory(found.model, layouts, numbers) <= numbers.memory_bytes)
-    speed = layouts.global_batch * found.model.sequence_length / step_s(found.model, layouts, numbers) / layouts.devices
+    layouts = enumerate_layouts(
+        outcome.model, outcome.nodes * numbers.node_devices, outcome.global_batch, 8 * numbers.node_devices, outcome.fixed
+    )
+    layouts = layouts.where(peak_memory(outcome.model, layouts, numbers) <= numbers.memory_bytes)
+    speed = layouts.global_batch * outcome.model.sequence_length / step_s(outcome.model, layouts, numbers) / layouts.devices
     for axes, (field, label) in zip(
         figure.subplots(1, 3, sharey=True), (("tp", "TP"), ("pp", "PP"), ("microbatches", "microbatches per step")), strict=True
     ):
@@ -169,35 +173,35 @@ def draw_collectives(figure: Any, plan: Plan, numbers: Rates) -> None:
         axes.legend(fontsize=8)
 
 
-def scaling_points(found: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
+def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
     """(devices, efficiency) of the chosen layout with more and fewer replicas; weak keeps the batch per replica, strong the whole.
 
     Relative to the fewest devices shown. Strong scaling keeps the global batch, so the microbatches per replica shrink.
     """
-    layout = found.best.layout
+    layout = outcome.best.layout
     total = layout.microbatches * layout.dp
     counts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
     replicas = [dp for dp in counts if dp <= 4 * layout.dp and (weak or total % dp == 0)]
     grown = as_table([replace(layout, dp=dp, microbatches=layout.microbatches if weak else total // dp) for dp in replicas])
-    speed = grown.global_batch / step_s(found.model, grown, numbers) / grown.devices
+    speed = grown.global_batch / step_s(outcome.model, grown, numbers) / grown.devices
     return grown.devices, speed / speed[0]
 
 
-def draw_scaling(figure: Any, found: Search, machine: Machine, numbers: Rates) -> None:
+def draw_scaling(figure: Any, outcome: Search, machine: Machine, numbers: Rates) -> None:
     """Predicted weak and strong scaling, with ORNL's published efficiencies where the model is theirs."""
     ornl = rates(machine, "megatron-deepspeed") if machine.name == "frontier" else None
     for axes, weak in zip(figure.subplots(1, 2, sharey=True), (True, False), strict=True):
-        axes.plot(*scaling_points(found, numbers, weak), "o-", label="predicted, this plan")
+        axes.plot(*scaling_points(outcome, numbers, weak), "o-", label="predicted, this plan")
         if ornl:
-            axes.plot(*scaling_points(found, ornl, weak), "s--", label="predicted, ORNL's 2023 software")
-        point = ORNL.get(found.model.name)
+            axes.plot(*scaling_points(outcome, ornl, weak), "s--", label="predicted, ORNL's 2023 software")
+        point = ORNL.get(outcome.model.name)
         if point:
             axes.plot([point[0]], [point[1 if weak else 2]], "k*", markersize=14, label="ORNL, measured (its own baseline)")
-        plain_log2(axes, scaling_points(found, numbers, weak)[0])
+        plain_log2(axes, scaling_points(outcome, numbers, weak)[0])
         axes.set(
             xlabel="devices",
             ylabel="efficiency" if weak else "",
-            title="weak scaling" if weak else f"strong scaling, global batch {found.global_batch}",
+            title="weak scaling" if weak else f"strong scaling, global batch {outcome.global_batch}",
             ylim=(0, 1.1),
         )
         axes.legend(fontsize=8)

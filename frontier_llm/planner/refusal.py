@@ -10,37 +10,37 @@ from frontier_llm.planner.search import Search, smallest_machine
 from frontier_llm.units import GIB, plural
 
 
-def check_found(found: Search, machine: Machine, numbers: Rates) -> None:
+def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
     """Raise LayoutError when nothing is legal or nothing fits, with what to change."""
-    if found.plans:
+    if outcome.plans:
         return
-    if not found.legal:
-        raise _nothing_legal(found, machine)
-    needs, has = f"{found.smallest_bytes / GIB:.1f} GiB", f"{numbers.memory_bytes / GIB:.0f}"
-    if found.fixed:
-        what = f"none of the {found.legal} layouts with these choices fixed fits: the smallest needs {needs} of {has}"
+    if not outcome.legal:
+        raise _nothing_legal(outcome, machine)
+    needs, has = f"{outcome.smallest_bytes / GIB:.1f} GiB", f"{numbers.memory_bytes / GIB:.0f}"
+    if outcome.fixed:
+        what = f"none of the {outcome.legal} layouts with these choices fixed fits: the smallest needs {needs} of {has}"
         raise LayoutError(what, "fix less, or use more nodes", "plan --fix")
-    nodes = smallest_machine(found.model, numbers)
+    nodes = smallest_machine(outcome.model, numbers)
     if nodes is None:
-        raise too_big(found.model, machine, numbers)
+        raise too_big(outcome.model, machine, numbers)
     raise LayoutError(
-        f"{found.model.name} does not fit on {plural(found.nodes, 'node')} of {machine.name}: of {found.legal} legal layouts the smallest needs "
+        f"{outcome.model.name} does not fit on {plural(outcome.nodes, 'node')} of {machine.name}: of {outcome.legal} legal layouts the smallest needs "
         f"{needs} per device, which has {has}",
         f"use at least {nodes} nodes",
         "plan",
     )
 
 
-def _nothing_legal(found: Search, machine: Machine) -> LayoutError:
+def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
     """With the nearest numbers of nodes and global batches that admit a layout."""
-    model, fixed = found.model, fixed_words(found.fixed)
-    near = legal_node_counts(model, machine.devices_per_node, found.nodes, found.global_batch, found.fixed)
-    batches = nearest(found.global_batch, range(found.nodes, 4 * found.global_batch + found.nodes, found.nodes))
+    model, fixed = outcome.model, fixed_words(outcome.fixed)
+    near = legal_node_counts(model, machine.devices_per_node, outcome.nodes, outcome.global_batch, outcome.fixed)
+    batches = nearest(outcome.global_batch, range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes))
     counts = " or ".join(map(str, near)) if near else "another number of"
-    batch = "" if found.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
+    batch = "" if outcome.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
     return LayoutError(
-        f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {found.global_batch} "
-        f"on {plural(found.nodes, 'node')} of {machine.devices_per_node} devices" + (f" with {fixed}" if fixed else ""),
+        f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {outcome.global_batch} "
+        f"on {plural(outcome.nodes, 'node')} of {machine.devices_per_node} devices" + (f" with {fixed}" if fixed else ""),
         f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
         "plan",
     )

@@ -109,8 +109,8 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
         lines.append(f"  {name:28s} {format_seconds(seconds):>10s}  {100 * seconds / plan.step_s:5.1f} %")
         for field in SOURCES[name]:
             number, key = provenance(machine, stack, field, plan.layout.tp), PLACES[field][1]
-            said = "" if field in seen else f" {number.source}"
-            lines.append(f"      {key} = {number.value:g} [{number.tag}]{said}")
+            source = "" if field in seen else f" {number.source}"
+            lines.append(f"      {key} = {number.value:g} [{number.tag}]{source}")
             seen.add(field)
     if machine.allreduce:
         lines.append(f"  all-reduce times between nodes [{machine.allreduce.tag}] {machine.allreduce.source}")
@@ -151,15 +151,15 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def text(found: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
+def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
     """The report that people read, in `width` columns."""
-    best, model = found.best, found.model
+    best, model = outcome.best, outcome.model
     use, promise = utilisations(best, rates), promise_of(best, machine, stack)
     lines = [
-        f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(found.nodes, 'node')} of {machine.name}: "
-        f"{found.nodes * machine.devices_per_node} devices, {machine.device.name}",
-        f"global batch {found.global_batch} sequences = {format_count(best.step_tokens)} tokens",
-        f"{found.legal} legal layouts, {found.fitting} fit, {found.dominated} of these dominated; {len(found.plans)} finalists simulated",
+        f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(outcome.nodes, 'node')} of {machine.name}: "
+        f"{outcome.nodes * machine.devices_per_node} devices, {machine.device.name}",
+        f"global batch {outcome.global_batch} sequences = {format_count(best.step_tokens)} tokens",
+        f"{outcome.legal} legal layouts, {outcome.fitting} fit, {outcome.dominated} of these dominated; {len(outcome.plans)} finalists simulated",
         "",
         f"choice: {layout_words(best)}",
         *speed_lines(best, use, promise),
@@ -169,15 +169,15 @@ def text(found: Search, machine: Machine, stack: str, rates: Rates, run: Campaig
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
         *gradient_words(best, rates),
         "",
-        table(found.plans, width),
+        table(outcome.plans, width),
     ]
-    if len(found.plans) > 1:
-        second = found.plans[1]
+    if len(outcome.plans) > 1:
+        second = outcome.plans[1]
         slower = f"{100 * (second.step_s / best.step_s - 1):+.1f} % time"
         lines += ["", f"runner-up: {layout_words(second)}: {slower}; {_why(best, second)}"]
-    lines += [f"rejected: {line}" for line in found.rejected]
-    if found.across is not None:
-        other = found.across
+    lines += [f"rejected: {line}" for line in outcome.rejected]
+    if outcome.across is not None:
+        other = outcome.across
         lines.append(
             f"across nodes: {layout_words(other)}: {other.tokens_per_s_per_device:.1f} tokens/s per device, "
             f"{100 * (other.step_s / best.step_s - 1):+.1f} % time against the choice"
@@ -276,30 +276,30 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
     }
 
 
-def search_as_dict(found: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None) -> dict[str, Any]:
+def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None) -> dict[str, Any]:
     """The whole report for programs."""
     return {
-        "model": found.model.name,
-        "parameters": total_parameters(found.model),
+        "model": outcome.model.name,
+        "parameters": total_parameters(outcome.model),
         "machine": machine.name,
         "stack": stack,
-        "nodes": found.nodes,
-        "devices": found.nodes * machine.devices_per_node,
-        "global_batch": found.global_batch,
-        "legal": found.legal,
-        "fitting": found.fitting,
-        "dominated": found.dominated,
+        "nodes": outcome.nodes,
+        "devices": outcome.nodes * machine.devices_per_node,
+        "global_batch": outcome.global_batch,
+        "legal": outcome.legal,
+        "fitting": outcome.fitting,
+        "dominated": outcome.dominated,
         "simulated": True,
-        "promise": promise_of(found.best, machine, stack).as_dict(found.best),
+        "promise": promise_of(outcome.best, machine, stack).as_dict(outcome.best),
         "plans": [
             {
                 **as_dict(plan, rates),
                 "links": axis_links(plan, machine, rates),
                 "collectives": [vars(one) for one in gradient_choices(plan, rates)],
             }
-            for plan in found.plans
+            for plan in outcome.plans
         ],
-        "rejected": list(found.rejected),
-        "across_nodes": None if found.across is None else as_dict(found.across, rates),
+        "rejected": list(outcome.rejected),
+        "across_nodes": None if outcome.across is None else as_dict(outcome.across, rates),
         "campaign": None if run is None else {**vars(run), "queue": run.queue.name if run.queue else None},
     }

@@ -143,14 +143,14 @@ def submission_problems(
     points: Sequence[Point], site: Site, account: str | None, partition: str | None, minutes: int | None
 ) -> list[Problem]:
     """What the site would refuse about the series as a whole, before its first job is queued."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for nodes in sorted({point.nodes for point in points}):
-        found += [problem for problem in request_problems(site, nodes, minutes, account, partition) if problem not in found]
+        problems += [problem for problem in request_problems(site, nodes, minutes, account, partition) if problem not in problems]
     if site.max_queued_jobs is not None and len(points) > site.max_queued_jobs:
-        found.append(
+        problems.append(
             Problem("points", f"{len(points)} jobs; {site.name} queues {site.max_queued_jobs} per user", "fewer --nodes or --repeats")
         )
-    return found
+    return problems
 
 
 def announce(point: Point) -> None:

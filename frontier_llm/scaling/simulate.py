@@ -14,10 +14,10 @@ def simulated_rows(points: Sequence[Point], machine: str) -> list[Row]:
     """One row per node count. Raises ConfigError for a point that would not fit into memory."""
     distinct = {point.nodes: point for point in points}.values()
     predicted = [(point, predict(point.config, point.devices, machine)) for point in distinct]
-    if problems := [problem for _, found in predicted for problem in found.memory_problems()]:
+    if problems := [problem for _, prediction in predicted for problem in prediction.memory_problems()]:
         raise ConfigError(problems)
     rows = []
-    for point, found in predicted:
+    for point, prediction in predicted:
         facts = point.describe()
         rows.append(
             Row(
@@ -29,12 +29,12 @@ def simulated_rows(points: Sequence[Point], machine: str) -> list[Row]:
                 **{name: facts[name] for name in ("nodes", "devices", "tensor", "pipeline", "data", "global_batch")},
                 repeats=0,
                 steps=0,
-                step_time_s=found.step_time_s,
-                tokens_per_s=found.tokens_per_s,
-                tokens_per_s_per_device=found.tokens_per_s / point.devices,
+                step_time_s=prediction.step_time_s,
+                tokens_per_s=prediction.tokens_per_s,
+                tokens_per_s_per_device=prediction.tokens_per_s / point.devices,
                 ci95_percent=None,
                 efficiency=None,
-                predicted_tokens_per_s=found.tokens_per_s,
+                predicted_tokens_per_s=prediction.tokens_per_s,
                 predicted_efficiency=None,
             )
         )

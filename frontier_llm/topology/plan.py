@@ -211,10 +211,10 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
     parallel, precision = config.parallel, config.precision
     deepspeed, fsdp = config.optimizer.engine == "deepspeed", parallel.data_mode == "fsdp"
     native = not deepspeed and not fsdp
-    found: list[Problem] = []
+    problems: list[Problem] = []
 
     def refuse(where: str, what: str, fix: str) -> None:
-        found.append(Problem(where, what, fix))
+        problems.append(Problem(where, what, fix))
 
     if not native and in_flight(config) == "one":
         who = "fsdp" if fsdp else "deepspeed"
@@ -235,7 +235,7 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
     try:
         rule = optimizer_rule(config.optimizer.name)
     except ConfigError as error:
-        found.extend(error.problems)
+        problems.extend(error.problems)
     else:
         if not native and any(map(rule.whole, model_parameters(config.model).values())):
             what = f"{rule.name} updates whole matrices, which {'fsdp' if fsdp else 'DeepSpeed'} cuts"
@@ -252,4 +252,4 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
     if config.optimizer.deepspeed_config is not None and not deepspeed:
         fix = "set optimizer.engine=deepspeed, or leave it out"
         refuse("optimizer.deepspeed_config", "is given, but the engine is native", fix)
-    return found
+    return problems

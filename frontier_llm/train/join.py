@@ -78,14 +78,14 @@ def _set_environment(config: RunConfig, place: RankEnv | None) -> bool:
         machine = load_machine(config.machine).environment
     nodes = -(-place.world_size // place.local_world_size)
     wanted = [variable for variable in machine_environment(machine, nodes) if not any(map(environ, variable.also))]
-    kept = adopt({variable.name: variable.value for variable in wanted})
-    if "OMP_NUM_THREADS" not in kept:
+    adopted = adopt({variable.name: variable.value for variable in wanted})
+    if "OMP_NUM_THREADS" not in adopted:
         torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
-    reasons = ", ".join(f"{variable.name} ({variable.reason})" for variable in wanted if variable.name not in kept)
+    reasons = ", ".join(f"{variable.name} ({variable.reason})" for variable in wanted if variable.name not in adopted)
     log.info(f"environment for {machine} on {plural(nodes, 'node')}: {reasons}")
     for variable in wanted:
-        if variable.name in kept:
-            log.info(f"kept {variable.name}={kept[variable.name]}, which you exported, over {variable.value}: {variable.reason}")
+        if variable.name in adopted:
+            log.info(f"kept {variable.name}={adopted[variable.name]}, which you exported, over {variable.value}: {variable.reason}")
     # what torch's watchdog dumps before it ends the process goes to the run, not to 3,072 files in the user's home
     adopt({"TORCH_FR_DUMP_TEMP_FILE": str(Path(config.train.run_dir).resolve() / "logs" / "flight_torch_rank_")})
     sockets_forbidden = nodes > 1 and any(variable.name == "NCCL_NET" for variable in wanted)
@@ -107,9 +107,9 @@ def _check_network(mesh: Mesh, place: RankEnv) -> None:
     if str(path) != _rccl_log(place):
         log.info(f"the network is not checked: RCCL's log goes to {path}, as you exported")
         return
-    found = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
-    check_transport(found, place.hostname)
-    log.info(f"collectives between nodes: {found}")
+    in_use = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
+    check_transport(in_use, place.hostname)
+    log.info(f"collectives between nodes: {in_use}")
     path.unlink()
 
 

@@ -120,9 +120,9 @@ class _Session:
         """Returns what any rank has been asked for."""
         step = self.state.current_step
         hit("train.step")
-        with self.stragglers.step() as found:
+        with self.stragglers.step() as stragglers:
             result = train_step(self.state, self.wishes.own)
-        for straggler in found:
+        for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
                 self.metrics.event("straggler", step, {**asdict(straggler), "slowdown": straggler.slowdown})

@@ -143,11 +143,11 @@ def _complete(expected: Iterable[tuple[tuple[int, int], str]], files: Mapping[tu
         raise CheckpointError([Problem(str(folder / name), "is missing", "copy the whole checkpoint") for name in missing])
 
 
-def _expect_degree(key: str, arguments: Mapping[str, Any], found: int, folder: Path) -> None:
+def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: Path) -> None:
     """A checkpoint whose last ranks were not copied looks complete but for this."""
-    if arguments.get(key, found) != found:
+    if arguments.get(key, count) != count:
         raise CheckpointError(
-            f"was written with {key} {arguments[key]}, files of {found} are there", where=str(folder), fix="copy all files"
+            f"was written with {key} {arguments[key]}, files of {count} are there", where=str(folder), fix="copy all files"
         )
 
 

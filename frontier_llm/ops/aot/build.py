@@ -128,7 +128,7 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         registers=declared.registers,
         spills=declared.spills,
         matrix_instructions=len(_MATRIX.findall(assembly)),
-        matrix_flops=sum(_flops(*found.groups()) for found in _MATRIX.finditer(assembly)),
+        matrix_flops=sum(_flops(*match.groups()) for match in _MATRIX.finditer(assembly)),
     )
 
 

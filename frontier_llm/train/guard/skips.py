@@ -89,8 +89,8 @@ class Decisions:
     def resume_at(self, step: int, rewinds: list[dict[str, Any]]) -> None:
         """Go on from a checkpoint: its rewinds, and the other decisions of the steps before it."""
         self.rewinds = rewinds
-        kept = [entry for entry in self.entries() if entry["step"] < step and entry["action"] != "rewind"]
-        self._write(sorted([*kept, *rewinds], key=lambda entry: int(entry["step"])))
+        earlier = [entry for entry in self.entries() if entry["step"] < step and entry["action"] != "rewind"]
+        self._write(sorted([*earlier, *rewinds], key=lambda entry: int(entry["step"])))
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         if self._path is not None and (entries or self._path.exists()):

@@ -26,7 +26,7 @@ def test_every_run_loads(name: str) -> None:
 def test_it_is_legal_and_fits(name: str) -> None:
     nodes, _ = BUDGETS[name]
     config = load_run(name)
-    devices = nodes * load_machine(config.machine).node.devices.value
+    devices = nodes * load_machine(config.machine).devices_per_node
     assert make_plan(config, devices).microbatches >= 1
     assert predict(config, devices).memory_problems() == []
 
