@@ -270,6 +270,7 @@ def test_a_directory_moved_away_mid_run_is_called_that(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="was moved away or deleted while the run goes on") as caught:
         run.manager.start_save(progress(4))
     assert not isinstance(caught.value, Superseded) and not (tmp_path / "checkpoints").exists()
+    run.manager.close()
 
 
 def test_a_full_disk_while_importing_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
