@@ -31,6 +31,10 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     if problems:
         raise ConfigError(problems)
     plan = make_plan(config, world_size)
+    if config.train.loss_weights:
+        from frontier_llm.model import losses  # imports torch, which takes seconds
+
+        losses.select(config.train.loss_weights)
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")

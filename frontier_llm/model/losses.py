@@ -51,5 +51,6 @@ def select(names: Iterable[str]) -> dict[str, LossTerm]:
     """The registered terms of these names. Raises ConfigError with the nearest name."""
     for name in names:
         if name not in _TERMS:
-            raise ConfigError(f"{name!r} is not a loss that was registered", suggest(name, _TERMS), "train.loss_weights")
+            fix = suggest(name, _TERMS) if _TERMS else "name the plugin that registers it: plugins=[my_losses.py] (docs/extending.md)"
+            raise ConfigError(f"{name!r} is not a loss that was registered", fix, "train.loss_weights")
     return {name: _TERMS[name] for name in names}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
 from frontier_llm.config.plugins import import_plugins
 from frontier_llm.errors import ConfigError, LayoutError
@@ -110,3 +111,9 @@ def test_names_that_nobody_registered_are_refused_with_the_nearest(ranks: RankPo
 def test_a_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py cannot be imported"):
         load_run("quickstart", [f"plugins=[{tmp_path / 'nowhere.py'}]"])
+
+
+def test_a_loss_that_nobody_registered_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    config = load_run("train_small", ["train.loss_weights={small-activation: 0.1}", f"train.run_dir={tmp_path}/run"])
+    with pytest.raises(ConfigError, match="'small-activation' is not a loss that was registered"):
+        check(config, 4)
