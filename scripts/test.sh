@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them; arguments go to pytest: scripts/test.sh tests/unit/schedule
+# Installs what the tests need into .venv and runs them. `--all` first: everything, as CI does; without it what is marked `thorough` is left out.
+# Further arguments go to pytest: scripts/test.sh tests/unit/schedule
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,test}"
 source scripts/install.sh
 export OMP_NUM_THREADS=1
-exec python -m pytest "$@"
+chosen=(-m "not thorough")
+if [[ "${1:-}" == --all ]]; then
+  chosen=()
+  shift
+fi
+exec python -m pytest "${chosen[@]}" "$@"
