@@ -76,6 +76,8 @@ class Parameter:
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
     uses: int = 1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the head of the same rank
+    separate: int = 0  # leading dims that count tensors of their own (experts)
+    grouped: bool = False  # the next dim counts key/value heads, each with its queries
 
     @property
     def decay(self) -> bool:
@@ -113,8 +115,8 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
 
     def column(part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()) -> Iterator[Parameter]:
         """Output features (all dims but the last) cut over tp along `dim`."""
-        split = {"tp": Split(dim)}
-        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces)
+        split, grouped = {"tp": Split(dim)}, part == "attention.qkv"
+        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces, grouped=grouped)
         if bias:
             yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
 

@@ -112,8 +112,8 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs)
     pipeline: PositiveInt = 1  # pp, ranks in a row that hold the layers
     data: PositiveInt | None = None  # dp, replicas; None = world_size / (tp * pp)
-    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved
-    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zb-h1, or what was registered (schedule.register)
+    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
+    schedule: str = "1f1b"  # see docs/schedules.md: 1f1b, interleaved, zb-h1, zb-v, v-half, …, or what was registered
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
@@ -128,10 +128,19 @@ class BatchConfig(Section):
     micro_batch: PositiveInt = 1  # samples that pass a stage at once, on one replica
 
 
+class MuonConfig(Section):
+    """What optimizer.name=muon does with matrices; embedding, head, norms and biases follow AdamW by the optimizer's other keys."""
+
+    momentum: BelowOne = 0.95  # of the gradients, Nesterov's (since 0.2)
+    steps: PositiveInt = 5  # of the Newton-Schulz iteration (since 0.2)
+    scale: PositiveFloat = 0.2  # times sqrt(longer side) of an orthogonal update; 0.2 is as large as AdamW's updates (since 0.2)
+    heads: Literal["together", "groups"] = "together"  # q, k and v as a matrix each, or one of each per key/value head (since 0.2)
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    name: str = "adamw"  # checked by the optimizers' own registry, blueprint.optimizers (since 0.2)
+    name: str = "adamw"  # or muon, lion, or what was registered: checked by the optimizers' own registry, blueprint.optimizers (since 0.2)
     engine: Literal["native", "deepspeed"] = "native"  # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4  # the highest learning rate, after warm-up
@@ -143,6 +152,7 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # after warm-up; wsd stays at lr until its decay
     warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr
     decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
+    muon: MuonConfig = MuonConfig()  # where name=muon
 
 
 class PrecisionConfig(Section):

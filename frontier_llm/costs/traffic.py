@@ -7,19 +7,20 @@ the full input, send and recv the message.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from math import prod
 
 from frontier_llm.blueprint.layout import DTYPE_BYTES, layout_of, statistics_bytes
+from frontier_llm.blueprint.matrices import Part, matrices_of
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import Collective, Software, block_work, embedding_work, head_work
 from frontier_llm.config import RunConfig
-from frontier_llm.packing import packed
-from frontier_llm.schedule import build, rule
-from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan
+from frontier_llm.schedule import build
+from frontier_llm.schedule import rule as schedule_rule
+from frontier_llm.topology import BucketPlan, ParallelPlan, plan_buckets
 
 
 @dataclass
@@ -36,12 +37,13 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
-def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic:
-    """Everything that one rank of pipeline rank `pp_rank` moves in one training step."""
+def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, dp_rank: int = 0) -> Traffic:
+    """Everything that one rank of these coordinates moves in one training step."""
     traffic = Traffic()
     tensor_traffic(config, plan, pp_rank, traffic)
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
+    update_traffic(config, plan, pp_rank, dp_rank, traffic)
     if config.data.reset_at_documents and plan.grid.dp > 1:
         traffic.add("dp", "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own samples
     world = plan.grid.world_size
@@ -54,7 +56,7 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic
 def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
     """The collectives of the list of work, once per microbatch, those of the recomputed forward again."""
     model, layout, software = config.model, layout_of(config, plan.grid.world_size), Software()
-    block = block_work(model, layout, software, rule(plan.schedule).splits_backward)
+    block = block_work(model, layout, software, schedule_rule(plan.schedule).splits_backward)
     embedding, head = embedding_work(model, layout), head_work(model, layout, software)
     for stage in plan.stages_of(pp_rank):
         for items, times in ((block, stage.num_layers), (embedding, int(stage.embedding)), (head, int(stage.head))):
@@ -86,8 +88,9 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
     """
     weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
     wire = config.precision.gradient_wire
-    for numel, axes in buckets(config, plan, pp_rank):
-        for axis in axes:
+    for bucket in buckets(config, plan, pp_rank):
+        numel = bucket.numel
+        for axis in bucket.members[0].partial_axes():
             traffic.add(axis, "all_reduce", numel * gradient_bytes)
         if plan.grid.dp == 1:
             continue
@@ -101,25 +104,45 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
             traffic.add("dp", "all_gather", numel * DTYPE_BYTES[wire])
 
 
-def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(elements with padding, axes summed over before dp) of each of a pipeline rank's buckets, as `optim/buckets.py` fills them."""
-    degrees, dp, limit = {"tp": plan.grid.tp}, plan.grid.dp, config.comm.bucket_elements
-    update, owners = optimizer_rule(config.optimizer.name), dp if plan.zero else 1
+def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, dp_rank: int, traffic: Traffic) -> None:
+    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp."""
+    dtype = config.precision.dtype
+    item_bytes, wide, tp = DTYPE_BYTES[dtype], statistics_bytes(dtype), plan.grid.tp
+    owners = plan.grid.dp if plan.zero else 1
+    for bucket in buckets(config, plan, pp_rank):
+        if not bucket.whole or not optimizer_rule(config.optimizer.name).gathers:
+            continue
+        if not bucket.apart and owners > 1:
+            traffic.add("dp", "all_gather", bucket.numel * item_bytes)
+        size = bucket.numel // owners
+        start = size * (dp_rank if owners > 1 else 0)
+        numels = [int(parameter.rank_numel({"tp": tp})) for parameter in bucket.members]
+        held = [
+            parameter
+            for parameter, offset, numel in zip(bucket.members, bucket.offsets, numels, strict=True)
+            if offset < start + size and start < offset + numel
+        ]
+        everything = [one for parameter in held for one in matrices_of(parameter, config.optimizer.muon.heads == "groups")]
+        cut = [one for one in everything if one.part(tp) is Part.SHORT]
+        if cut:
+            traffic.add("tp", "all_gather", sum(tp * prod(one.on_rank(tp)) for one in cut) * item_bytes)
+        summed = Counter[tuple[int, int]]()
+        for one in everything:
+            if one.part(tp) is Part.LONG:
+                summed[one.short, one.long] += one.count
+        if summed:
+            traffic.add("tp", "all_reduce", summed.total() * wide)
+        for (short, _), count in summed.items():
+            traffic.add("tp", "all_reduce", count * short**2 * item_bytes, config.optimizer.muon.steps)
 
-    def alike(parameter: Parameter) -> tuple[bool, tuple[str, ...], bool, tuple[str, ...]]:
-        return parameter.decay, parameter.partial_axes(), update.whole(parameter), update.kinds(parameter)
 
-    def numel(parameter: Parameter) -> int:
-        return int(parameter.rank_numel(degrees))
-
+def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[BucketPlan[Parameter]]:
+    """A pipeline rank's buckets, as `optim/buckets.py` fills them."""
+    dp = plan.grid.dp
     declared = list(rank_parameters(config.model, plan.stages_of(pp_rank), plan.sequence_parallel))
-    backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
-    for (_, axes, whole, _), equals in groupby(sorted(backwards, key=alike), key=alike):
-        members = list(equals)
-        room = max(limit, owners * max(map(numel, members))) if whole else limit
-        for group in packed(members, numel, room):
-            slices = [0] * (owners if whole else 1)  # a whole parameter lies within one owner's slice: the largest first, where least is
-            for size in sorted((-(-numel(one) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT for one in group), reverse=True):
-                slices[slices.index(min(slices))] += size
-            multiple = BUCKET_ALIGNMENT * dp // len(slices)
-            yield len(slices) * (-(-max(slices) // multiple) * multiple), axes
+
+    def shard_of(parameter: Parameter) -> tuple[Parameter, int]:
+        return parameter, int(parameter.rank_numel({"tp": plan.grid.tp}))
+
+    rule, owners = optimizer_rule(config.optimizer.name), dp if plan.zero else 1
+    return plan_buckets(declared[::-1], shard_of, rule, owners, dp, config.comm.bucket_elements)

@@ -13,7 +13,8 @@ import numpy as np
 
 from frontier_llm.costs.layouts import as_table
 from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.time import seats, step_s
+from frontier_llm.costs.seats import seats
+from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Machine, Rates, rates
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes

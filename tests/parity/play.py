@@ -139,8 +139,8 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
 
 def _traffic(state: TrainState) -> list[str]:
     """Where the ledger of one step differs from the closed form, by axis and operation."""
-    ledger, pp_rank = state.mesh.ledger, state.plan.grid.coordinates(state.mesh.world.ranks[state.mesh.world.rank])["pp"]
-    expected = step_traffic(state.config, state.plan, pp_rank)
+    ledger = state.mesh.ledger
+    expected = step_traffic(state.config, state.plan, state.mesh.pp.rank, state.mesh.dp.rank)
     counted = {"calls": (ledger.calls, expected.calls), "bytes": (ledger.bytes, expected.bytes)}
     return [
         f"{what} of {' '.join(key)}: {ours.get(key, 0)} instead of {theirs.get(key, 0)}"

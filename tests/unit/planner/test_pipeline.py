@@ -13,6 +13,7 @@ from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner import pipeline
 from frontier_llm.planner.pipeline import play
+from frontier_llm.schedule import one_end
 from frontier_llm.topology import split_layers
 
 FRONTIER = rates(load_machine("frontier"))
@@ -39,6 +40,9 @@ def without_messages(numbers: Rates = FRONTIER) -> Rates:
         ("interleaved", 8, 3, 96),
         ("zb-h1", 4, 1, 250),
         ("zb-h1", 16, 1, 160),
+        ("zb-v", 8, 2, 200),
+        ("v-half", 8, 2, 200),
+        ("v-min", 4, 2, 150),
     ],
 )
 @pytest.mark.parametrize("machine", ["frontier", "selene"])
@@ -70,13 +74,14 @@ def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
     assert zero_bubble.bubble_fraction == pytest.approx((4 - 1) * (1 + 1 - 1) / (3 * m))  # (p-1)(F + B - W), Qi et al. 2023
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min"])
 @pytest.mark.parametrize(("model", "pp", "m"), [("gpt-22b", 4, 16), ("gpt-22b", 8, 64), ("gpt-1t", 16, 64)])
 def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str, pp: int, m: int) -> None:
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = 2 if schedule == "interleaved" or one_end(schedule) else 1
     spread, shape = layout(tp=8, pp=pp, microbatches=m, chunks=chunks, schedule=schedule), load_model(model)
     played = play(shape, spread, FRONTIER, split_layers(shape, pp * chunks))
-    assert float(step_s(shape, spread, FRONTIER)) == pytest.approx(played.step_s, rel=0.04)
+    # V-Min has no slack: where F, I and W differ it waits in every microbatch, which only the simulation knows
+    assert float(step_s(shape, spread, FRONTIER)) == pytest.approx(played.step_s, rel=0.2 if schedule == "v-min" else 0.04)
 
 
 def test_messages_that_block_cost_more_than_messages_that_flow() -> None:
