@@ -179,6 +179,7 @@ setup(
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
         "plot": ["plotly", "tensorboard"],
+        "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
         "docs": ["mkdocs"],
     },
 )

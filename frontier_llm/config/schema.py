@@ -222,6 +222,28 @@ class CommConfig(Section):
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 
+class ProfileConfig(Section):
+    """Steps whose trace is written: what each rank computes, sends and waits for, by torch.profiler."""
+
+    steps: Annotated[str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")]  # counted from 1, first to last: 10-12 (since 0.2)
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # global ranks that write one (since 0.2)
+    memory_snapshot: bool = False  # on a GPU also its allocations, for pytorch.org/memory_viz (since 0.2)
+
+    @field_validator("steps")
+    @classmethod
+    def _rising(cls, value: str) -> str:
+        first, _, last = value.partition("-")
+        if last and int(last) < int(first):
+            raise ValueError(f"goes backwards; write {last}-{first}")
+        return value
+
+    @property
+    def range(self) -> range:
+        """The steps, counted from 1."""
+        first, _, last = self.steps.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
@@ -239,6 +261,8 @@ class TrainConfig(Section):
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     tensorboard: bool = True  # also write the metrics for TensorBoard
+    observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
+    profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
