@@ -35,6 +35,7 @@ p.sub { color: var(--soft); margin: .2rem 0 1rem }
 .tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
 figure { margin: 0 0 .8rem; padding: .3rem; min-width: 0 } .figures figure { margin: 0 }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: .8rem }
+figcaption { font-weight: 600; font-size: .9rem; padding: .3rem .5rem 0; overflow-wrap: anywhere }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
 td:last-child { white-space: normal; min-width: 6rem } tr:first-child td, tr:first-child th { border-top: 0 }
@@ -122,11 +123,10 @@ def figure(chart: Chart) -> str:
     grid = {"automargin": True, "gridcolor": "#8884", "zerolinecolor": "#8884"}
     legend = sum(bool(trace.get("showlegend", True)) for trace in chart.traces) > 1
     layout = {
-        "title": {"text": text(chart.title), "font": {"size": 14}, "x": 0.02},
         "xaxis": {**grid, "title": {"text": text(chart.x)}, **(_powers(chart) if chart.log_x else {})},
         "yaxis": {**grid, "title": {"text": text(chart.y)}, **({"type": "log"} if chart.log_y else {})},
         "legend": {"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
-        "margin": {"l": 50, "r": 12, "t": 40, "b": 90 if legend else 45},
+        "margin": {"l": 50, "r": 12, "t": 30, "b": 90 if legend else 45},
         "height": chart.height_px,
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -137,14 +137,14 @@ def figure(chart: Chart) -> str:
         old = layout.get(name)
         layout[name] = {**old, **value} if isinstance(old, dict) else value
     content = json.dumps({"data": _finite(chart.traces), "layout": layout}, allow_nan=False).replace("</", "<\\/")
-    return f'<figure><div class=chart></div><script type="application/json" class=figure>{content}</script></figure>'
+    return f'<figure><figcaption>{text(chart.title)}</figcaption><div class=chart></div><script type="application/json" class=figure>{content}</script></figure>'
 
 
 def _powers(chart: Chart) -> dict[str, Any]:
     """A logarithmic axis labelled with some eight of the values that occur, such as counts of devices."""
     values = sorted({value for trace in chart.traces for value in trace["x"]})
     shown = [_finite(value) for value in values[:: len(values) // 9 + 1]]
-    return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,}" for value in shown]}
+    return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
 
 
 def _finite(value: Any) -> Any:

@@ -225,7 +225,9 @@ class CommConfig(Section):
 class ProfileConfig(Section):
     """Steps whose trace is written: what each rank computes, sends and waits for, by torch.profiler."""
 
-    steps: Annotated[str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")]  # counted from 1, first to last: 10-12 (since 0.2)
+    steps: Annotated[
+        str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")
+    ]  # counted from 1, first to last: 10-12 (since 0.2)
     ranks: tuple[NonNegativeInt, ...] = (0,)  # global ranks that write one (since 0.2)
     memory_snapshot: bool = False  # on a GPU also its allocations, for pytorch.org/memory_viz (since 0.2)
 

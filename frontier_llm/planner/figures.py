@@ -45,15 +45,14 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
 
 def pipeline_chart(plan: Plan) -> Chart:
     """The played part of the schedule, one row per pipeline rank."""
-    chart = timeline_chart(plan.played.timeline, _time_axis(plan))
-    return replace(chart, title=report.layout_words(plan))
+    chart = timeline_chart(plan.played.timeline, "seconds (simulated)")
+    return replace(chart, title=report.layout_words(plan) + played_part(plan))
 
 
-def _time_axis(plan: Plan) -> str:
-    """The unit, and how much of the step is drawn."""
+def played_part(plan: Plan) -> str:
+    """How much of the step is drawn, where it is not the whole."""
     played, whole = plan.played.timeline.schedule.microbatches, plan.layout.microbatches
-    part = f", {played} of the {whole} microbatches: the pattern of the middle repeats" if played < whole else ""
-    return f"seconds (simulated{part})"
+    return f": {played} of the {whole} microbatches, the pattern of the middle repeats" if played < whole else ""
 
 
 def memory_chart(plan: Plan) -> Chart:
@@ -66,7 +65,14 @@ def memory_chart(plan: Plan) -> Chart:
         if any(values)
     ]
     limit = level("device", plan.limit_bytes / GIB, [-0.5, len(ranks) - 0.5])
-    return Chart("Memory per pipeline rank", "pipeline rank", "GiB", [*traces, limit], height_px=380, layout={"barmode": "stack"})
+    return Chart(
+        "Memory per pipeline rank",
+        "pipeline rank",
+        "GiB",
+        [*traces, limit],
+        height_px=380,
+        layout={"barmode": "stack", "xaxis": {"dtick": max(1, len(ranks) // 16)}},
+    )
 
 
 def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:

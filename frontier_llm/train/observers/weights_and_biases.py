@@ -24,7 +24,7 @@ class WeightsAndBiases(Observer):
             name=directory.name,
             id=hashlib.sha256(str(directory).encode()).hexdigest()[:16],
             dir=directory,
-            mode=environ("WANDB_MODE") or "offline",
+            mode=environ("WANDB_MODE") or "offline",  # type: ignore[arg-type]  # W&B says which it knows
             resume="allow",
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(silent=True, console="off"),  # its console capture would double every line of the log
