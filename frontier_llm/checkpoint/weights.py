@@ -135,6 +135,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
         layout={"tp": 1, "pp": 1, "dp": 1, "zero": 0},
         config=config.model_dump(mode="json"),
         environment={},
+        data={},
         dtype=dtype,
         optimizer=rule.name,
         tensors=[TensorEntry(name=piece.name, shape=piece.shape, kinds=piece.kinds) for piece in everything],
