@@ -93,9 +93,9 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
 def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
     """Each collective of a gradient bucket against the nodes of its group, up to the whole machine: one ring and two stages."""
     place, sizes = seats(plan.layout, numbers), bucket_bytes(plan, numbers)
-    here = float(plan.layout.dp / place.dp_per_node)
+    here = float(plan.layout.dp / place.replicas_per_node)
     for operation, size in sizes.items():
-        nodes, flat, staged = times_by_nodes(numbers, int(place.dp_per_node), int(place.dp_sharing), size, operation)
+        nodes, flat, staged = times_by_nodes(numbers, int(place.replicas_per_node), int(place.replicas_sharing), size, operation)
         traces = [
             line("one ring, or RCCL's tree", nodes, 1e3 * flat, 0, marks="circle"),
             line("two stages", nodes, 1e3 * staged, 1, marks="square"),
