@@ -16,22 +16,25 @@ class Seats:
     """Where the ranks of each axis sit: how many share a node, and who shares the NICs."""
 
     tp_per_node: Number
-    dp_per_node: Number
-    dp_sharing: Number  # dp groups of one node that reduce at the same time
+    cp_per_node: Number
+    replicas_per_node: Number  # of dp x cp
+    replicas_sharing: Number  # groups of replicas of one node that reduce at the same time
     pp_inside: Number  # 1 = pipeline neighbours sit in the same node
     pp_sharing: Number  # devices of a node that send at the same time
 
 
 def seats(layouts: Layout | Layouts, rates: Rates) -> Seats:
-    """tp innermost; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
-    node, tp, pp, dp = rates.node_devices, layouts.tp, layouts.pp, layouts.dp
+    """tp innermost, then cp; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
+    node, tp, cp, pp, dp = rates.node_devices, layouts.tp, layouts.cp, layouts.pp, layouts.dp
     tp_inside = np.minimum(tp, node)
-    room = np.maximum(node / tp_inside, 1.0)
+    cp_inside = np.minimum(cp, np.maximum(node / tp_inside, 1.0))
+    room = np.maximum(node / (tp_inside * cp_inside), 1.0)
     dp_outer = layouts.axis_order == "tp-pp-dp"
-    stages_inside = np.where(dp_outer, np.minimum(pp, room), np.where(tp * dp < node, np.minimum(pp, node / (tp * dp)), 1.0))
+    stages_inside = np.where(dp_outer, np.minimum(pp, room), np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0))
     replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
-    per_node = np.minimum(node, tp * pp * dp)
-    return Seats(tp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
+    replicas = replicas * cp_inside
+    per_node = np.minimum(node, tp * cp * pp * dp)
+    return Seats(tp_inside, cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
 
 
 def cut(layouts: Layout | Layouts, stage: int) -> Number:

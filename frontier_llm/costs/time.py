@@ -29,8 +29,8 @@ from frontier_llm.schedule import idle_share, one_end
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
-    """One activation between stages as each tp rank sends it: S·B·H, cut over tp with sequence parallelism or scatter-gather."""
-    size = model.sequence_length * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
+    """One activation between stages as each tp rank sends it: S·B·H / cp, cut over tp with sequence parallelism or scatter-gather."""
+    size = model.sequence_length / layouts.cp * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
     return np.where(layouts.sequence_parallel | rates.p2p_split, size / layouts.tp, size)
 
 
@@ -50,13 +50,15 @@ class StepTail:
 
 
 def gradient_reduction_s(layouts: Layout | Layouts, rates: Rates, parameters: Number) -> tuple[Number, Number]:
-    """(reduce, gather) seconds of one stage's gradients over dp, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO."""
+    """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO."""
     place = seats(layouts, rates)
     element_bytes = DTYPE_BYTES.get(layouts.gradient_wire, rates.gradient_bytes)
     buckets = np.maximum(parameters / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
 
     def seconds(operation: str, size_bytes: Number) -> Number:
-        return buckets * collective_s(rates, layouts.dp, place.dp_per_node, place.dp_sharing, size_bytes / buckets, operation)
+        return buckets * collective_s(
+            rates, layouts.replicas, place.replicas_per_node, place.replicas_sharing, size_bytes / buckets, operation
+        )
 
     summed = seconds("all_reduce", parameters * element_bytes)
     scattered = seconds("reduce_scatter", parameters * element_bytes)
@@ -91,7 +93,7 @@ def tail(
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters)
     windows = overlap_windows(layouts)
-    owned = parameters / np.where(cut(layouts, 1), layouts.dp, 1)
+    owned = parameters / np.where(cut(layouts, 1), layouts.replicas, 1)
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
     held = np.where(sharded | every, owned, parameters)
@@ -109,7 +111,9 @@ def sharding_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[N
     place = seats(layouts, rates)
 
     def seconds(size_bytes: Number, operation: str) -> Number:
-        moved_s = collective_s(rates, layouts.dp, place.dp_per_node, place.dp_sharing, np.maximum(size_bytes, 1.0), operation)
+        moved_s = collective_s(
+            rates, layouts.replicas, place.replicas_per_node, place.replicas_sharing, np.maximum(size_bytes, 1.0), operation
+        )
         return np.where(size_bytes > 0, moved_s * rates.sharded_slowdown, 0.0)
 
     backward_s = seconds(block.gather_again_bytes, "all_gather") + seconds(block.scatter_bytes, "reduce_scatter")

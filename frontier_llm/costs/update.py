@@ -37,7 +37,7 @@ class WholeUpdate(NamedTuple):
 def whole_update(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: Number) -> WholeUpdate:
     """Of a rank that holds `layers` layers; all zero for an optimizer that gathers nothing."""
     rule = optimizer_rule(layouts.optimizer)
-    owners = np.where(cut(layouts, 1), layouts.dp, 1)
+    owners = np.where(cut(layouts, 1), layouts.replicas, 1)
     columns = np.broadcast_arrays(layouts.tp, owners, np.asarray(layers))
     if not rule.gathers:
         return WholeUpdate(*[0.0 * columns[0]] * len(WholeUpdate._fields))
@@ -47,7 +47,12 @@ def whole_update(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, la
     values = WholeUpdate(*(np.array(column)[each].reshape(columns[0].shape) for column in zip(*rows, strict=True)))
     place = seats(layouts, rates)
     gather_s = collective_s(
-        rates, layouts.dp, place.dp_per_node, place.dp_sharing, np.maximum(values.gathered * bytes_each, 1.0), "all_gather"
+        rates,
+        layouts.replicas,
+        place.replicas_per_node,
+        place.replicas_sharing,
+        np.maximum(values.gathered * bytes_each, 1.0),
+        "all_gather",
     )
     return values._replace(seconds=values.seconds + np.where(values.gathered > 0, gather_s, 0.0))
 

@@ -18,7 +18,7 @@ from frontier_llm.schedule.registry import (
     register_family,
     rule,
 )
-from frontier_llm.schedule.render import render_figure, render_text
+from frontier_llm.schedule.render import render_text, timeline_chart
 from frontier_llm.schedule.simulate import Timeline, simulate
 from frontier_llm.schedule.zero_bubble import v_names
 
@@ -44,11 +44,11 @@ __all__ = [
     "problems",
     "register",
     "register_family",
-    "render_figure",
     "render_text",
     "round_robin",
     "rule",
     "simulate",
+    "timeline_chart",
     "v_names",
     "with_messages",
 ]

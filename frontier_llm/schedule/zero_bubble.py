@@ -24,6 +24,9 @@ from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interl
 
 Order = list[Action]
 PERIOD = 6  # units of a microbatch on a rank that holds two positions
+GAPS = [
+    (turn, loss, back) for turn in range(1, PERIOD + 1) for loss in range(1, PERIOD + 1) for back in range(1, PERIOD + 1)
+]  # at a V's ends
 
 
 def v_shape(stages: int, chunks: int) -> Placement:
@@ -69,7 +72,7 @@ def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
 
     Units of a rank are taken modulo the period: the gaps at the turns are the smallest with which no two passes fall on one.
     """
-    every = product(choices, product(range(1, PERIOD + 1), repeat=3))
+    every = product(choices, GAPS)
     found = (candidate for distances, gaps in every if (candidate := _with_gaps(stages, distances, gaps)))
     return min(found, key=lambda one: (max(one.lifetimes[rank] + one.lifetimes[-1 - rank] for rank in range(stages)), one.backward[0]))
 

@@ -140,7 +140,7 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
 def _traffic(state: TrainState) -> list[str]:
     """Where the ledger of one step differs from the closed form, by axis and operation."""
     ledger = state.mesh.ledger
-    expected = step_traffic(state.config, state.plan, state.mesh.pp.rank, state.mesh.dp.rank)
+    expected = step_traffic(state.config, state.plan, state.mesh.pp.rank, state.mesh.replicas.rank)
     counted = {"calls": (ledger.calls, expected.calls), "bytes": (ledger.bytes, expected.bytes)}
     return [
         f"{what} of {' '.join(key)}: {ours.get(key, 0)} instead of {theirs.get(key, 0)}"
