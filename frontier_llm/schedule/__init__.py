@@ -16,7 +16,7 @@ from frontier_llm.schedule.registry import (
     rule,
 )
 from frontier_llm.schedule.render import render_figure, render_text
-from frontier_llm.schedule.simulate import Timeline, simulate
+from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
 
 __all__ = [
     "FORWARD_ONLY",
@@ -42,5 +42,6 @@ __all__ = [
     "round_robin",
     "rule",
     "simulate",
+    "simulate_in_turn",
     "with_messages",
 ]
