@@ -190,7 +190,7 @@ class DataConfig(Section):
 class OpsConfig(Section):
     """Which implementation of each fused op; `auto` takes the fastest that is present, once, at start-up."""
 
-    attention: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash_attn"] = "auto"  # softmax(q k) v
+    attention: Literal["auto", "reference", "sdpa", "cudnn", "cpu", "triton", "flash_attn"] = "auto"  # softmax(q k) v
     norm: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # LayerNorm and RMSNorm
     rope: Literal["auto", "reference", "cpu", "triton"] = "auto"  # rotation of queries and keys
     activation: Literal["auto", "reference", "cpu", "triton"] = "auto"  # the MLP's non-linearity, with bias or gate
@@ -198,6 +198,7 @@ class OpsConfig(Section):
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
+    attention_table: str = "shipped"  # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote (since 0.2)
     allow_fallback: bool = False  # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)
     no_jit: bool = False  # any attempt to compile while training is an error
 
