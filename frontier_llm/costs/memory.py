@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from frontier_llm.blueprint.items import Item, Keep, Phase
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.stages import StageSpec
-from frontier_llm.blueprint.work import Item, Keep, Phase, block_work, head_work
+from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts
 from frontier_llm.costs.parameters import stage_columns, stage_numel

@@ -10,23 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, Item, Keep, Phase, Product, Under, Work
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.work import (
-    ADDING,
-    SENDING,
-    SHARDS,
-    Collective,
-    FlashCore,
-    Item,
-    Keep,
-    Phase,
-    Product,
-    Under,
-    Work,
-    block_work,
-    embedding_work,
-    head_work,
-)
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.collectives import node_s
 from frontier_llm.costs.hierarchical import collective_s

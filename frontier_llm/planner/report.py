@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
 from frontier_llm.blueprint.layout import SHARDING
-from frontier_llm.blueprint.work import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS, block_work, embedding_work, head_work
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
 from frontier_llm.costs.time import layer_s
 from frontier_llm.machine import Machine, Rates, provenance

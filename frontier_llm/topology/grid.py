@@ -1,4 +1,8 @@
-"""global rank ↔ (pp, dp, tp): the bijection, and the groups that it implies, as plain tuples of ranks."""
+"""global rank ↔ (pp, dp, tp): the bijection, and the groups that it implies, as plain tuples of ranks.
+
+Experts fold the ranks of one pipeline rank anew: where attention has tp x dp, they have etp x ep x edp. The innermost of both are
+neighbours, so the ranks that share out the experts stay within a node for as long as they fit there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from itertools import product
 from frontier_llm.errors import ConfigError, suggest
 
 AXES = ("tp", "dp", "pp")
+FOLDED = ("etp", "ep", "edp")  # innermost first
 AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 
@@ -24,6 +29,8 @@ class Grid:
     pp: int
     dp: int
     order: str = "tp-dp-pp"
+    ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in AXIS_ORDERS:
@@ -36,9 +43,39 @@ class Grid:
         """Number of ranks."""
         return self.tp * self.pp * self.dp
 
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert."""
+        return self.world_size // (self.pp * self.ep * self.etp)
+
     def degree(self, axis: str) -> int:
         """Size of an axis by name."""
         return int(getattr(self, axis))
+
+    def plane(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same layers: all coordinates but pp's, innermost first."""
+        inner = [axis for axis in self.order.split("-") if axis != "pp"]
+        place = self.coordinates(global_rank)
+        places = product(*(range(self.degree(axis)) for axis in reversed(inner)))
+        return tuple(self.global_rank({**place, **dict(zip(reversed(inner), values, strict=True))}) for values in places)
+
+    def folded(self, global_rank: int) -> dict[str, int]:
+        """{'etp': …, 'ep': …, 'edp': …} of a rank."""
+        position, place = self.plane(global_rank).index(global_rank), {}
+        for axis in FOLDED:
+            position, place[axis] = divmod(position, self.degree(axis))
+        return place
+
+    def experts_group(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold one copy of all experts, etp innermost: tokens travel among them."""
+        plane, size = self.plane(global_rank), self.etp * self.ep
+        first = plane.index(global_rank) // size * size
+        return plane[first : first + size]
+
+    def replicas_group(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of the same experts."""
+        plane, size = self.plane(global_rank), self.etp * self.ep
+        return plane[plane.index(global_rank) % size :: size]
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
         """{'tp': …, 'dp': …, 'pp': …} of a rank."""
