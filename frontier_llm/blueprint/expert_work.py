@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from frontier_llm.blueprint.items import FULL, Collective, Item, Keep, Pass, Phase, Product, Software
+from frontier_llm.blueprint.items import FULL, Collective, Item, Keep, Pass, Phase, Product, Software, rank_tokens
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.config import ModelConfig
 
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 def even_rows(model: ModelConfig, layout: Layout) -> Rows:
     """Where every expert is chosen equally often; the busiest rank's with `layout.imbalance`."""
     assert model.moe is not None
-    rows = model.sequence_length * layout.micro_batch / layout.tp * model.moe.top_k * layout.etp
+    rows = rank_tokens(model, layout) / layout.tp * model.moe.top_k * layout.etp
     return Rows(rows, rows * layout.imbalance, rows * layout.imbalance)
 
 
@@ -38,17 +38,18 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     moe = model.moe
     assert moe is not None
     rows, ranks = rows or even_rows(model, layout), layout.ep * layout.etp
-    T, H, E, size, wide = model.sequence_length * layout.micro_batch, model.hidden, moe.experts, *_sizes(layout)
+    T, H, E, size, wide = rank_tokens(model, layout), model.hidden, moe.experts, *_sizes(layout)
     t, f, local = T // layout.tp, model.expert_hidden // layout.etp, E * layout.etp // ranks
 
     def send(phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep") -> Item:
         return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes)), again)
 
-    if layout.tp > 1:
-        yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, "tp")
-        if not layout.sequence_parallel:  # each tensor rank cuts its part out, and all get the whole again
-            yield send(Phase.F, "all_gather", size * T * H, axis="tp")
-            yield send(Phase.I, "all_gather", size * T * H, axis="tp")
+    for axis in ("tp", "cp"):  # the load of whole sequences
+        if getattr(layout, axis) > 1:
+            yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis)
+    if layout.tp > 1 and not layout.sequence_parallel:  # each tensor rank cuts its part out, and all get the whole again
+        yield send(Phase.F, "all_gather", size * T * H, axis="tp")
+        yield send(Phase.I, "all_gather", size * T * H, axis="tp")
     yield Item(Phase.F, ROUTING, Product(t, E, H), FULL)
     yield Item(Phase.I, ROUTING, Product(t, H, E))
     yield Item(Phase.W, ROUTING, Product(E, H, t))

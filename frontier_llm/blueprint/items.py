@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from frontier_llm.blueprint.layout import RECOMPUTE
+from frontier_llm.blueprint.layout import RECOMPUTE, Layout
+from frontier_llm.config import ModelConfig
 
 ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
 # causes: what an item is listed under in a plan's breakdown
 PRODUCTS, ATTENTION, PASSES, SENDING = "matrix products", "attention", "norms, activation, residual", "tp communication"
+EXCHANGE = "cp communication"
 ADDING = "adding weight gradients"  # every microbatch of a step but the first, which only writes
 EMBEDDING, HEAD, LOSS = "embedding", "head", "cross-entropy"
 SHARDS = "sharded weights and gradients"
@@ -70,18 +72,19 @@ class Product:
 
 @dataclass(frozen=True)
 class FlashCore:
-    """Causal flash attention over `heads` local heads of `batch` sequences."""
+    """Causal flash attention of `queries` positions to a sequence of `keys`, for `heads` local heads of `batch` sequences."""
 
     batch: int
     heads: int
-    sequence: int
+    queries: int
+    keys: int
     head_dim: int
     backward: bool = False
 
     @property
     def flops(self) -> float:
-        """Of the whole square of scores and its weighted sum; backward's own recomputation does not count."""
-        return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.sequence**2 * self.head_dim
+        """Of the whole rectangle of scores and its weighted sum; backward's own recomputation does not count."""
+        return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.queries * self.keys * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,8 @@ class Item:
 
 
 FULL, ANY = ("full",), ("selective", "full")
+
+
+def rank_tokens(model: ModelConfig, layout: Layout) -> int:
+    """Tokens of a microbatch that one context-parallel rank holds."""
+    return model.sequence_length // layout.cp * layout.micro_batch

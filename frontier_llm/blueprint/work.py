@@ -16,6 +16,7 @@ from frontier_llm.blueprint.items import (
     ANY,
     ATTENTION,
     EMBEDDING,
+    EXCHANGE,
     FULL,
     HEAD,
     LOSS,
@@ -33,6 +34,7 @@ from frontier_llm.blueprint.items import (
     Product,
     Software,
     Under,
+    rank_tokens,
 )
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Split, block_parameters, layer_kinds, stage_parameters
@@ -50,7 +52,7 @@ def block_work(
     layer = layer_kinds(model)[-1][0] if layer is None else layer
     moe = model.moe if layer in model.routed_layers else None
     F = model.ffn_hidden if moe is None else moe.shared_hidden
-    T, H, tp = model.sequence_length * layout.micro_batch, model.hidden, layout.tp
+    T, H, tp = rank_tokens(model, layout), model.hidden, layout.tp
     size, cut = DTYPE_BYTES[layout.dtype], layout.sequence_shards
     input_size = size if software.linear_speedup == 1 else 1  # of a product's input, for its weight gradient; FP8 layers keep one byte
     parameters = list(block_parameters(model, layer, layout.sequence_parallel))
@@ -126,14 +128,16 @@ def linear(
 
 
 def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
-    """Scores, softmax, dropout and weighted sum for this rank's heads."""
+    """Scores, softmax, dropout and weighted sum for this rank's heads; keys and values of the other context-parallel ranks."""
     S, D, B, a = model.sequence_length, model.dim_per_head, layout.micro_batch, model.heads // layout.tp
     modes = ("none",)
     if software.attention == "flash":
+        queries = S // layout.cp
         return [
-            Item(Phase.F, ATTENTION, FlashCore(B, a, S, D), ANY),
-            Item(Phase.I, ATTENTION, FlashCore(B, a, S, D, backward=True)),
-            Item(Phase.F, ATTENTION, Keep(4.0 * B * S * a, modes)),  # log-sum-exp
+            *context_exchange(model, layout),
+            Item(Phase.F, ATTENTION, FlashCore(B, a, queries, S, D), ANY),
+            Item(Phase.I, ATTENTION, FlashCore(B, a, queries, S, D, backward=True)),
+            Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),  # log-sum-exp
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
@@ -150,7 +154,7 @@ def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     """Norms of queries and keys; over all heads, their mean squares are summed over tp, and so are the gradients of those."""
     if model.qk_norm is None:
         return
-    T, heads = model.sequence_length * layout.micro_batch, (model.heads + model.num_kv_heads) / layout.tp
+    T, heads = rank_tokens(model, layout), (model.heads + model.num_kv_heads) / layout.tp
     moved = T * heads * model.dim_per_head * DTYPE_BYTES[layout.dtype]
     yield Item(Phase.F, PASSES, Pass(2 * moved, 2), FULL)
     yield Item(Phase.I, PASSES, Pass(4 * moved, 4))
@@ -161,13 +165,25 @@ def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
                 yield Item(phase, SENDING, Collective("tp", "all_reduce", T * statistics_bytes(layout.dtype)), again)
 
 
+def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
+    """Keys and values of the whole sequence, gathered over cp in two halves, forward and again backward; then their gradients, scattered."""
+    if layout.cp == 1:
+        return
+    half = model.sequence_length // 2 * layout.micro_batch * 2 * model.num_kv_heads // layout.tp * model.dim_per_head
+    size = half * DTYPE_BYTES[layout.dtype]
+    for under in (Under.NOTHING, Under.PRODUCT):  # the second half travels while the first is read
+        yield Item(Phase.F, EXCHANGE, Collective("cp", "all_gather", size, under), ANY)
+        yield Item(Phase.I, EXCHANGE, Collective("cp", "all_gather", size, under))
+        yield Item(Phase.I, EXCHANGE, Collective("cp", "reduce_scatter", size, under))
+
+
 def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) -> tuple[Pass, Pass]:
     """(forward, backward) passes of norms, biases, activation of an MLP of width F, rotary, dropout and residual additions.
 
     Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the sequence
     only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
     """
-    token_bytes = 2.0 * model.sequence_length * layout.micro_batch
+    token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)
     between = token_bytes * model.hidden / layout.sequence_shards * (2 * 2.0 + 2 * residual) * (1.0 if software.fused else 1.8)
     heads = token_bytes * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / layout.tp
@@ -190,7 +206,7 @@ def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: S
 
 def embedding_work(model: ModelConfig, layout: Layout) -> list[Item]:
     """The vocabulary-parallel embedding: gather rows, sum over tp; backward scatters into the gradient."""
-    size = model.sequence_length * layout.micro_batch * model.hidden * DTYPE_BYTES[layout.dtype]
+    size = rank_tokens(model, layout) * model.hidden * DTYPE_BYTES[layout.dtype]
     items = [Item(Phase.F, EMBEDDING, Pass(3 * size, 4)), Item(Phase.W, EMBEDDING, Pass(4 * size, 4))]
     if layout.tp == 1:
         return items
@@ -209,7 +225,7 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
     Fused: read once forward, read and overwritten backward. By separate kernels, as Megatron has them (bytes per logit): to fp32 6,
     maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward multiply 8, to 16 bit 6.
     """
-    T, size = model.sequence_length * layout.micro_batch, DTYPE_BYTES[layout.dtype]
+    T, size = rank_tokens(model, layout), DTYPE_BYTES[layout.dtype]
     only_head = StageSpec(model.layers, 0, embedding=False, head=True)
     weight = next(one for one in stage_parameters(model, only_head) if one.kind is ParameterKind.EMBEDDING)
     logits = T * model.padded_vocab_size // layout.tp

@@ -68,7 +68,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
         return
     parallel, dtype = config.parallel, config.precision.dtype
     whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients
-    replicas = world_size // (parallel.tensor * parallel.pipeline) if whole else 1
+    replicas = world_size // parallel.model_ranks if whole else 1
     per_replica = (DTYPE_BYTES[dtype] + statistics_bytes(dtype)) * total_parameters(config.model)  # weights and gradients
     needed_bytes, held_bytes = replicas * per_replica + state_bytes(config.model, config.optimizer.name, dtype), available_bytes()
     if needed_bytes > held_bytes:

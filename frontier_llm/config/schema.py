@@ -142,7 +142,8 @@ class ParallelConfig(Section):
 
     tensor: PositiveInt = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs)
     pipeline: PositiveInt = 1  # pp, ranks in a row that hold the layers
-    data: PositiveInt | None = None  # dp, replicas; None = world_size / (tp * pp)
+    data: PositiveInt | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
+    context: PositiveInt = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
     expert: PositiveInt = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
     expert_tensor: PositiveInt = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
     chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved
@@ -152,6 +153,11 @@ class ParallelConfig(Section):
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
     zero: Literal[0, 1, 2, 3] = 1  # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
     stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one replica of the data takes: what the world size is a multiple of."""
+        return self.tensor * self.context * self.pipeline
 
 
 class BatchConfig(Section):
@@ -233,6 +239,7 @@ class TimeoutConfig(Section):
     """Seconds after which a collective or message of an axis fails; None = train.timeout_s."""
 
     tp: PositiveFloat | None = None  # tensor parallelism
+    cp: PositiveFloat | None = None  # keys and values between the ranks that split a sequence (since 0.2)
     pp: PositiveFloat | None = None  # messages of the pipeline
     dp: PositiveFloat | None = None  # gradients and weights between replicas
     ep: PositiveFloat | None = None  # tokens on their way to experts and back (since 0.2)

@@ -28,4 +28,4 @@ def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = 
         block = block_work(model, layout, software, layer=layer)
         again = [item for item in block if layout.recompute in item.repeated_by]
         whole += count * (flops(block, causal) + flops(again, causal))
-    return whole * layout.tp / (model.sequence_length * layout.micro_batch)
+    return whole * layout.tp * layout.cp / (model.sequence_length * layout.micro_batch)

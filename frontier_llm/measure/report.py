@@ -152,9 +152,10 @@ def _contents(piece: StageSpec) -> str:
     return " + ".join(["embedding"] * piece.embedding + [layers] + ["head"] * piece.head)
 
 
-def _chip(grid: Grid, tp: int, dp: int, pp: int) -> str:
-    rank = grid.global_rank({"tp": tp, "dp": dp, "pp": pp})
-    return f'<span class=rank style="background:{COLORS[dp % len(COLORS)]}">rank {rank}: tp {tp} dp {dp}</span>'
+def _chip(grid: Grid, place: Mapping[str, int]) -> str:
+    axes = [axis for axis in ("tp", "cp", "dp") if axis != "cp" or grid.cp > 1]
+    where = " ".join(f"{axis} {place[axis]}" for axis in axes)
+    return f'<span class=rank style="background:{COLORS[place["dp"] % len(COLORS)]}">rank {grid.global_rank(place)}: {where}</span>'
 
 
 def _of_run(record: RunRecord, text: str) -> str:
@@ -169,7 +170,11 @@ def _layout(record: RunRecord, part: LayoutSpan) -> str:
     stages = []
     for pp in range(grid.pp):
         what = "; ".join(map(_contents, plan.stages_of(pp)))
-        rows = ["".join(_chip(grid, tp, dp, pp) for tp in range(grid.tp)) for dp in range(grid.dp)]
+        rows = [
+            "".join(_chip(grid, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}) for tp in range(grid.tp))
+            for dp in range(grid.dp)
+            for cp in range(grid.cp)
+        ]
         stages.append(f"<div class=stage><b>stage {pp}</b><br>{_text(what)}<br>{'<br>'.join(rows)}</div>")
     schedule = build_schedule(plan.schedule, grid.pp, plan.microbatches, plan.chunks)
     timeline = simulate(schedule, lambda stage, action: 1.0 if action.kind.value == "F" else 2.0)

@@ -53,15 +53,16 @@ class Router(nn.Module):
 
     def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, s: int, B: int) -> Routed:
         """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts)."""
-        moe, tp = self.moe, self.context.tp
+        moe, tp, cp = self.moe, self.context.tp, self.context.cp
         if moe.score == "sigmoid":
             scores_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
         rows_BE = scores_NE.new_zeros(B, moe.experts)
         chosen_Bn = experts_Nk.view(s, -1).unflatten(1, (B, -1)).transpose(0, 1).flatten(1)
         rows_BE.scatter_add_(1, chosen_Bn, torch.ones_like(chosen_Bn, dtype=rows_BE.dtype))
         own_E = rows_BE.sum(0)
-        all_reduce_(rows_BE, tp)  # of whole sequences; each tensor rank has routed its part of them
-        scores_BE, S = scores_NE.view(s, B, -1).sum(0), s * tp.size
+        for axis in (tp, cp):  # of whole sequences, of which each rank has routed a part
+            all_reduce_(rows_BE, axis)
+        scores_BE, S = scores_NE.view(s, B, -1).sum(0), s * tp.size * cp.size
         if moe.balance == "sequence":
             balance = (rows_BE * scores_BE).sum() * (moe.experts / (moe.top_k * S**2))
         else:

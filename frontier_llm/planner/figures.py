@@ -158,10 +158,10 @@ def draw_collectives(figure: Any, plan: Plan, numbers: Rates) -> None:
     """Each collective of a gradient bucket against the nodes of its group, up to the whole machine: one ring and two stages."""
     place, sizes = seats(plan.layout, numbers), bucket_bytes(plan, numbers)
     for axes, (operation, size) in zip(np.atleast_1d(figure.subplots(1, len(sizes), sharey=True)), sizes.items(), strict=True):
-        nodes, flat, staged = times_by_nodes(numbers, int(place.dp_per_node), int(place.dp_sharing), size, operation)
+        nodes, flat, staged = times_by_nodes(numbers, int(place.replicas_per_node), int(place.replicas_sharing), size, operation)
         axes.plot(nodes, 1e3 * flat, "o-", label="one ring, or RCCL's tree")
         axes.plot(nodes, 1e3 * staged, "s-", label="two stages")
-        axes.axvline(float(plan.layout.dp / place.dp_per_node), color="grey", linestyle=":", label="this plan")
+        axes.axvline(float(plan.layout.dp / place.replicas_per_node), color="grey", linestyle=":", label="this plan")
         plain_log2(axes, nodes)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

@@ -1,8 +1,9 @@
-"""What every layer is given when it is built: its tensor-parallel axis, its kernels, and where its gradients go."""
+"""What every layer is given when it is built: the axes along which layers communicate, its kernels, and where its gradients go."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -24,7 +25,8 @@ class LayerContext:
     gradients: WeightGradients
     dtype: torch.dtype  # of working weights and activations
     tensor_chunks: int = 1  # pieces in which activations are gathered, scattered and summed beside a product
-    ep: Axis = field(default_factory=lambda: single("ep"))  # ranks that share out the experts
+    cp: Axis = field(default_factory=partial(single, "cp"))
+    ep: Axis = field(default_factory=partial(single, "ep"))  # ranks that share out the experts
     etp: int = 1  # of them, neighbours that split each expert's width
 
     def declare(self, parameter: Parameter, tied_rank: int = 0) -> ShardedParameter:

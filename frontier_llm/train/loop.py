@@ -15,6 +15,7 @@ from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch
 from frontier_llm.config import RunConfig, TrainConfig, dump
+from frontier_llm.data.identity import identities
 from frontier_llm.data.loader import open_batches
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
@@ -194,6 +195,7 @@ def _manager(state: TrainState, resume: Resume) -> CheckpointManager:
         keep=train.keep_checkpoints,
         keep_every=train.keep_every,
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
+        data=identities(state.config) if state.mesh.world.rank == 0 else {},
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
         incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),

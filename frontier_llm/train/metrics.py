@@ -166,7 +166,7 @@ class Metrics:
 def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     """How the run is split over `world_size` ranks, in the words of its configuration."""
     parallel = config.parallel
-    data = world_size // (parallel.tensor * parallel.pipeline)
+    data = world_size // parallel.model_ranks
     return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
 
 

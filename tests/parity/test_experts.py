@@ -46,7 +46,9 @@ LAYOUTS = [
     Case("deepseek", tp=4, settings=experts(1), overlap_weights=True, recompute="full"),
     Case("mixtral", tp=2, dp=2, settings=experts(2, 2)),
     Case("deepseek", tp=2, dp=2, sequence_parallel=True, settings=experts(1, 4), documents=True),
-    Case("mixtral", pp=2, dp=4, settings=experts(4), schedule="gpipe", order="tp-pp-dp", tensor_chunks=1),
+    Case("mixtral", pp=2, dp=4, settings=experts(4), schedule="gpipe", order="tp-pp-dp"),
+    Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, settings=experts(4)),
+    Case("deepseek", cp=2, pp=2, dp=2, settings=experts(2), documents=True),
 ]
 
 
