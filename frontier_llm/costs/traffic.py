@@ -113,7 +113,7 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
     weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
     wire = config.precision.gradient_wire
     for numel, parameter in buckets(config, plan, pp_rank):
-        replicas = parameter.replicas if parameter.replicas == "edp" else plan.grid.replicas
+        replicas = axis_of(parameter.replicas, plan)
         for axis in parameter.partial_axes():
             if axis == "tied" or plan.grid.degree(axis) > 1:
                 traffic.add(axis, "all_reduce", numel * gradient_bytes)
@@ -127,6 +127,11 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
             traffic.add(replicas, "all_gather", numel * (gradient_bytes if parameter.wide else weight_bytes))
         elif wire != "full":
             traffic.add(replicas, "all_gather", numel * DTYPE_BYTES[wire])
+
+
+def axis_of(replicas: str, plan: ParallelPlan) -> str:
+    """The mesh's name of the axis that a parameter names as its replicas: dp may be joined with cp."""
+    return plan.grid.replicas if replicas == "dp" else replicas
 
 
 def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tuple[int, Parameter]]:
@@ -143,7 +148,7 @@ def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tup
     declared = list(rank_parameters(config.model, plan.stages_of(pp_rank), plan.sequence_parallel))
     backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
     for (_, _, whole, _, replicas, _), equals in groupby(sorted(backwards, key=alike), key=alike):
-        members, dp = list(equals), plan.grid.degree(replicas)
+        members, dp = list(equals), plan.grid.degree(axis_of(replicas, plan))
         owners = dp if plan.zero else 1
         room = max(limit, owners * max(map(numel, members))) if whole else limit
         for group in packed(members, numel, room):
