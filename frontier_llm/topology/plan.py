@@ -230,6 +230,9 @@ def _expert_problems(config: RunConfig, world_size: int) -> list[Problem]:
         where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
         what = f"{who} cuts all weights over the same ranks, and experts have replicas of their own"
         problems.append(Problem(where, what, "use the native engine with data_mode=zero"))
+    if ranks > 1 and config.guard.recompute_interval > 0:
+        what = "replicas that share out experts have different ones, whose gradients cannot be compared"
+        problems.append(Problem("guard.recompute_interval", what, "set it to 0, or parallel.expert=1 and expert_tensor=1"))
     if model.bias:
         problems.append(Problem("model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"))
     return problems
