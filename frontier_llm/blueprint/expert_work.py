@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from frontier_llm.blueprint.items import FULL, Collective, Item, Keep, Pass, Phase, Product, Software, rank_tokens
+from frontier_llm.blueprint.items import ADDING, FULL, Collective, Item, Keep, Pass, Phase, Product, Software, rank_tokens
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.config import ModelConfig
 
@@ -72,7 +72,7 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
         yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}"), FULL)
         yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}"))
         yield Item(Phase.W, EXPERTS, Product(outputs, inputs, m, local, f"experts.{name}"))
-        yield Item(Phase.W, EXPERTS, Pass(software.accumulate_bytes * local * outputs * inputs, 0))
+        yield Item(Phase.W, ADDING, Pass(software.accumulate_bytes * local * outputs * inputs, 0))
     yield Item(Phase.F, EXPERTS, Pass(size * rows.computed * (up + f), 2), FULL)
     yield Item(Phase.I, EXPERTS, Pass(size * rows.computed * 2 * (up + f), 5))
     kept = size * rows.computed * (H + up + f) + wide * (rows.computed + 4 * t * E)
