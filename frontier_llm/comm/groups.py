@@ -188,7 +188,6 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
         ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,)),
-        etp=grid.etp,
         edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
     )
     open_channels(mesh.channels, placement, groups.device)

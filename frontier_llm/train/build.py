@@ -49,7 +49,9 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
     dtype = working_dtype(config.precision.dtype)
     ops = select_ops(config.ops, device.type, dtype, config.data.reset_at_documents, parts=mesh.cp.size > 1)
     gradients = gradient_destination(config)
-    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, mesh.etp)
+    context = LayerContext(
+        mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp
+    )
     specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
     stages = build_stages(config.model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
