@@ -47,7 +47,9 @@ def test_a_run_is_told_why_its_length_is_mathematics() -> None:
         check_allowed(config_changes(saved, longer), [], "step_10")
 
 
-@pytest.mark.parametrize(("change", "fits"), [("model.layers=2", False), ("model.norm_eps=1e-3", True), ("model.sequence_length=32", False)])
+@pytest.mark.parametrize(
+    ("change", "fits"), [("model.layers=2", False), ("model.norm_eps=1e-3", True), ("model.sequence_length=32", False)]
+)
 def test_a_flag_is_not_offered_where_it_cannot_work(change: str, fits: bool) -> None:
     saved, other = (load_run("bench", words).model_dump(mode="json") for words in ([], [change]))
     changes = config_changes(saved, other)

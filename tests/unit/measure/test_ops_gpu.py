@@ -26,6 +26,7 @@ def script():
     return module
 
 
+@pytest.mark.thorough
 def test_every_stage_gives_a_result_and_is_summed_up(script, tmp_path):
     """In this process but for the checks and the training, which are processes of their own in any case."""
     for stage, run in script.STAGES.items():
