@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     option("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks"),
     option("--emit", type=Path, metavar="FILE", help="write a measured algorithm table for comm.algorithms"),
     option("--machine-file", type=Path, metavar="FILE", help="write a machine file with the measured collectives for `plan`"),
-    option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs (PNG, SVG or PDF)"),
+    option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs into an HTML page"),
     line="collectives and messages of a layout: time, bandwidth, slow links",
     about="Measure collectives and messages of a layout: time, bandwidth, slow links.",
 )

@@ -11,6 +11,7 @@ import torch
 from frontier_llm import log
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError, Problem
+from frontier_llm.ops import reference
 from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.no_jit import forbid_jit
 from frontier_llm.ops.providers import PROVIDERS, Provider
@@ -35,7 +36,14 @@ class ChosenBackend:
 
 
 def choose(
-    group: str, wanted: str, device_type: str, dtype: torch.dtype, *, documents: bool = False, allow_fallback: bool = False
+    group: str,
+    wanted: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    documents: bool = False,
+    parts: bool = False,
+    allow_fallback: bool = False,
 ) -> ChosenBackend | Problem:
     """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there.
 
@@ -43,7 +51,7 @@ def choose(
     """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
-        refusal = provider.refusal(group, device_type, dtype)
+        refusal = provider.refusal(group, device_type, dtype, parts)
         if refusal is None:
             return ChosenBackend(group, provider, f"asked for by ops.{group}")
         return Problem(f"ops.{group}={wanted}", refusal.why, f"{refusal.build}, or ops.{group}=auto".removeprefix(", or "))
@@ -54,7 +62,7 @@ def choose(
     for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
-        refusal = provider.refusal(group, device_type, dtype)
+        refusal = provider.refusal(group, device_type, dtype, parts)
         if refusal is None:
             return ChosenBackend(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
         if refusal.build and provider.required and not allow_fallback:
@@ -64,16 +72,16 @@ def choose(
     raise AssertionError("the reference serves everything")
 
 
-def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype, documents: bool = False) -> Ops:
+def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype, documents: bool = False, parts: bool = False) -> Ops:
     """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
 
-    `documents`: attention will be masked at their boundaries. Raises BackendError, naming flag and build command, for every explicit choice
+    `documents`: attention will be masked at their boundaries; `parts`: over stretches of sequences (context parallelism). Raises BackendError, naming flag and build command, for every explicit choice
     that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at once.
     """
     if config.no_jit:
         forbid_jit()
-    fallback = config.allow_fallback
-    outcomes = [choose(group, getattr(config, group), device_type, dtype, documents=documents, allow_fallback=fallback) for group in GROUPS]
+    wishes = {"documents": documents, "parts": parts, "allow_fallback": config.allow_fallback}
+    outcomes = [choose(group, getattr(config, group), device_type, dtype, **wishes) for group in GROUPS]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:
         raise BackendError(problems)
@@ -82,7 +90,8 @@ def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype, document
     for outcome in outcomes:
         assert isinstance(outcome, ChosenBackend)
         table = outcome.provider.load()
-        functions |= {op: table[op] for op in GROUPS[outcome.group]}
+        # attention that serves no stretches is never asked for them
+        functions |= {op: table.get(op, getattr(reference, op)) for op in GROUPS[outcome.group]}
         choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
         groups_by_choice.setdefault(choice, []).append(outcome.group)
     for choice, groups in groups_by_choice.items():

@@ -15,7 +15,7 @@ from frontier_llm.schedule.registry import (
     register,
     rule,
 )
-from frontier_llm.schedule.render import render_figure, render_text
+from frontier_llm.schedule.render import render_text, timeline_chart
 from frontier_llm.schedule.simulate import Timeline, simulate
 
 __all__ = [
@@ -37,10 +37,10 @@ __all__ = [
     "posted_ahead",
     "problems",
     "register",
-    "render_figure",
     "render_text",
     "round_robin",
     "rule",
     "simulate",
+    "timeline_chart",
     "with_messages",
 ]

@@ -47,14 +47,14 @@ class TrainState:
 def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource) -> TrainState:
     """One rank's part of the run, with initial weights. Raises BackendError when a chosen op is not there."""
     dtype = working_dtype(config.precision.dtype)
-    ops = select_ops(config.ops, device.type, dtype, config.data.reset_at_documents)
+    ops = select_ops(config.ops, device.type, dtype, config.data.reset_at_documents, parts=mesh.cp.size > 1)
     gradients = gradient_destination(config)
-    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
+    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp)
     specs, weights = plan.stages_of(mesh.pp.rank), config.train.loss_weights
     stages = build_stages(config.model, specs, context, device, config.train.recompute, losses.select(weights))
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
 
-    sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
+    sequence = config.model.sequence_length // mesh.cp.size // (mesh.tp.size if plan.sequence_parallel else 1)
     activation = ActivationSpec((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
     def engine(schedule: Schedule) -> Engine:
@@ -80,4 +80,4 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
 
 def _feed(config: RunConfig, mesh: Mesh, device: torch.device, stages: list[Stage], source: BatchSource) -> Feed:
     is_end = any(stage.spec.embedding or stage.spec.head for stage in stages)
-    return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh.dp, device, is_end)
+    return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh, device, is_end)
