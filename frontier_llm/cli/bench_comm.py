@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     option("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks"),
     option("--emit", type=Path, metavar="FILE", help="write a measured algorithm table for comm.algorithms"),
     option("--machine-file", type=Path, metavar="FILE", help="write a machine file with what was measured, for `plan` and for runs"),
-    option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs (PNG, SVG or PDF)"),
+    option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs into an HTML page"),
     option("--hang-test", action="store_true", help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog"),
     option("--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"),
     option("--limit", type=float, default=30.0, metavar="S", help="seconds after which a step of the hang test has hung (default: 30)"),

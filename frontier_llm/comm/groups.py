@@ -29,7 +29,7 @@ from frontier_llm.comm.warm_up import LIMIT_S, warm_up, within
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import Placement, round_robin
-from frontier_llm.topology import Grid
+from frontier_llm.topology import AXES, Grid
 
 AS_DEFAULT = CommConfig()
 
@@ -105,7 +105,7 @@ class _Groups:
 
     def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis]:
         """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two axes of one rank."""
-        if self._ranks_per_node is None or not self._algorithms.rules or name not in ("tp", "dp", "world"):
+        if self._ranks_per_node is None or not self._algorithms.rules or name.split(".")[0] not in ("tp", "cp", "dp", "world"):
             return single(name, self._global_rank), single(name, self._global_rank)
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
@@ -137,7 +137,7 @@ class _Groups:
             within(limit_s, axis.name, axis.ranks, self.device, lambda: open_channel(axis, placement.streams[channel], self.device))  # noqa: B023
 
     def _limit_s(self, name: str) -> float:
-        return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail and pp.forward as their axis
+        return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail, dp.cp and pp.forward as their axis
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
         group = self._new(name, rank, ranks)
@@ -202,10 +202,11 @@ def build_mesh(
     ends = tuple(pipeline[stage] for stage in placement.ends)
     tied_ranks = ends if tied_embeddings and global_rank in ends else (global_rank,)
     tied = (groups.counted_axis if tied_embeddings else groups.axis)("tied", tied_ranks)
+    axes = {name: groups.axis(name, grid.group(name, global_rank)) for name in AXES}
+    joint = grid.replicas
     mesh = Mesh(
-        tp=groups.axis("tp", grid.group("tp", global_rank)),
-        pp=groups.axis("pp", pipeline),
-        dp=groups.axis("dp", grid.group("dp", global_rank)),
+        **axes,
+        replicas=axes[joint] if joint in axes else groups.axis(joint, grid.group(joint, global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
         tied=tied,
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},

@@ -52,15 +52,15 @@ class FullySharded:
         """Shard the stage, which is on the meta device, and give it its initial weights. Collective over dp."""
         (self._stage,) = inputs.stages  # there is no pipeline
         config, mesh, device = inputs.config, inputs.mesh, inputs.device
-        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.dp.size > 1
+        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.replicas.size > 1
         self._formula, self._mesh, self._ops = slice_update(config.optimizer, inputs.ops), mesh, inputs.ops
         working, seed = working_dtype(config.precision.dtype), config.train.seed
         specs = _widen(self._stage)
-        _fully_shard(self._stage, mesh.dp, working, device, config.train.timeout_s)
+        _fully_shard(self._stage, mesh.replicas, working, device, config.train.timeout_s)
         self._stage.to_empty(device=device)
         self._shards = []
         for parameter, spec in zip(self._stage.parameters(), specs, strict=True):
-            rectangle, local = _initial_rectangle(parameter, spec, mesh.dp, working, seed if inputs.draws else None)
+            rectangle, local = _initial_rectangle(parameter, spec, mesh.replicas, working, seed if inputs.draws else None)
             states = {name: torch.zeros_like(local) for name in self.rule.states(spec.parameter)}
             self._shards.append(_Shard(spec, rectangle, parameter, states))
 

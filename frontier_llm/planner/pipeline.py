@@ -142,7 +142,7 @@ def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
     starts, ends = (np.sort(np.concatenate(times)) for times in (timeline.start_s, timeline.end_s))
     moments = np.unique(np.concatenate([[0.0], starts, ends]))
     busy = np.searchsorted(starts, moments, side="right") - np.searchsorted(ends, moments, side="right")
-    devices = busy * layout.tp * layout.dp
+    devices = busy * layout.tp * layout.replicas
     speed = np.where(devices > 0, np.interp(devices, counts, shares), 1.0)
     stretched = np.concatenate([[0.0], np.cumsum(np.diff(moments) * speed[:-1])])
 

@@ -54,14 +54,14 @@ def build_state(
     dtype = working_dtype(config.precision.dtype)
     documents = config.data.reset_at_documents
     shape = AttentionShape(config.model.dim_per_head, extras=documents or config.model.position == "alibi")
-    ops = select_ops(config.ops, device.type, dtype, documents, shape)
+    ops = select_ops(config.ops, device.type, dtype, documents, mesh.cp.size > 1, shape)
     gradients = gradient_destination(config)
-    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
+    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp)
     specs, weights = plan.stages_of(mesh.pp.rank), config.train.loss_weights
     stages = build_stages(config.model, specs, context, device, config.train.recompute, losses.select(weights))
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
 
-    sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
+    sequence = config.model.sequence_length // mesh.cp.size // (mesh.tp.size if plan.sequence_parallel else 1)
     activation = ActivationSpec((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
     def engine(schedule: Schedule) -> Engine:
@@ -87,4 +87,4 @@ def build_state(
 
 def _feed(config: RunConfig, mesh: Mesh, device: torch.device, stages: list[Stage], source: BatchSource) -> Feed:
     is_end = any(stage.spec.embedding or stage.spec.head for stage in stages)
-    return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh.dp, device, is_end)
+    return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh, device, is_end)

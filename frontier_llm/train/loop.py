@@ -15,11 +15,13 @@ from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch, maximum
 from frontier_llm.config import RunConfig, TrainConfig, dump
+from frontier_llm.data.identity import identities
 from frontier_llm.data.loader import open_batches
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
 from frontier_llm.ops import working_dtype
 from frontier_llm.optim import draw_masters
+from frontier_llm.train import observers
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, Saves, Skips, Watchdog, Wish, Wishes, provenance
@@ -70,6 +72,7 @@ class _Session:
         self.is_first = world.rank == 0
         self.validation = open_batches(self.config, state.mesh.dp.rank, state.mesh.dp.size, "validation")
         self.metrics: Metrics | None = None  # of rank 0
+        self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
         self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval)
@@ -80,11 +83,19 @@ class _Session:
         self.skips = Skips(self.config.guard, self.decisions, self.saves)
 
     def run(self) -> int:
+        """The whole of it, whatever happens told to the observers."""
+        try:
+            return self._run()
+        finally:
+            for observer in self.observers:
+                observer.close()
+
+    def _run(self) -> int:
         """Resume where the newest intact checkpoint stopped, and go on."""
         self._resume()
         if self.is_first:
             self._write_run_files()
-            self.metrics = metrics_of(self.state, self.manager.incarnation)
+            self.metrics = metrics_of(self.state, self.manager.incarnation, self.observers)
             if self.state.current_step >= self.config.train.steps:
                 log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
@@ -128,8 +139,12 @@ class _Session:
         """Returns what any rank has been asked for."""
         step = self.state.current_step
         hit("train.step")
+        for observer in self.observers:
+            observer.before_step(self.state)
         with self.stragglers.step() as stragglers:
             result = train_step(self.state, self.wishes.own)
+        for observer in self.observers:
+            observer.after_step(self.state, result)
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
@@ -206,6 +221,7 @@ def _manager(state: TrainState, resume: Resume) -> CheckpointManager:
         keep=train.keep_checkpoints,
         keep_every=train.keep_every,
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
+        data=identities(state.config) if state.mesh.world.rank == 0 else {},
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
         incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),
