@@ -137,7 +137,7 @@ class _Groups:
             within(limit_s, axis.name, axis.ranks, self.device, lambda: open_channel(axis, placement.streams[channel], self.device))  # noqa: B023
 
     def _limit_s(self, name: str) -> float:
-        return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail and pp.forward as their axis
+        return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail, dp.cp and pp.forward as their axis
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
         group = self._new(name, rank, ranks)
