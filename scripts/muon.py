@@ -134,7 +134,7 @@ def overhead_lines() -> list[str]:
     for name in ("ladder-840k", "mpt-125m"):
         model = load_model(name)
         block = [one for one in block_parameters(model, 0) if is_matrix(one)]
-        flops = sum(update_flops(one, 1) for one in block)
+        flops = sum(update_flops(one, {}) for one in block)
         everything = [matrices for one in block for matrices in matrices_of(one)]
         training = 6.0 * 4096 * sum(one.numel for one in block)
         predicted = sum(
@@ -144,7 +144,7 @@ def overhead_lines() -> list[str]:
 
         def update(stacks: list[torch.Tensor] = stacks) -> None:
             for x in stacks:
-                orthogonalize_([MatrixStack(x, Part.ALL)], single("tp"), 5)
+                orthogonalize_([MatrixStack(x, Part.ALL)], single("tp"))
 
         shapes = ", ".join(f"{one.rows}x{one.columns}" for one in everything)
         lines.append(

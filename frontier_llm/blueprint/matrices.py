@@ -12,6 +12,8 @@ from math import prod
 
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Piece, Split
 
+NEWTON_SCHULZ_STEPS = 5  # of Muon's update
+
 
 class Part(Enum):
     """What one rank of tp has of a matrix."""
@@ -29,7 +31,7 @@ class Matrices:
     count: int
     rows: int
     columns: int
-    split: int | None  # which of (count, rows, columns) is cut over tp
+    split: int | None  # which of (count, rows, columns) is cut over tp; of experts over etp
 
     @property
     def transposed(self) -> bool:
@@ -52,10 +54,10 @@ class Matrices:
             return Part.ALL
         return Part.LONG if (self.split == 1) == self.transposed else Part.SHORT
 
-    def on_rank(self, tp: int) -> tuple[int, int, int]:
-        """(count, shorter side, longer side) of what one of `tp` ranks has."""
+    def on_rank(self, tp: int, ep: int = 1) -> tuple[int, int, int]:
+        """(count, shorter side, longer side) of what one of `tp` ranks has, of experts that `ep` ranks share out."""
         part = self.part(tp)
-        count = self.count // tp if self.split == 0 else self.count
+        count = self.count // (tp if self.split == 0 else 1) // ep
         return count, self.short // (tp if part is Part.SHORT else 1), self.long // (tp if part is Part.LONG else 1)
 
 
@@ -66,8 +68,8 @@ def is_matrix(parameter: Parameter) -> bool:
 
 def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
     """The matrices of a parameter; `by_group`: one for each key/value head and its queries instead of one for all heads."""
-    lead = parameter.separate + (by_group and parameter.grouped)
-    how = parameter.axes.get("tp")
+    lead = int(parameter.kind is ParameterKind.EXPERTS or (by_group and parameter.grouped))
+    how = parameter.axes.get(parameter.tensor_axis)
     last = len(parameter.shape) - 1
     split = None
     if isinstance(how, Split):

@@ -8,18 +8,19 @@ the full input, send and recv the message.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from frontier_llm.blueprint.expert_work import Rows, even_rows, expert_work
+from frontier_llm.blueprint.items import Collective, Software
 from frontier_llm.blueprint.layout import DTYPE_BYTES, layout_of, statistics_bytes
-from frontier_llm.blueprint.matrices import Part, matrices_of
+from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part, matrices_of
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
-from frontier_llm.blueprint.work import Collective, Software, block_work, embedding_work, head_work
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import RunConfig
-from frontier_llm.schedule import build
-from frontier_llm.schedule import rule as schedule_rule
+from frontier_llm.schedule import build, rule
 from frontier_llm.topology import BucketPlan, ParallelPlan, plan_buckets
 
 
@@ -37,36 +38,59 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
-def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, replica: int = 0) -> Traffic:
-    """Everything that one rank of pipeline rank `pp_rank` and of this replica moves in one training step."""
+def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Sequence[Rows] | None = None, owner: int = 0) -> Traffic:
+    """Everything that one rank of pipeline rank `pp_rank` moves in one training step; `owner` is its place among its replicas.
+
+    `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even shares.
+    """
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
+    expert_traffic(config, plan, pp_rank, traffic, routed)
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
-    update_traffic(config, plan, pp_rank, replica, traffic)
+    update_traffic(config, plan, pp_rank, owner, traffic)
     if config.data.reset_at_documents and plan.grid.degree(plan.grid.replicas) > 1:
         traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:
-        further = len(config.train.loss_weights)
-        traffic.add("world", "all_reduce", (4 + further) * 8)  # losses, squared gradient norm, wishes to stop and to save, fp64
+        model = config.model
+        further = len(config.train.loss_weights) + (0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 1))
+        # losses, squared gradient norm, wishes to stop and to save, of experts two losses and the load, fp64
+        traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic
 
 
 def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
     """The collectives of the list of work, once per microbatch, those of the recomputed forward again."""
     model, layout, software = config.model, layout_of(config, plan.grid.world_size), Software()
-    block = block_work(model, layout, software, schedule_rule(plan.schedule).splits_backward)
+    dense, routed = (block_work(model, layout, software, rule(plan.schedule).splits_backward, layer) for layer in (0, model.layers - 1))
     embedding, head = embedding_work(model, layout), head_work(model, layout, software)
     for stage in plan.stages_of(pp_rank):
-        for items, times in ((block, stage.num_layers), (embedding, int(stage.embedding)), (head, int(stage.head))):
+        experts = len([layer for layer in stage.layers if layer in model.routed_layers])
+        blocks = (dense, stage.num_layers - experts), (routed, experts)
+        for items, times in (*blocks, (embedding, int(stage.embedding)), (head, int(stage.head))):
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
                     pieces = config.comm.tensor_chunks if item.work.in_chunks else 1
                     calls = times * plan.microbatches * pieces * (2 if layout.recompute in item.repeated_by else 1)
                     traffic.add(item.work.axis, item.work.operation, item.work.size_bytes // pieces, calls)
+        if experts and layout.tp > 1:
+            wide = max(8, DTYPE_BYTES[layout.dtype])
+            traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64
         if stage.head and layout.sequence_parallel:
             traffic.add("tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights))  # further losses, fp64
+
+
+def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None) -> None:
+    """Rows to the ranks of their experts and back, and how many there are."""
+    model, layout = config.model, layout_of(config, plan.grid.world_size)
+    layers = [layer for stage in plan.stages_of(pp_rank) for layer in stage.layers if layer in model.routed_layers]
+    if routed is None:
+        routed = [even_rows(model, layout)] * (len(layers) * plan.microbatches) if layers else []
+    for rows in routed:
+        for item in expert_work(model, layout, Software(), rows):
+            if isinstance(item.work, Collective) and item.work.axis == "ep":
+                traffic.add("ep", item.work.operation, item.work.size_bytes, 2 if layout.recompute in item.repeated_by else 1)
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
@@ -87,11 +111,13 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
     travel in 16 bits go by all-to-all and, without ZeRO, come back by all-gather.
     """
     weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
-    wire, replicas = config.precision.gradient_wire, plan.grid.replicas
+    wire = config.precision.gradient_wire
     for bucket in buckets(config, plan, pp_rank):
-        numel = bucket.numel
-        for axis in bucket.members[0].partial_axes():
-            traffic.add(axis, "all_reduce", numel * gradient_bytes)
+        numel, parameter = bucket.numel, bucket.members[0]
+        replicas = axis_of(parameter.replicas, plan)
+        for axis in parameter.partial_axes():
+            if axis == "tied" or plan.grid.degree(axis) > 1:
+                traffic.add(axis, "all_reduce", numel * gradient_bytes)
         if plan.grid.degree(replicas) == 1:
             continue
         if wire != "full":
@@ -99,50 +125,62 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
         else:
             traffic.add(replicas, "reduce_scatter" if plan.zero else "all_reduce", numel * gradient_bytes)
         if plan.zero:
-            traffic.add(replicas, "all_gather", numel * weight_bytes)
+            traffic.add(replicas, "all_gather", numel * (gradient_bytes if parameter.wide else weight_bytes))
         elif wire != "full":
             traffic.add(replicas, "all_gather", numel * DTYPE_BYTES[wire])
 
 
-def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, replica: int, traffic: Traffic) -> None:
-    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp."""
+def axis_of(replicas: str, plan: ParallelPlan) -> str:
+    """The mesh's name of the axis that a parameter names as its replicas: dp may be joined with cp."""
+    return plan.grid.replicas if replicas == "dp" else replicas
+
+
+def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
+    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of experts, etp)."""
     dtype = config.precision.dtype
-    item_bytes, wide, tp = DTYPE_BYTES[dtype], statistics_bytes(dtype), plan.grid.tp
-    owners = plan.grid.degree(plan.grid.replicas) if plan.zero else 1
+    item_bytes, wide = DTYPE_BYTES[dtype], statistics_bytes(dtype)
     for bucket in buckets(config, plan, pp_rank):
         if not bucket.whole or not optimizer_rule(config.optimizer.name).gathers:
             continue
+        replicas, axis = axis_of(bucket.members[0].replicas, plan), bucket.members[0].tensor_axis
+        owners, tp = plan.grid.degree(replicas) if plan.zero else 1, plan.grid.degree(axis)
         if not bucket.apart and owners > 1:
-            traffic.add(plan.grid.replicas, "all_gather", bucket.numel * item_bytes)
+            traffic.add(replicas, "all_gather", bucket.numel * item_bytes)
         size = bucket.numel // owners
-        start = size * (replica if owners > 1 else 0)
-        numels = [int(parameter.rank_numel({"tp": tp})) for parameter in bucket.members]
+        start = size * (owner % owners)
         held = [
             parameter
-            for parameter, offset, numel in zip(bucket.members, bucket.offsets, numels, strict=True)
-            if offset < start + size and start < offset + numel
+            for parameter, offset in zip(bucket.members, bucket.offsets, strict=True)
+            if offset < start + size and start < offset + rank_numel(parameter, plan)
         ]
-        everything = [one for parameter in held for one in matrices_of(parameter, config.optimizer.muon.heads == "groups")]
+        ep = plan.grid.degree("ep") if axis == "etp" else 1
+        everything = [one for parameter in held for one in matrices_of(parameter, config.optimizer.heads == "groups")]
         cut = [one for one in everything if one.part(tp) is Part.SHORT]
         if cut:
-            traffic.add("tp", "all_gather", sum(tp * prod(one.on_rank(tp)) for one in cut) * item_bytes)
+            traffic.add(axis, "all_gather", sum(tp * prod(one.on_rank(tp, ep)) for one in cut) * item_bytes)
         summed = Counter[tuple[int, int]]()
         for one in everything:
             if one.part(tp) is Part.LONG:
-                summed[one.short, one.long] += one.count
+                summed[one.short, one.long] += one.on_rank(tp, ep)[0]
         if summed:
-            traffic.add("tp", "all_reduce", summed.total() * wide)
+            traffic.add(axis, "all_reduce", summed.total() * wide)
         for (short, _), count in summed.items():
-            traffic.add("tp", "all_reduce", count * short**2 * item_bytes, config.optimizer.muon.steps)
+            traffic.add(axis, "all_reduce", count * short**2 * item_bytes, NEWTON_SCHULZ_STEPS)
+
+
+def rank_numel(parameter: Parameter, plan: ParallelPlan) -> int:
+    """Elements of a parameter that a rank holds."""
+    return int(parameter.rank_numel({axis: plan.grid.degree(axis) for axis in ("tp", "ep", "etp")}))
 
 
 def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[BucketPlan[Parameter]]:
     """A pipeline rank's buckets, as `optim/buckets.py` fills them."""
-    dp = plan.grid.degree(plan.grid.replicas)
     declared = list(rank_parameters(config.model, plan.stages_of(pp_rank), plan.sequence_parallel))
-
-    def shard_of(parameter: Parameter) -> tuple[Parameter, int]:
-        return parameter, int(parameter.rank_numel({"tp": plan.grid.tp}))
-
-    rule, owners = optimizer_rule(config.optimizer.name), dp if plan.zero else 1
-    return plan_buckets(declared[::-1], shard_of, rule, owners, dp, config.comm.bucket_elements)
+    return plan_buckets(
+        declared[::-1],
+        lambda parameter: (parameter, rank_numel(parameter, plan)),
+        optimizer_rule(config.optimizer.name),
+        lambda replicas: plan.grid.degree(axis_of(replicas, plan)),
+        bool(plan.zero),
+        config.comm.bucket_elements,
+    )

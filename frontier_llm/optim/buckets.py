@@ -104,12 +104,20 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
 
 def build_buckets(
-    stages: Sequence[nn.Module], rule: OptimizerRule, dp: Axis, zero: int, device: torch.device, bucket_numel: int
+    stages: Sequence[nn.Module],
+    rule: OptimizerRule,
+    dp: Axis,
+    zero: int,
+    device: torch.device,
+    bucket_numel: int,
+    *,
+    edp: Axis | None = None,
 ) -> list[Bucket]:
     """Allocate the flat buffers and put every parameter of the (meta) stages into them.
 
     Afterwards each parameter is a view of its bucket's weights and its main_grad a view of the gradients. Weights are
-    uninitialised, gradients zero. Parameters that `rule` wants whole lie in buckets of their own (see topology.buckets).
+    uninitialised, gradients zero. `edp` has the experts' replicas (None: there are no experts). Parameters that `rule` wants whole lie in
+    buckets of their own (see topology.buckets).
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]
@@ -117,27 +125,31 @@ def build_buckets(
     placed: dict[nn.Parameter, ShardedParameter] = {}
     bucket_of: dict[nn.Parameter, Bucket] = {}
     buckets = []
-    owner = dp if zero else single(dp.name, dp.ranks[dp.rank], dp.ledger)
+
+    def replicas_of(name: str) -> Axis:
+        return edp if name == "edp" and edp is not None else dp
 
     def shard_of(parameter: ShardedParameter) -> tuple[Parameter, int]:
         return parameter.spec.parameter, parameter.numel()
 
-    for plan in plan_buckets(declared[::-1], shard_of, rule, owner.size, dp.size, bucket_numel):
+    for plan in plan_buckets(declared[::-1], shard_of, rule, lambda name: replicas_of(name).size, bool(zero), bucket_numel):
         weights = torch.zeros(plan.numel, dtype=plan.members[0].dtype, device=device)
         gradients = torch.zeros(plan.numel, dtype=statistics_dtype(weights.dtype), device=device)
         real = [_view(*pair, weights, gradients) for pair in zip(plan.members, plan.offsets, strict=True)]
+        spec = real[0].spec
+        replicas = replicas_of(spec.parameter.replicas)
         bucket = Bucket(
             parameters=real,
             offsets=plan.offsets,
             flat_weights=weights,
             gradients=gradients,
-            decay=real[0].spec.decay,
-            partial_axes=real[0].spec.partial_axes,
-            kinds=rule.kinds(real[0].spec.parameter),
+            decay=spec.decay,
+            partial_axes=spec.partial_axes,
+            kinds=rule.kinds(spec.parameter),
             whole=plan.whole,
             apart=plan.apart,
-            dp=dp,
-            owner=owner,
+            dp=replicas,
+            owner=replicas if zero else single(replicas.name, replicas.ranks[replicas.rank], replicas.ledger),
             first_use=min(position[parameter] for parameter in plan.members),
         )
         placed.update(zip(plan.members, real, strict=True))

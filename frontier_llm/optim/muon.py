@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024), scaled as Moonlight does (Liu et al. 2025, arXiv:2502.16982), for matrices; AdamW for everything else.
 
-    M <- momentum M + G,   W <- W - lr (scale sqrt(max(rows, columns)) orthogonal(G + momentum M) + decay W)
+    M <- momentum M + G,   W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(G + momentum M) + decay W)
 
 Momentum lives in ZeRO's slices. What is orthogonalised are the matrices of the model, q, k and v, gate and up apart, whatever the layout.
 """
@@ -23,12 +23,14 @@ from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 from frontier_llm.optim.registry import Slice, register
 from frontier_llm.topology import ShardSpec
 
+SCALE = 0.2  # times the root of the longer side: an update's elements are then as large as AdamW's
+
 
 class Muon:
     """See SliceUpdate."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
-        self._config, self._muon, self._others = config, config.muon, AdamW(config, ops)
+        self._config, self._others = config, AdamW(config, ops)
 
     @torch.no_grad()
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
@@ -37,8 +39,8 @@ class Muon:
             self._others.update(part, lr, step, grad_scale)
             return
         direction = part.gradient * grad_scale
-        momentum = part.states["momentum"].mul_(self._muon.momentum).add_(direction)
-        direction.add_(momentum, alpha=self._muon.momentum)
+        momentum = part.states["momentum"].mul_(self._config.momentum).add_(direction)
+        direction.add_(momentum, alpha=self._config.momentum)
         # 16 bits are enough for a direction; fp16 would overflow in the square of a large gradient
         dtype = torch.bfloat16 if part.weights.element_size() == 2 else part.weights.dtype
         tensors = part.tensors.of(direction.to(dtype))
@@ -52,23 +54,23 @@ class Muon:
         """Each matrix in the tensors becomes its scaled orthogonal one, in place; equal ones go through the products together."""
         alike: dict[tuple[Part, int, int], list[tuple[Matrices, Tensor]]] = defaultdict(list)
         for spec, tensor in zip(specs, tensors, strict=True):
-            for matrices in matrices_of(spec.parameter, self._muon.heads == "groups"):
+            for matrices in matrices_of(spec.parameter, self._config.heads == "groups"):
                 piece = matrices.piece
                 values = tensor.narrow(piece.dim, piece.start, piece.size) if piece else tensor
                 alike[matrices.part(tp.size), matrices.short, matrices.long].append((matrices, values))
-        stacks = [MatrixStack(torch.cat([_oriented(*one, tp.size) for one in ones]), part) for (part, *_), ones in alike.items()]
-        orthogonalize_(stacks, tp, self._muon.steps)
-        for stack, ((_, _, long), ones) in zip(stacks, alike.items(), strict=True):
-            stack.x *= self._muon.scale * sqrt(long)
-            counts = [matrices.on_rank(tp.size)[0] for matrices, _ in ones]
-            for (matrices, values), x in zip(ones, stack.x.split(counts), strict=True):
+        parts = {key: [_oriented(*one, tp.size) for one in ones] for key, ones in alike.items()}
+        stacks = [MatrixStack(torch.cat(each), part) for (part, *_), each in parts.items()]
+        orthogonalize_(stacks, tp)
+        for stack, (key, ones) in zip(stacks, alike.items(), strict=True):
+            stack.x *= SCALE * sqrt(key[2])
+            for (matrices, values), x in zip(ones, stack.x.split([len(each) for each in parts[key]]), strict=True):
                 values.copy_((x.mT if matrices.transposed else x).reshape(values.shape))
 
 
 def _oriented(matrices: Matrices, values: Tensor, tp: int) -> Tensor:
     """[count, short, long] of this rank's part."""
-    count, short, long = matrices.on_rank(tp)
-    return values.reshape(count, long, short).mT if matrices.transposed else values.reshape(count, short, long)
+    _, short, long = matrices.on_rank(tp)
+    return values.reshape(-1, long, short).mT if matrices.transposed else values.reshape(-1, short, long)
 
 
 register(MUON, Muon)

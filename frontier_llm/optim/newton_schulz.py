@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint.matrices import Part
+from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part
 from frontier_llm.comm import DONE, Axis, all_reduce_, start_all_gather_into, start_all_reduce_
 from frontier_llm.ops import statistics_dtype
 
@@ -29,11 +29,11 @@ class MatrixStack:
     part: Part
 
 
-def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis, steps: int) -> None:
+def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
     """Replace every matrix by U·S'·Vᵀ with S' near 1. Collective over tp; the stacks are the same on all its ranks."""
     own = _gather(stacks, tp)
     _normalize(stacks, tp)
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         sums = []
         for stack in stacks:  # one stack's sum goes on under the next one's product
             gram = stack.x @ stack.x.mT

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.blueprint.optimizers import MASTER, optimizer_rule
-from frontier_llm.comm import Axis, single
+from frontier_llm.comm import Mesh, serial_mesh
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
@@ -25,18 +25,22 @@ class Zero:
     """Keeps, updates and shows the slices that this rank owns. With fp32 or fp64 weights the master copy *is* the slice of the weights."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], config: OptimizerConfig, ops: Ops, overlap_gather: bool = False, tp: Axis | None = None
+        self, buckets: Sequence[Bucket], config: OptimizerConfig, ops: Ops, overlap_gather: bool = False, mesh: Mesh | None = None
     ) -> None:
         """Masters are copied from the weights: build after the weights have been initialised.
 
-        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets). `tp` is for updates that
-        gather whole tensors; None: nothing is cut.
+        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets). `mesh` is for updates
+        of tensors that tensor parallelism cuts; None: it cuts nothing.
         """
         self.buckets, self.rule, self.updates = buckets, optimizer_rule(config.name), 0
         self._formula, self._ops, self._overlap_gather = slice_update(config, ops), ops, overlap_gather
         self.states = [_new_state(bucket) for bucket in buckets]
-        tp = tp or single("tp")
-        self._tensors = {bucket: WholeTensors(bucket, tp) for bucket in buckets if bucket.whole and self.rule.gathers}
+        mesh = mesh or serial_mesh()
+        self._tensors = {
+            bucket: WholeTensors(bucket, mesh.axis(bucket.parameters[0].spec.parameter.tensor_axis))
+            for bucket in buckets
+            if bucket.whole and self.rule.gathers
+        }
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
 
     def squared_norm_share(self) -> Tensor:
@@ -69,7 +73,7 @@ class Zero:
     @property
     def sharded(self) -> bool:
         """See Optimizer."""
-        return self.buckets[0].owner.size > 1
+        return any(bucket.owner.size > 1 for bucket in self.buckets)
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,7 @@ from frontier_llm.schedule.registry import (
     rule,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart
-from frontier_llm.schedule.simulate import Timeline, simulate
+from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
 from frontier_llm.schedule.zero_bubble import v_names
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "round_robin",
     "rule",
     "simulate",
+    "simulate_in_turn",
     "timeline_chart",
     "v_names",
     "with_messages",

@@ -34,17 +34,25 @@ class BucketPlan(Generic[T]):
 
 
 def plan_buckets(
-    members: Sequence[T], of: Callable[[T], tuple[Parameter, int]], rule: OptimizerRule, owners: int, parts: int, limit: int
+    members: Sequence[T],
+    of: Callable[[T], tuple[Parameter, int]],
+    rule: OptimizerRule,
+    replicas: Callable[[str], int],
+    sharded: bool,
+    limit: int,
 ) -> Iterator[BucketPlan[T]]:
     """Buckets of at most `limit` elements of `members`, in the order in which backward completes them.
 
-    `of` says a member's parameter and how many of its elements are here; ZeRO cuts a bucket into slices of `owners`, its gradient's
-    norm is computed in `parts`.
+    `of` says a member's parameter and how many of its elements are here; `replicas`, how many ranks an axis of replicas has. Each computes a
+    part of a bucket's norm, and, where the optimizer is `sharded` (ZeRO), owns a slice of it.
     """
 
     def alike(member: T) -> tuple[Any, ...]:
         parameter = of(member)[0]
-        return parameter.decay, parameter.partial_axes(), rule.whole(parameter), rule.kinds(parameter)
+        return (
+            *(parameter.decay, parameter.partial_axes(), rule.whole(parameter), rule.kinds(parameter), parameter.replicas),
+            parameter.wide,
+        )
 
     def numel(member: T) -> int:
         return of(member)[1]
@@ -52,8 +60,9 @@ def plan_buckets(
     def room(member: T) -> int:
         return _aligned(numel(member), BUCKET_ALIGNMENT)
 
-    for (_, _, whole, _), equals in groupby(sorted(members, key=alike), key=alike):
-        same = list(equals)
+    for (_, _, whole, _, axis, _), equals in groupby(sorted(members, key=alike), key=alike):
+        same, parts = list(equals), replicas(axis)
+        owners = parts if sharded else 1
         # whole parameters need room for one in each owner's slice, or most of a bucket would be padding
         for group in packed(same, numel, max(limit, owners * max(map(numel, same))) if whole else limit):
             row = _in_a_row(group, room, parts)

@@ -20,7 +20,7 @@ from tests.parity.play import batch, build, play
 from tests.parity.test_own_optimizer import resume, save_and_go_on
 
 MUON = ("optimizer.name=muon",)
-GROUPS = (*MUON, "optimizer.muon.heads=groups")
+GROUPS = (*MUON, "optimizer.heads=groups")
 FEW = (*MUON, "model.layers=2")  # its eight matrices leave much of eight owners' slices empty: they are cut and gathered
 FEWER = (*MUON, "model.layers=1")  # and of four owners'
 
@@ -69,7 +69,7 @@ def serial_muon(case: Case, initial: Tensors) -> Run:
             if is_matrix(name):
                 momenta[name] = 0.95 * momenta[name] + gradient
                 update = gradient + 0.95 * momenta[name]
-                for part in pieces(name, update, optimizer.muon.heads == "groups"):
+                for part in pieces(name, update, optimizer.heads == "groups"):
                     matrix = part.reshape(-1, part.shape[-1])
                     part.copy_((0.2 * sqrt(max(matrix.shape)) * orthogonal(matrix)).reshape(part.shape))
                 now[name] = kept - lr * update

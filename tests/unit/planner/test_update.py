@@ -23,8 +23,8 @@ def test_flops_are_those_of_five_steps_on_each_matrix() -> None:
     """5 (4 m² n + 2 m³) for m x n: q, k, v and the output are H x H, the MLP's two are 4H x H."""
     H = MODEL.hidden
     block = [one for one in block_parameters(MODEL, 0) if is_matrix(one)]
-    assert sum(update_flops(one, 1) for one in block) == 5 * (4 * 6 * H**3 + 2 * (16 + 2) * H**3)
-    assert sum(update_flops(one, 8) for one in block) == 5 * (4 * (4 / 8 + 2) * H**3 + 2 * (16 / 8 + 2) * H**3)
+    assert sum(update_flops(one, {}) for one in block) == 5 * (4 * 6 * H**3 + 2 * (16 + 2) * H**3)
+    assert sum(update_flops(one, {"tp": 8}) for one in block) == 5 * (4 * (4 / 8 + 2) * H**3 + 2 * (16 / 8 + 2) * H**3)
 
 
 def test_pieces_are_decided_by_global_shapes() -> None:
