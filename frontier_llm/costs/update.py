@@ -96,7 +96,7 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
         padding += bucket.numel - sum(shard_of(parameter)[1] for parameter in bucket.members)
         gathered += 0 if bucket.apart or owners == 1 else bucket.numel
         largest = max(largest, bucket.numel)
-    return WholeUpdate(*busiest.tolist(), padding, gathered, largest)
+    return WholeUpdate(float(busiest[0]), float(busiest[1]), padding, gathered, largest)
 
 
 def set_of(parameters: list[Parameter]) -> list[Parameter]:
