@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from frontier_llm.page import table
 from frontier_llm.units import format_bytes, format_seconds
 
 BAR_HEIGHT, BAR_WIDTH = 48, 14  # pixels
@@ -17,15 +18,6 @@ def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]
     for name, row in operations.items():
         axes.setdefault(name.split(" ")[0], []).append(row["bins"])
     return {axis: [sum(column) for column in zip(*rows, strict=True)] for axis, rows in axes.items()}
-
-
-def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """An HTML table of texts."""
-
-    def row(tag: str, cells: Iterable[object]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<table>{row('th', head)}{''.join(row('td', cells) for cells in rows)}</table>"
 
 
 def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]]) -> str:

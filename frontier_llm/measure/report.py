@@ -15,31 +15,13 @@ from frontier_llm import log
 from frontier_llm.blueprint import StageSpec, matrix_parameters
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import not_installed
-from frontier_llm.measure.latency import communication_section, table
+from frontier_llm.measure.latency import communication_section
 from frontier_llm.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
+from frontier_llm.page import COLORS, page, table, tiles
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import render_figure, simulate
 from frontier_llm.topology import Grid
 from frontier_llm.units import format_count
-
-COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
-CSS = """
-:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7b; --line: #d9e0e7; --card: #fff; --page: #f5f7f9 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --soft: #9aa8b5; --line: #33404c; --card: #1b232b; --page: #12181e } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto; max-width: 1080px; padding: 2rem }
-h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem } p.sub { color: var(--soft); margin: .2rem 0 1.5rem }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem }
-.tile, figure, table, pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
-.tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
-figure { margin: 0; padding: .6rem; background: #fff } figure svg { width: 100%; height: auto }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: .8rem }
-table { border-collapse: collapse; width: 100% } td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line) }
-tr:first-child td, tr:first-child th { border-top: 0 }
-pre { padding: .8rem 1rem; overflow-x: auto; white-space: pre-wrap }
-.mesh { display: flex; gap: .5rem; overflow-x: auto } .stage { flex: 1; border: 1px solid var(--line); border-radius: 8px; padding: .5rem;
- background: var(--card) }
-.rank { display: inline-block; border-radius: 5px; padding: .1rem .5rem; margin: .12rem; color: #fff; font-size: .85rem }
-"""
 
 
 def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None) -> Path:
@@ -60,9 +42,7 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
     if next_command:
         parts.append(f"<h2>Next</h2><pre>{_text(next_command)}</pre>")
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(first.config.model.name)}</title>'
-    page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>{body}</body></html>\n'
-    output.write_text(page, encoding="utf-8")
+    output.write_text(page(first.config.model.name, body), encoding="utf-8")
     if not _can_draw():
         missing = not_installed("matplotlib")
         log.warn(f"{output} has no figures: {missing.what} ({missing.fix})")
@@ -82,22 +62,21 @@ def _model_line(config: RunConfig) -> str:
 
 def _tiles(records: Sequence[RunRecord]) -> str:
     first = records[0]
-    tiles = []
+    numbers: list[tuple[str, str]] = []
     if len(first.evaluations) > 1:
         before, after = first.evaluations[0], first.evaluations[-1]
         for key, what in (("loss", "held-out loss"), ("bits_per_byte", "bits per byte")):
             if key in after:
-                tiles.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
+                numbers.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
     if first.steps:
         last = first.steps[-1]
-        tiles.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
-        tiles.append((format_count(last["consumed_tokens"]), "tokens seen"))
+        numbers.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
+        numbers.append((format_count(last["consumed_tokens"]), "tokens seen"))
         since = first.parts[-1].after_step
         speeds = [step["tokens_per_s"] for step in first.steps if step["step"] > since]
         if speeds:
-            tiles.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
-    boxes = "".join(f"<div class=tile><b>{value}</b><span>{_text(what)}</span></div>" for value, what in tiles)
-    return f"<div class=tiles>{boxes}</div>"
+            numbers.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
+    return tiles(numbers)
 
 
 def _can_draw() -> bool:
