@@ -171,6 +171,12 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Ite
     return f"<div class=wide><table>{row('th', head)}{body}</table></div>"
 
 
+def tiles(numbers: Iterable[tuple[object, object]]) -> str:
+    """(value, what it is), each in a box."""
+    boxes = "".join(f"<div class=tile><b>{text(value)}</b><span>{text(what)}</span></div>" for value, what in numbers)
+    return f"<div class=tiles>{boxes}</div>"
+
+
 def text(value: object) -> str:
     """As a page may show it."""
     return html.escape(str(value))
