@@ -97,7 +97,9 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in stage_s]).T
     whole = whole_update(model, layout, rates, by_rank(layers, layout))
     experts = expert_numel(model, layout, layers)
-    held, last_backward_s, first_forward_s, of_experts = (by_rank(values, layout) for values in (parameters, backward_s, forward_s, experts))
+    held, last_backward_s, first_forward_s, of_experts = (
+        by_rank(values, layout) for values in (parameters, backward_s, forward_s, experts)
+    )
     end = tail(layout, rates, held, last_backward_s, first_forward_s, of_experts, whole)
     return Played(
         timeline=timeline,

@@ -139,7 +139,7 @@ def search(
     seconds = step_s(model, fitting, rates)
     plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates)
     if fixed.get("schedule") == SEARCHED:
-        plans = sorted((_searched(plan, rates) for plan in plans[:3]), key=_preference)
+        plans = sorted((_searched(plan, rates) for plan in plans[:3]), key=preference)
     plans = [replace(plan, binding=_binding(plan, layouts, fitting)) for plan in plans]
     wide = legal(8 * rates.node_devices) if cross_node else layouts
     return replace(
@@ -189,7 +189,7 @@ def _searched(plan: Plan, rates: Rates) -> Plan:
     faster. What is found is a name, `v:2,2,2,2`, which the run file holds: nothing is searched again when the run starts.
     """
     others = (simulate_layout(plan.model, replace(plan.layout, schedule=name), rates) for name in v_names())
-    return min([plan, *(one for one in others if one.peak_bytes <= rates.memory_bytes)], key=_preference)
+    return min([plan, *(one for one in others if one.peak_bytes <= rates.memory_bytes)], key=preference)
 
 
 def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
