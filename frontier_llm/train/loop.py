@@ -48,7 +48,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
     try:
         with joined_state(config, place) as state:
-            watchdog = Watchdog(config.train, state.mesh, place)
+            watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # sets the timer anew
                 return _Session(state, resume, watchdog, signals).run()
     finally:
