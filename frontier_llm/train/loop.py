@@ -55,7 +55,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     draws = not is_there(_checkpoints(config.train))
     try:
         with joined_state(config, place, draws) as state:
-            watchdog = Watchdog(config.train, state.mesh, place)
+            watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # sets the timer anew
                 return _Session(state, resume, watchdog, signals, draws).run()
     finally:
