@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs into an HTML page"),
     option("--hang-test", action="store_true", help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog"),
     option("--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"),
-    option("--step-limit", type=float, default=30.0, metavar="S", help="seconds after which a step of the hang test has hung (default: 30)"),
+    option(
+        "--step-limit", type=float, default=30.0, metavar="S", help="seconds after which a step of the hang test has hung (default: 30)"
+    ),
     option("--mode", help=argparse.SUPPRESS),
     line="collectives and messages of a layout: time, bandwidth, slow links",
     about="Measure collectives and messages of a layout: time, bandwidth, slow links.",
