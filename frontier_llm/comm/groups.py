@@ -185,8 +185,10 @@ def build_mesh(
     timeout_s: float = 600.0,
     comm: CommConfig = AS_DEFAULT,
     ranks_per_node: int | None = None,
+    *,
+    experts: bool = False,
 ) -> Mesh:
-    """Every axis that `global_rank` belongs to, each used once. Collective over the first `grid.world_size` ranks of the default group.
+    """Every axis that `global_rank` belongs to, of `experts` too if there are any, each used once. Collective over the first `grid.world_size` ranks.
 
     `placement` says which pipeline rank holds which virtual stage (None: one each, in order). Its messages of opposite directions between
     the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point calls in order on one stream. So every channel
@@ -211,6 +213,8 @@ def build_mesh(
         tied=tied,
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
+        ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,)),
+        edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)

@@ -80,14 +80,15 @@ def select_ops(
     config: OpsConfig,
     device_type: str,
     dtype: torch.dtype,
+    *,
     documents: bool = False,
     parts: bool = False,
     attention: AttentionShape | None = None,
 ) -> Ops:
     """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
 
-    `documents`: attention will be masked at their boundaries; `parts`: over stretches of sequences (context parallelism); `attention`: its shape, by
-    which ops.attention_table chooses. Raises BackendError, naming flag and build command, for every explicit choice
+    `documents`: attention will be masked at their boundaries; `parts`: over stretches of sequences (context parallelism); `attention`: its shape,
+    by which ops.attention_table chooses. Raises BackendError, naming flag and build command, for every explicit choice
     that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at once.
     """
     if config.no_jit:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
+from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
 from frontier_llm.blueprint.layout import SHARDING
-from frontier_llm.blueprint.work import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS, block_work, embedding_work, head_work
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
 from frontier_llm.costs.time import layer_s
 from frontier_llm.machine import Machine, Rates, provenance
@@ -30,6 +33,9 @@ SOURCES = {
     "attention": ("flash_efficiency", "peak_flops"),
     "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
     "tp communication": ("fabric_bytes_s", "fabric_latency_s"),
+    ROUTING: ("gemm_efficiency",),
+    EXPERTS: ("gemm_efficiency", "peak_flops"),
+    DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     "recompute": ("gemm_efficiency",),
     "launch-bound": ("launch_s",),
     "embedding": ("hbm_efficiency",),
@@ -51,6 +57,7 @@ def layout_words(plan: Plan) -> str:
     context = f" CP{layout.cp}" if layout.cp > 1 else ""
     parts = [
         f"TP{layout.tp}{context} PP{layout.pp}{chunks} DP{layout.dp}",
+        f"EP{layout.ep} EDP{layout.edp}" if layout.ep > 1 else "",
         f"microbatch {layout.micro_batch} x {layout.microbatches}",
         layout.schedule if layout.pp > 1 else "",
         "sequence parallel" if layout.sequence_parallel else "",
@@ -82,7 +89,10 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     block = times(model, layout, rates).block
     parts: dict[str, float] = {}
     lists = (
-        (block_work(model, layout, rates, rule(layout.schedule).splits_backward), layers, PRODUCTS),
+        *(
+            (block_work(model, layout, rates, rule(layout.schedule).splits_backward, layer), layers * count / model.layers, PRODUCTS)
+            for layer, count in layer_kinds(model)
+        ),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )

@@ -176,4 +176,5 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
         timeout_s=timeout_s,
         comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
         ranks_per_node=place.local_world_size,
+        experts=config.model.moe is not None,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Any
 from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
 from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, source_digest
+from frontier_llm.units import strict_json
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> 
         "kernels": [asdict(code) for code in codes],
     }
     partial = folder / "manifest.json.tmp"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(strict_json(manifest) + "\n", encoding="utf-8")
     partial.rename(folder / "manifest.json")
     keep = {code.file for code in codes} | {"manifest.json"}
     for path in folder.iterdir():
