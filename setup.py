@@ -162,6 +162,7 @@ setup(
         "test": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",
@@ -169,6 +170,7 @@ setup(
             "types-PyYAML",
             "zstandard",
             *TUNING,  # scipy: also scripts/fit_machines.py
+            "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels
@@ -178,8 +180,9 @@ setup(
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
-        "plot": ["matplotlib", "tensorboard"],
-        "tune": [*TUNING, "matplotlib"],
+        "plot": ["plotly", "tensorboard"],
+        "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
+        "tune": [*TUNING, "plotly"],
         "docs": ["mkdocs"],
     },
 )

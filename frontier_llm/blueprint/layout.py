@@ -22,9 +22,10 @@ def statistics_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One training step on tp · pp · dp ranks."""
+    """One training step on tp · cp · pp · dp ranks."""
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
     chunks: int = 1  # virtual stages per pipeline rank
@@ -41,8 +42,13 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """tp · pp · dp."""
-        return self.tp * self.pp * self.dp
+        """tp · cp · pp · dp."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights: gradients are summed, and optimizer state is shared out, over dp · cp."""
+        return self.dp * self.cp
 
     @property
     def global_batch(self) -> int:
@@ -58,9 +64,10 @@ class Layout:
 def layout_of(config: RunConfig, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks; it must be legal (`topology.make_plan` checks)."""
     parallel, batch = config.parallel, config.batch
-    dp = world_size // (parallel.tensor * parallel.pipeline)
+    dp = world_size // parallel.model_ranks
     return Layout(
         tp=parallel.tensor,
+        cp=parallel.context,
         pp=parallel.pipeline,
         dp=dp,
         chunks=parallel.chunks,

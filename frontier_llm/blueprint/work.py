@@ -21,6 +21,7 @@ STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
 # causes: what an item is listed under in a plan's breakdown
 PRODUCTS, ATTENTION, PASSES, SENDING = "matrix products", "attention", "norms, activation, residual", "tp communication"
+EXCHANGE = "cp communication"
 ADDING = "adding weight gradients"  # every microbatch of a step but the first, which only writes
 EMBEDDING, HEAD, LOSS = "embedding", "head", "cross-entropy"
 SHARDS = "sharded weights and gradients"
@@ -79,18 +80,19 @@ class Product:
 
 @dataclass(frozen=True)
 class FlashCore:
-    """Causal flash attention over `heads` local heads of `batch` sequences."""
+    """Causal flash attention of `queries` positions to a sequence of `keys`, for `heads` local heads of `batch` sequences."""
 
     batch: int
     heads: int
-    sequence: int
+    queries: int
+    keys: int
     head_dim: int
     backward: bool = False
 
     @property
     def flops(self) -> float:
-        """Of the whole square of scores and its weighted sum; backward's own recomputation does not count."""
-        return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.sequence**2 * self.head_dim
+        """Of the whole rectangle of scores and its weighted sum; backward's own recomputation does not count."""
+        return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.queries * self.keys * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,14 @@ class Item:
 FULL, ANY = ("full",), ("selective", "full")
 
 
+def rank_tokens(model: ModelConfig, layout: Layout) -> int:
+    """Tokens of a microbatch that one context-parallel rank holds."""
+    return model.sequence_length // layout.cp * layout.micro_batch
+
+
 def block_work(model: ModelConfig, layout: Layout, software: Software, split_backward: bool = False) -> list[Item]:
     """One transformer block. `split_backward`: the schedule runs weight gradients as actions of their own (ZB-H1)."""
-    T, H, tp = model.sequence_length * layout.micro_batch, model.hidden, layout.tp
+    T, H, tp = rank_tokens(model, layout), model.hidden, layout.tp
     size, cut = DTYPE_BYTES[layout.dtype], layout.sequence_shards
     input_size = size if software.linear_speedup == 1 else 1  # of a product's input, for its weight gradient; FP8 layers keep one byte
     parameters = list(block_parameters(model, 0, layout.sequence_parallel))
@@ -212,14 +219,16 @@ def linear(
 
 
 def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
-    """Scores, softmax, dropout and weighted sum for this rank's heads."""
+    """Scores, softmax, dropout and weighted sum for this rank's heads; keys and values of the other context-parallel ranks."""
     S, D, B, a = model.sequence_length, model.dim_per_head, layout.micro_batch, model.heads // layout.tp
     modes = ("none",)
     if software.attention == "flash":
+        queries = S // layout.cp
         return [
-            Item(Phase.F, ATTENTION, FlashCore(B, a, S, D), ANY),
-            Item(Phase.I, ATTENTION, FlashCore(B, a, S, D, backward=True)),
-            Item(Phase.F, ATTENTION, Keep(4.0 * B * S * a, modes)),  # log-sum-exp
+            *context_exchange(model, layout),
+            Item(Phase.F, ATTENTION, FlashCore(B, a, queries, S, D), ANY),
+            Item(Phase.I, ATTENTION, FlashCore(B, a, queries, S, D, backward=True)),
+            Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),  # log-sum-exp
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
@@ -232,13 +241,25 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
     return [*forward, *backward, Item(Phase.F, ATTENTION, Keep(probabilities, modes))]
 
 
+def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
+    """Keys and values of the whole sequence, gathered over cp in two halves, forward and again backward; then their gradients, scattered."""
+    if layout.cp == 1:
+        return
+    half = model.sequence_length // 2 * layout.micro_batch * 2 * model.num_kv_heads // layout.tp * model.dim_per_head
+    size = half * DTYPE_BYTES[layout.dtype]
+    for under in (Under.NOTHING, Under.PRODUCT):  # the second half travels while the first is read
+        yield Item(Phase.F, EXCHANGE, Collective("cp", "all_gather", size, under), ANY)
+        yield Item(Phase.I, EXCHANGE, Collective("cp", "all_gather", size, under))
+        yield Item(Phase.I, EXCHANGE, Collective("cp", "reduce_scatter", size, under))
+
+
 def elementwise(model: ModelConfig, layout: Layout, software: Software) -> tuple[Pass, Pass]:
     """(forward, backward) passes of norms, biases, activation, rotary, dropout and residual additions.
 
     Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the sequence
     only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
     """
-    token_bytes = 2.0 * model.sequence_length * layout.micro_batch
+    token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)
     between = token_bytes * model.hidden / layout.sequence_shards * (2 * 2.0 + 2 * residual) * (1.0 if software.fused else 1.8)
     heads = token_bytes * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / layout.tp
@@ -261,7 +282,7 @@ def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: S
 
 def embedding_work(model: ModelConfig, layout: Layout) -> list[Item]:
     """The vocabulary-parallel embedding: gather rows, sum over tp; backward scatters into the gradient."""
-    size = model.sequence_length * layout.micro_batch * model.hidden * DTYPE_BYTES[layout.dtype]
+    size = rank_tokens(model, layout) * model.hidden * DTYPE_BYTES[layout.dtype]
     items = [Item(Phase.F, EMBEDDING, Pass(3 * size, 4)), Item(Phase.W, EMBEDDING, Pass(4 * size, 4))]
     if layout.tp == 1:
         return items
@@ -280,7 +301,7 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
     Fused: read once forward, read and overwritten backward. By separate kernels, as Megatron has them (bytes per logit): to fp32 6,
     maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward multiply 8, to 16 bit 6.
     """
-    T, size = model.sequence_length * layout.micro_batch, DTYPE_BYTES[layout.dtype]
+    T, size = rank_tokens(model, layout), DTYPE_BYTES[layout.dtype]
     only_head = StageSpec(model.layers, 0, embedding=False, head=True)
     weight = next(one for one in stage_parameters(model, only_head) if one.kind is ParameterKind.EMBEDDING)
     logits = T * model.padded_vocab_size // layout.tp

@@ -111,7 +111,8 @@ class ParallelConfig(Section):
 
     tensor: PositiveInt = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs)
     pipeline: PositiveInt = 1  # pp, ranks in a row that hold the layers
-    data: PositiveInt | None = None  # dp, replicas; None = world_size / (tp * pp)
+    data: PositiveInt | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
+    context: PositiveInt = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
     chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zb-h1, or what was registered (schedule.register)
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
@@ -119,6 +120,11 @@ class ParallelConfig(Section):
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
     zero: Literal[0, 1, 2, 3] = 1  # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
     stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one replica of the data takes: what the world size is a multiple of."""
+        return self.tensor * self.context * self.pipeline
 
 
 class BatchConfig(Section):
@@ -184,7 +190,7 @@ class DataConfig(Section):
 class OpsConfig(Section):
     """Which implementation of each fused op; `auto` takes the fastest that is present, once, at start-up."""
 
-    attention: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash_attn"] = "auto"  # softmax(q k) v
+    attention: Literal["auto", "reference", "sdpa", "cudnn", "cpu", "triton", "flash_attn"] = "auto"  # softmax(q k) v
     norm: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # LayerNorm and RMSNorm
     rope: Literal["auto", "reference", "cpu", "triton"] = "auto"  # rotation of queries and keys
     activation: Literal["auto", "reference", "cpu", "triton"] = "auto"  # the MLP's non-linearity, with bias or gate
@@ -192,6 +198,7 @@ class OpsConfig(Section):
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
+    attention_table: str = "shipped"  # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote (since 0.2)
     allow_fallback: bool = False  # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)
     no_jit: bool = False  # any attempt to compile while training is an error
 
@@ -200,6 +207,7 @@ class TimeoutConfig(Section):
     """Seconds after which a collective or message of an axis fails; None = train.timeout_s."""
 
     tp: PositiveFloat | None = None  # tensor parallelism
+    cp: PositiveFloat | None = None  # keys and values between the ranks that split a sequence (since 0.2)
     pp: PositiveFloat | None = None  # messages of the pipeline
     dp: PositiveFloat | None = None  # gradients and weights between replicas
     tied: PositiveFloat | None = None  # the embedding that the first and the last stage share
@@ -222,6 +230,30 @@ class CommConfig(Section):
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 
+class ProfileConfig(Section):
+    """Steps whose trace is written: what each rank computes, sends and waits for, by torch.profiler."""
+
+    steps: Annotated[
+        str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")
+    ]  # counted from 1, first to last: 10-12 (since 0.2)
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # global ranks that write one (since 0.2)
+    memory_snapshot: bool = False  # on a GPU also its allocations, for pytorch.org/memory_viz (since 0.2)
+
+    @field_validator("steps")
+    @classmethod
+    def _rising(cls, value: str) -> str:
+        first, _, last = value.partition("-")
+        if last and int(last) < int(first):
+            raise ValueError(f"goes backwards; write {last}-{first}")
+        return value
+
+    @property
+    def range(self) -> range:
+        """The steps, counted from 1."""
+        first, _, last = self.steps.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
@@ -234,13 +266,13 @@ class TrainConfig(Section):
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of data.validation, in each evaluation
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    save_final: bool = (
-        True  # a checkpoint after the last step; False, with save_interval=0: none when stopped either (benchmarks; since 0.2)
-    )
+    save_final: bool = True  # a checkpoint after the last step; False and save_interval=0: none at all (benchmarks; since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     tensorboard: bool = True  # also write the metrics for TensorBoard
+    observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
+    profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis

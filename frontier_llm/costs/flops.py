@@ -24,4 +24,4 @@ def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = 
     block = block_work(model, layout, software)
     again = [item for item in block if layout.recompute in item.repeated_by]
     whole = model.layers * (flops(block, causal) + flops(again, causal)) + flops(head_work(model, layout, software), causal)
-    return whole * layout.tp / (model.sequence_length * layout.micro_batch)
+    return whole * layout.tp * layout.cp / (model.sequence_length * layout.micro_batch)

@@ -28,7 +28,7 @@ from frontier_llm.blueprint.work import (
     head_work,
 )
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.collectives import node_s
+from frontier_llm.costs.collectives import fabric_bandwidth, node_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split
@@ -41,19 +41,19 @@ FORWARD_OPS, BACKWARD_OPS = 24, 40
 RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
 WAITING, RECOMPUTED, LAUNCHES = "waiting for tp ranks", "recompute", "launch-bound"
 
-Prices = dict[tuple[Work, int], float]  # by work and tp, for the time of one fold: layouts share most of it
+Prices = dict[tuple[Work, int, int], float]  # by work, tp and cp, for the time of one fold: layouts share most of it
 
 
-def work_s(work: Work, tp: int, rates: Rates, prices: Prices) -> float:
+def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
     """Seconds of one item's work, as far as it shows."""
-    key = work, tp
+    key = work, layout.tp, layout.cp
     if key not in prices:
         if isinstance(work, Product):
             prices[key] = product_s(work, rates)
         elif isinstance(work, FlashCore):
             prices[key] = flash_s(work, rates)
         elif isinstance(work, Collective):
-            prices[key] = tensor_s(work, tp, rates)
+            prices[key] = tensor_s(work, layout.tp, rates) if work.axis == "tp" else context_s(work, layout, rates)
         else:
             prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
     return prices[key]
@@ -74,6 +74,20 @@ def tensor_s(collective: Collective, tp: int, rates: Rates) -> float:
     return shown * float(whole_s) * (1.0 if collective.operation == "all_reduce" else 0.5)
 
 
+def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
+    """What shows of a collective over cp, whose ranks stand tp apart: in one node, or by as many rails as a node has groups.
+
+    What travels beside attention hides there as gradients do beside backward.
+    """
+    node, tp, cp = rates.node_devices, layout.tp, layout.cp
+    inside = min(cp, max(node // tp, 1))
+    beside = 0.0 if rates.host_executes or collective.under is Under.NOTHING else rates.dp_overlap
+    if cp <= inside:  # a ring through every tp-th device is no faster than one through all of them
+        reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
+        return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
+    return (1 - beside) * float(collective_s(rates, cp, inside, node // inside, collective.size_bytes, collective.operation))
+
+
 def by_cause(items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices | None = None) -> dict[str, tuple[float, float]]:
     """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp left out."""
     prices = {} if prices is None else prices
@@ -82,7 +96,7 @@ def by_cause(items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices
     for item in items:
         if item.cause == SHARDS:
             continue
-        side, seconds = int(item.phase is not Phase.F), work_s(item.work, layout.tp, rates, prices)
+        side, seconds = int(item.phase is not Phase.F), work_s(item.work, layout, rates, prices)
         causes.setdefault(item.cause, [0.0, 0.0])[side] += seconds
         meetings[side] += item.cause == SENDING
         again += seconds if layout.recompute in item.repeated_by else 0.0
@@ -166,7 +180,7 @@ def part(items: list[Item], layout: Layout, rates: Rates, prices: Prices, host_s
     adding = causes.pop(ADDING, (0.0, 0.0))[1]
     sent = causes.get(SENDING, (0.0, 0.0))
     sent_again = sum(
-        work_s(item.work, layout.tp, rates, prices) for item in items if item.cause == SENDING and layout.recompute in item.repeated_by
+        work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING and layout.recompute in item.repeated_by
     )
     sent_again *= rates.recompute_share
     moved = {
@@ -179,7 +193,7 @@ def part(items: list[Item], layout: Layout, rates: Rates, prices: Prices, host_s
         forward_s=sum(forward for forward, _ in causes.values()),
         backward_s=sum(backward for _, backward in causes.values()),
         adding_s=adding * (1 + (rates.spread if SENDING in causes else 0.0)),
-        weight_s=sum(work_s(item.work, layout.tp, rates, prices) for item in weights),
+        weight_s=sum(work_s(item.work, layout, rates, prices) for item in weights),
         sent_s=sent[0],
         sent_backward_s=sent[1] + sent_again,
         host_forward_s=host_s[0],

@@ -1,6 +1,6 @@
 """What a training step moves, by axis and operation: the calls and bytes that `comm`'s ledger counts.
 
-Tensor parallelism's are the fold of the list of work, the pipeline's are the schedule's own messages, and the replicas' are those of the
+Tensor and context parallelism's are the fold of the list of work, the pipeline's are the schedule's own messages, and the replicas' are those of the
 optimizer's buckets. Bytes are payloads as the caller sees them: all_reduce the tensor, all_gather the gathered result, reduce_scatter
 the full input, send and recv the message.
 """
@@ -39,11 +39,11 @@ class Traffic:
 def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic:
     """Everything that one rank of pipeline rank `pp_rank` moves in one training step."""
     traffic = Traffic()
-    tensor_traffic(config, plan, pp_rank, traffic)
+    layer_traffic(config, plan, pp_rank, traffic)
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
-    if config.data.reset_at_documents and plan.grid.dp > 1:
-        traffic.add("dp", "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own samples
+    if config.data.reset_at_documents and plan.grid.degree(plan.grid.replicas) > 1:
+        traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:
         further = len(config.train.loss_weights)
@@ -51,7 +51,7 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic
     return traffic
 
 
-def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
+def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
     """The collectives of the list of work, once per microbatch, those of the recomputed forward again."""
     model, layout, software = config.model, layout_of(config, plan.grid.world_size), Software()
     block = block_work(model, layout, software, rule(plan.schedule).splits_backward)
@@ -59,17 +59,17 @@ def tensor_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
     for stage in plan.stages_of(pp_rank):
         for items, times in ((block, stage.num_layers), (embedding, int(stage.embedding)), (head, int(stage.head))):
             for item in items:
-                if isinstance(item.work, Collective) and item.work.axis == "tp":
+                if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
                     pieces = config.comm.tensor_chunks if item.work.in_chunks else 1
                     calls = times * plan.microbatches * pieces * (2 if layout.recompute in item.repeated_by else 1)
-                    traffic.add("tp", item.work.operation, item.work.size_bytes // pieces, calls)
+                    traffic.add(item.work.axis, item.work.operation, item.work.size_bytes // pieces, calls)
         if stage.head and layout.sequence_parallel:
             traffic.add("tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights))  # further losses, fp64
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
     """Messages of S·B·H elements (S/tp with sequence parallelism), counted on the very action list that is played."""
-    sequence = config.model.sequence_length // (plan.grid.tp if plan.sequence_parallel else 1)
+    sequence = config.model.sequence_length // plan.grid.cp // (plan.grid.tp if plan.sequence_parallel else 1)
     size = sequence * config.batch.micro_batch * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
     schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     for action in schedule.actions[pp_rank]:
@@ -79,31 +79,31 @@ def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffi
 
 
 def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """Gradients in fp32 (fp64 under fp64) bucket by bucket: summed over tp or the tied stages where they must be, then over dp.
+    """Gradients in fp32 (fp64 under fp64) bucket by bucket: summed over tp or the tied stages where they must be, then over the replicas.
 
-    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights over dp; otherwise one all-reduce. Gradients that
+    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights; otherwise one all-reduce. Gradients that
     travel in 16 bits go by all-to-all and, without ZeRO, come back by all-gather.
     """
     weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
-    wire = config.precision.gradient_wire
+    wire, replicas = config.precision.gradient_wire, plan.grid.replicas
     for numel, axes in buckets(config, plan, pp_rank):
         for axis in axes:
             traffic.add(axis, "all_reduce", numel * gradient_bytes)
-        if plan.grid.dp == 1:
+        if plan.grid.degree(replicas) == 1:
             continue
         if wire != "full":
-            traffic.add("dp", "all_to_all", numel * DTYPE_BYTES[wire])
+            traffic.add(replicas, "all_to_all", numel * DTYPE_BYTES[wire])
         else:
-            traffic.add("dp", "reduce_scatter" if plan.zero else "all_reduce", numel * gradient_bytes)
+            traffic.add(replicas, "reduce_scatter" if plan.zero else "all_reduce", numel * gradient_bytes)
         if plan.zero:
-            traffic.add("dp", "all_gather", numel * weight_bytes)
+            traffic.add(replicas, "all_gather", numel * weight_bytes)
         elif wire != "full":
-            traffic.add("dp", "all_gather", numel * DTYPE_BYTES[wire])
+            traffic.add(replicas, "all_gather", numel * DTYPE_BYTES[wire])
 
 
 def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(elements with padding, axes summed over before dp) of each of a pipeline rank's buckets, as `optim/buckets.py` fills them."""
-    degrees, dp, limit = {"tp": plan.grid.tp}, plan.grid.dp, config.comm.bucket_elements
+    degrees, dp, limit = {"tp": plan.grid.tp}, plan.grid.degree(plan.grid.replicas), config.comm.bucket_elements
     update, owners = optimizer_rule(config.optimizer.name), dp if plan.zero else 1
 
     def alike(parameter: Parameter) -> tuple[bool, tuple[str, ...], bool, tuple[str, ...]]:

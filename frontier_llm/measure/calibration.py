@@ -116,7 +116,7 @@ def _fit_attention(fitted: Rates, samples: Samples) -> Rates:
     forwards, backwards = [], []
     for B, heads, S, D, forward_s, backward_s in samples.attention:
         ideal = replace(fitted, flash_efficiency=1.0, flash_backward=1.0, kernel_s=0.0)
-        forward, backward = (flash_s(FlashCore(B, heads, S, D, backward), ideal) for backward in (False, True))
+        forward, backward = (flash_s(FlashCore(B, heads, S, S, D, backward), ideal) for backward in (False, True))
         forwards.append(forward / max(forward_s - fitted.kernel_s, 1e-9))
         backwards.append(backward / max(backward_s - 2 * fitted.kernel_s, 1e-9))
     efficiency = float(np.median(forwards))

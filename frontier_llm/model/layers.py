@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from frontier_llm.config import ModelConfig
+from frontier_llm.context_parallel import attention_core
 from frontier_llm.model.positions import Positions
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import Scores
@@ -39,6 +40,7 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, recompute_core: bool) -> None:
         super().__init__()
         self.ops, self.recompute_core = context.ops, recompute_core
+        self.attend = attention_core(context.ops, context.cp)
         self.head_dim, self.queries = model.dim_per_head, model.heads // model.num_kv_heads
         self.local_kv_heads = model.num_kv_heads // context.tp.size
         self.scale = self.head_dim**-0.5
@@ -56,7 +58,7 @@ class Attention(nn.Module):
             q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
 
         def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
-            return self.ops.attention(q_SBaD, k_SBgD, v_SBgD, Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS))
+            return self.attend(q_SBaD, k_SBgD, v_SBgD, Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS))
 
         o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)
         return self.output(o_SBaD.flatten(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -27,6 +28,7 @@ from frontier_llm.tensor_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
+from frontier_llm.topology import held_positions
 
 
 class Stage(nn.Module):
@@ -55,6 +57,8 @@ class Stage(nn.Module):
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
         wide = statistics_dtype(context.dtype)
+        held = held_positions(model.sequence_length, context.cp.size, context.cp.rank)
+        self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None  # where this rank's tokens stand
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = _local_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
 
@@ -109,25 +113,28 @@ class Stage(nn.Module):
         if self.position_embedding is None:
             return x
         first = x.shape[0] * self.context.tp.rank if self.context.sequence_parallel else 0
-        index_SB = _given_positions(batch)
+        index_SB = self._given_positions(batch)
         if index_SB is None:
             return x + self.position_embedding[first : first + x.shape[0], None]
-        return x + nn.functional.embedding(index_SB[first : first + x.shape[0]], self.position_embedding)
+        embedded = nn.functional.embedding(index_SB[first : first + x.shape[0]], self.position_embedding)
+        return x + (embedded if index_SB.dim() == 2 else embedded[:, None])
 
     def _positions(self, batch: Microbatch, sequence: int) -> Positions:
         rope = self._rope
         if rope is not None:
-            index_SB = _given_positions(batch)
+            index_SB = self._given_positions(batch)
             index = slice(0, sequence) if index_SB is None else index_SB
             rope = rope[0][index], rope[1][index]
         return Positions(rope, self._alibi_slopes_a, batch.documents_BS)
 
-
-def _given_positions(batch: Microbatch) -> Tensor | None:
-    """Where each token stands, (S, B), if that is not simply its place in the sequence."""
-    if batch.positions_SB is not None:
-        return batch.positions_SB
-    return None if batch.documents_BS is None else within_document(batch.documents_BS).T
+    def _given_positions(self, batch: Microbatch) -> Tensor | None:
+        """Where each token stands, (S, B) or, alike in all rows, (S,), if that is not simply its place in the microbatch."""
+        if batch.positions_SB is not None:
+            return batch.positions_SB
+        if batch.documents_BS is None:
+            return self._held_S
+        positions_SB = within_document(batch.documents_BS).T
+        return positions_SB if self._held_S is None else positions_SB[self._held_S]
 
 
 def build_stages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from frontier_llm.topology.plan import tp_limit
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
+MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
 
 # --fix key → the layout field it fixes, and what a word for it means where it is not a whole number
 BY_STAGE = {"0": "none", "1": "optimizer", "2": "gradients", "3": "weights"}
 FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "tensor": ("tp", None),
+    "context": ("cp", None),
     "pipeline": ("pp", None),
     "data": ("dp", None),
     "chunks": ("chunks", None),
@@ -42,6 +45,12 @@ def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
     return [tp for tp in divisors(tp_limit(model)) if tp <= limit and all(size % tp == 0 for size in sizes)]
 
 
+def context_degrees(model: ModelConfig, devices: int) -> list[int]:
+    """cp that cuts the sequence in 2 cp chunks, of MIN_CHUNK tokens or more where there are several ranks."""
+    length = model.sequence_length
+    return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
+
+
 def enumerate_layouts(
     model: ModelConfig, devices: int, global_batch: int, tp_max: int, fixed: Mapping[str, Any] | None = None, **shared: Any
 ) -> Layouts:
@@ -55,13 +64,13 @@ def enumerate_layouts(
     none = as_table([Layout()]).where(np.zeros(1, dtype=bool))
     rows: list[Mapping[str, np.ndarray]] = [vars(none)]
     for tp in tensor_degrees(model, tp_max):
-        for pp in divisors(devices // tp) if devices % tp == 0 else []:
-            if pp > model.layers:
-                break
-            dp = devices // (tp * pp)
-            wanted = all(fixed.get(axis, degree) == degree for axis, degree in (("tp", tp), ("pp", pp), ("dp", dp)))
-            if wanted and global_batch % dp == 0:
-                rows.append(_options(model, Layout(tp=tp, pp=pp, dp=dp), global_batch // dp, fixed))
+        rest = devices // tp if devices % tp == 0 else 0
+        for cp, pp in product(context_degrees(model, rest), divisors(rest)) if rest else ():
+            dp, beyond = divmod(rest, cp * pp)
+            degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+            wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
+            if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
+                rows.append(_options(model, Layout(tp=tp, cp=cp, pp=pp, dp=dp), global_batch // dp, fixed))
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
     }
@@ -69,8 +78,8 @@ def enumerate_layouts(
 
 
 def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Columns of everything that is left to choose for one (tp, pp, dp)."""
-    tp, pp, dp = degrees.tp, degrees.pp, degrees.dp
+    """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
+    tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
     plays = [("1f1b", 1)]
     if pp > 1 or fixed.get("schedule") == "gpipe":  # without a pipeline all schedules are one
@@ -89,15 +98,15 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     choices = {
         "micro_batch": left("micro_batch", microbatches),
         "schedule": np.array([name for name, _ in plays], dtype=np.array(names()).dtype),
-        "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length % tp == 0 else [False]),
+        "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]),
         "recompute": left("recompute", RECOMPUTE),
-        "sharding": left("sharding", ["none", "optimizer", *sharded] if dp > 1 else ["optimizer"]),
+        "sharding": left("sharding", ["none", "optimizer", *sharded] if dp * cp > 1 else ["optimizer"]),
         "axis_order": left("axis_order", orders) if len(orders) > 1 else np.array(orders),
     }
     shape = [len(values) for values in choices.values()]
     picks = dict(zip(choices, np.indices(shape).reshape(len(shape), -1), strict=True))
     columns = {field: values[picks[field]] for field, values in choices.items()}
-    columns |= {axis: np.full(len(picks["schedule"]), degree) for axis, degree in (("tp", tp), ("pp", pp), ("dp", dp))}
+    columns |= {axis: np.full(len(picks["schedule"]), degree) for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp))}
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
     columns["microbatches"] = per_replica // columns["micro_batch"]
     return columns

@@ -1,13 +1,14 @@
-"""What every layer is given when it is built: its tensor-parallel axis, its kernels, and where its gradients go."""
+"""What every layer is given when it is built: the axes along which layers communicate, its kernels, and where its gradients go."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from frontier_llm.blueprint import Parameter
-from frontier_llm.comm import Axis
+from frontier_llm.comm import Axis, single
 from frontier_llm.ops import Ops
 from frontier_llm.tensor_parallel.gradients import WeightGradients
 from frontier_llm.tensor_parallel.parameter import ShardedParameter
@@ -24,6 +25,7 @@ class LayerContext:
     gradients: WeightGradients
     dtype: torch.dtype  # of working weights and activations
     tensor_chunks: int = 1  # pieces in which activations are gathered, scattered and summed beside a product
+    cp: Axis = field(default_factory=partial(single, "cp"))
 
     def declare(self, parameter: Parameter, tied_rank: int = 0) -> ShardedParameter:
         """This rank's part, on the meta device: memory comes later, as a view into the flat buffer of the rank that owns the stage.

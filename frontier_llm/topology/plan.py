@@ -40,7 +40,8 @@ class ParallelPlan:
     def describe(self) -> str:
         """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        degrees = f"TP{self.grid.tp} x PP{self.grid.pp}{chunks} x DP{self.grid.dp}"
+        context = f" x CP{self.grid.cp}" if self.grid.cp > 1 else ""
+        degrees = f"TP{self.grid.tp}{context} x PP{self.grid.pp}{chunks} x DP{self.grid.dp}"
         sequence = ", sequence parallel" if self.sequence_parallel else ""
         return f"{degrees}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sequence}"
 
@@ -52,6 +53,7 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *optimizer_problems(config.optimizer),
         *_degree_problems(config, world_size),
         *_tensor_problems(config),
+        *_context_problems(config),
         *_tensor_chunk_problems(config),
         *_pipeline_problems(config),
         *_engine_problems(config),
@@ -72,9 +74,9 @@ def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
 def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
     """The layout without looking for problems: of a run that has taken place."""
     parallel, batch = config.parallel, config.batch
-    dp = world_size // (parallel.tensor * parallel.pipeline)
+    dp = world_size // parallel.model_ranks
     return ParallelPlan(
-        grid=Grid(parallel.tensor, parallel.pipeline, dp, parallel.axis_order),
+        grid=Grid(parallel.tensor, parallel.pipeline, dp, parallel.axis_order, parallel.context),
         placement=schedule.rule(parallel.schedule).placement(parallel.pipeline, parallel.chunks),
         schedule=parallel.schedule,
         microbatches=batch.global_batch // (batch.micro_batch * dp),
@@ -98,13 +100,14 @@ def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:
         problems.append(
             Problem("parallel.axis_order", f"{parallel.axis_order!r} is not an order with tp innermost", f"use one of {list(AXIS_ORDERS)}")
         )
-    model_ranks = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.model_ranks
+    context = f"context {parallel.context} x " if parallel.context > 1 else ""
     if world_size % model_ranks:
         valid = nearest(world_size, range(model_ranks, 2 * world_size + model_ranks + 1, model_ranks))
         problems.append(
             Problem(
                 "world size",
-                f"{world_size} is not a multiple of tensor {parallel.tensor} x pipeline {parallel.pipeline} = {model_ranks}",
+                f"{world_size} is not a multiple of tensor {parallel.tensor} x {context}pipeline {parallel.pipeline} = {model_ranks}",
                 f"start {' or '.join(map(str, valid))} ranks, or change the degrees",
             )
         )
@@ -140,7 +143,9 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
         ("model.vocab_multiple", "the padded vocabulary", model.padded_vocab_size),
     ]
     if config.parallel.sequence_parallel:
-        rules.append(("model.sequence_length", "the sequence (sequence_parallel)", model.sequence_length))
+        rules.append(
+            ("model.sequence_length", "a rank's part of the sequence (sequence_parallel)", model.sequence_length // config.parallel.context)
+        )
 
     def every_rank_has_a_token(tp: int) -> bool:
         return model.padded_vocab_size - model.vocab_size < max(1, model.padded_vocab_size // tp)
@@ -159,6 +164,16 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
+def _context_problems(config: RunConfig) -> list[Problem]:
+    """parallel.context cuts each sequence in two chunks per rank."""
+    cp, length = config.parallel.context, config.model.sequence_length
+    if cp == 1 or length % (2 * cp) == 0:
+        return []
+    valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
+    what = f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
+    return [Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context")]
+
+
 def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
     """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
     chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
@@ -167,7 +182,7 @@ def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
     if tp == 1:
         what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
         return [Problem("comm.tensor_chunks", what, "set parallel.tensor=2 or comm.tensor_chunks=1")]
-    rows = length // tp if config.parallel.sequence_parallel else length
+    rows = length // config.parallel.context // (tp if config.parallel.sequence_parallel else 1)
     if rows % chunks:
         what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
         return [Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")]

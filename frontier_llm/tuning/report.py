@@ -1,22 +1,18 @@
-"""tune.html and tune.png: predicted beside measured, the course of the search, what mattered; and the fastest layout as a run file."""
+"""tune.html: predicted beside measured, the course of the search, what mattered; and the fastest layout as a run file."""
 
 from __future__ import annotations
 
-import html
-import io
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from frontier_llm import log
 from frontier_llm.config import load_run
 from frontier_llm.config.load import available, merge, parse_overrides
-from frontier_llm.errors import FrontierError, not_installed
-from frontier_llm.page import COLORS, page, table, tiles
+from frontier_llm.errors import FrontierError
+from frontier_llm.pages import COLORS, Chart, figures, line, points, table, text, write_page
 from frontier_llm.planner.report import layout_words
 from frontier_llm.topology import make_plan
 from frontier_llm.tuning.constants import changed, fitted_constants
@@ -26,6 +22,7 @@ from frontier_llm.tuning.space import choices_of
 from frontier_llm.tuning.trials import Trial
 from frontier_llm.units import format_seconds
 
+LEAST_FITTED = 4  # trials, before constants are looked at
 RUN_FILE_NAMES = {
     "tp": "tensor", "pp": "pipeline", "dp": "data", "sharding": "zero, data_mode", "chunks": "chunks", "schedule": "schedule",
     "micro_batch": "micro_batch", "sequence_parallel": "sequence_parallel", "recompute": "recompute", "axis_order": "axis_order",
@@ -79,34 +76,26 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
 
 
 def write_report(search: Tuner, directory: Path) -> Path:
-    """tune.html, and tune.png beside it where matplotlib is there; returns the page's path."""
+    """tune.html; returns its path."""
     config, facts = search.space.config, summary(search)
-    parts = [
-        f"<h1>{html.escape(config.model.name)}: measured search</h1>",
-        f"<p class=sub>{search.space.devices} devices of {html.escape(config.machine)}, {config.batch.global_batch} sequences of "
-        f"{config.model.sequence_length} per step; {facts['layouts']} layouts of {search.space.legal} that fit</p>",
-        tiles(_tiles(facts)),
-    ]
-    if find_spec("matplotlib") is None:
-        log.warn(f"no figures: {not_installed('matplotlib').what}")
-    else:
-        figures = [_svg(lambda axes, draw=draw: draw(axes, search)) for draw in PANELS]  # type: ignore[misc]
-        parts.append(f"<h2>Predicted and measured</h2><div class=figures>{''.join(f'<figure>{svg}</figure>' for svg in figures)}</div>")
-        _png(search, directory / "tune.png")
+    subtitle = (
+        f"{search.space.devices} devices of {config.machine}, {config.batch.global_batch} sequences of {config.model.sequence_length} per step; "
+        f"{facts['layouts']} layouts of {search.space.legal} that fit."
+    )
+    parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
     parts += [_importance(facts["importance"]), _constants(search), _trials(search)]
-    path = directory / "tune.html"
-    path.write_text(page(f"{config.model.name}: measured search", "\n".join(parts)), encoding="utf-8")
-    return path
+    return write_page(directory / "tune.html", f"{config.model.name}: measured search", subtitle, parts)
 
 
-def _tiles(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    boxes = [(str(facts["trials"]), "trials"), (f"{facts['node_hours']:.3g}", "node-hours")]
+def _tiles(facts: Mapping[str, Any]) -> str:
+    numbers = [(str(facts["trials"]), "trials"), (f"{facts['node_hours']:.3g}", "node-hours")]
     if facts["best_step_s"]:
-        boxes.insert(0, (format_seconds(facts["best_step_s"]), f"per step, measured: {facts['best']}"))
-        boxes.append((format_seconds(facts["best_predicted_s"]), "predicted for that layout"))
+        numbers.insert(0, (format_seconds(facts["best_step_s"]), f"per step, measured: {facts['best']}"))
+        numbers.append((format_seconds(facts["best_predicted_s"]), "predicted for that layout"))
     if facts["faster_than_planner"] is not None:
-        boxes.append((f"{100 * facts['faster_than_planner']:.1f} %", "faster than the planner's choice, measured"))
-    return boxes
+        numbers.append((f"{100 * facts['faster_than_planner']:.1f} %", "faster than the planner's choice, measured"))
+    boxes = "".join(f"<div class=tile><b>{text(value)}</b><span>{text(what)}</span></div>" for value, what in numbers)
+    return f"<div class=tiles>{boxes}</div>"
 
 
 def _importance(shares: Mapping[str, float]) -> str:
@@ -120,20 +109,21 @@ def _importance(shares: Mapping[str, float]) -> str:
 
 def _constants(search: Tuner) -> str:
     """Which constants of the machine file the trials would change."""
-    if sum(trial.ok for trial in search.tried.values()) < 4:
+    if sum(trial.ok for trial in search.tried.values()) < LEAST_FITTED:
         return ""
     try:
         moved = changed(*fitted_constants(search))
     except FrontierError as error:
-        return f"<p class=sub>{html.escape(str(error))}</p>"
+        return f"<p class=sub>{text(error)}</p>"
     rows = [(name, f"{old:.4g}", f"{new:.4g}", f"x {new / old:.2f}") for name, (old, new) in moved.items()]
-    title = f"<h2>Constants of {html.escape(search.space.config.machine)} that the trials change</h2>"
+    title = f"<h2>Constants of {text(search.space.config.machine)} that the trials change</h2>"
     note = "<p class=sub>Fitted to all trials at once, held to the machine file's values where these cannot tell; --emit-machine writes them.</p>"
     return title + (table(("constant", "machine file", "fitted", "factor"), rows) if rows else "<p>None by more than 10 %.</p>") + note
 
 
 def _trials(search: Tuner) -> str:
-    head = ("trial", "chosen by", "layout", "predicted", "measured", "steps", "outcome", "node-hours")
+    head = ("trial", "chosen by", "layout", "predicted", "measured", "steps", "node-hours", "outcome")
+    trials = fastest_first(search.trials)
     rows = [
         (
             trial.number,
@@ -142,77 +132,45 @@ def _trials(search: Tuner) -> str:
             format_seconds(trial.predicted_s),
             format_seconds(trial.step_s) if trial.step_s else "–",
             trial.steps,
-            f"{trial.status} {trial.detail[:100]}".strip(),
             f"{trial.node_hours:.3g}",
+            f"{trial.status} {trial.detail[:100]}".strip(),
         )
-        for trial in fastest_first(search.trials)
+        for trial in trials
     ]
-    return f"<h2>Trials, fastest first</h2>{table(head, rows)}"
+    return f"<h2>Trials, fastest first</h2>{table(head, rows, ['' if trial.ok else 'bad' for trial in trials])}"
 
 
-def _scatter(axes: Any, search: Tuner) -> None:
-    """Predicted against measured, with the diagonal."""
+def charts(search: Tuner) -> Iterator[Chart]:
+    """Predicted against measured; the course of the search; what mattered."""
     done = [trial for trial in search.tried.values() if trial.ok]
-    for color, why in zip(COLORS, dict.fromkeys(trial.why for trial in done), strict=False):
-        mine = [trial for trial in done if trial.why == why]
-        axes.plot([trial.predicted_s for trial in mine], [trial.step_s for trial in mine], "o", color=color, markersize=5, label=why)
+    if not done:
+        return
     both = [value for trial in done for value in (trial.predicted_s, trial.step_s or 0.0)]
-    if both:
-        axes.plot([min(both), max(both)], [min(both), max(both)], color="#888", linewidth=1, label="as predicted")
-    axes.set(xlabel="predicted step, s", ylabel="measured step, s", title="predicted and measured", xscale="log", yscale="log")
-
-
-def _course(axes: Any, search: Tuner) -> None:
-    """The fastest so far, and every trial."""
-    for trial in search.trials:
-        if trial.ok:
-            axes.plot(trial.number, trial.step_s, ".", color=COLORS[0])
-        else:
-            axes.plot(trial.number, 0.02, "x", color=COLORS[3], transform=axes.get_xaxis_transform())
-    seen = [(trial.number, trial.step_s) for trial in search.trials if trial.step_s]
-    if seen:
-        numbers, times = zip(*seen, strict=True)
-        axes.step(numbers, np.minimum.accumulate(times), where="post", color=COLORS[1], label="fastest so far")
-    axes.set(xlabel="trial", ylabel="measured step, s", title="course of the search (x: no measurement)")
-
-
-def _shares(axes: Any, search: Tuner) -> None:
-    """Bars of importance."""
+    traces = [line("as predicted", [min(both), max(both)], [min(both), max(both)], 7, dash="dash")]
+    for index, why in enumerate(dict.fromkeys(trial.why for trial in done)):
+        mine = [trial for trial in done if trial.why == why]
+        names = [_words(search, trial) for trial in mine]
+        traces.append(points(why, [trial.predicted_s for trial in mine], [trial.step_s for trial in mine], index, hover=names))
+    yield Chart("Predicted and measured", "predicted step, s", "measured step, s", traces, height_px=380)
+    numbers = [trial.number for trial in done]
+    best = np.minimum.accumulate([trial.step_s or 0.0 for trial in done]).tolist()
+    course: list[dict[str, Any]] = [
+        points("trial", numbers, [trial.step_s for trial in done], 0, hover=[_words(search, trial) for trial in done]),
+        {**line("fastest so far", numbers, best, 1), "line": {"shape": "hv", "color": COLORS[1]}},
+    ]
+    if failed := [trial for trial in search.trials if not trial.ok]:
+        course.append(
+            points(
+                "no measurement",
+                [trial.number for trial in failed],
+                [min(best)] * len(failed),
+                3,
+                shape="x",
+                hover=[t.status for t in failed],
+            )
+        )
+    yield Chart("Course of the search", "trial", "measured step, s", course, height_px=380)
     shares = search.surrogate.importance(search.belief())
-    names = [RUN_FILE_NAMES[name] for name in shares]
-    axes.barh(names[::-1], [100 * share for share in shares.values()][::-1], color=COLORS[0])
-    axes.set(xlabel="% of the variance that the choice alone explains", title="what mattered")
-
-
-PANELS: tuple[Callable[[Any, Tuner], None], ...] = (_scatter, _course, _shares)
-
-
-def _finish(axes: Any) -> None:
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
-
-
-def _svg(draw: Callable[[Any], None]) -> str:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    draw(axes)
-    _finish(axes)
-    text = io.StringIO()
-    figure.savefig(text, format="svg")
-    content = text.getvalue()
-    return content[content.index("<svg") :]
-
-
-def _png(search: Tuner, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, draw in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        draw(axes, search)
-        _finish(axes)
-    figure.savefig(path, dpi=130)
+    bars: dict[str, Any] = {"type": "bar", "orientation": "h", "x": [100 * share for share in shares.values()][::-1]}
+    bars |= {"y": [RUN_FILE_NAMES[name] for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
+    yield Chart("What mattered", "% of the variance that the choice alone explains", "", [bars], height_px=380)

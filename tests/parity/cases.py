@@ -41,6 +41,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     recompute: str = "none"
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def chunks(self) -> int:
@@ -83,7 +84,7 @@ class Case:
         content: dict[str, Any] = {
             "model": SHAPE | FAMILIES[self.family],
             "parallel": {
-                "tensor": self.tp, "pipeline": self.pp, "data": self.dp, "chunks": self.chunks, "schedule": self.schedule,
+                "tensor": self.tp, "pipeline": self.pp, "data": self.dp, "context": self.cp, "chunks": self.chunks, "schedule": self.schedule,
                 "sequence_parallel": self.sequence_parallel, "axis_order": self.order, "zero": self.zero,
             },
             "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": self.micro_batch},

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from frontier_llm.comm import DONE, Axis, Mesh, single
+from frontier_llm.context_parallel import gather
+from frontier_llm.context_parallel.blocks import Query
+from frontier_llm.model import Stage
+from frontier_llm.ops import Scores
 from frontier_llm.optim import GradientSync
 from frontier_llm.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology import ShardSpec
+from frontier_llm.train.feed import Feed
 
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
@@ -89,6 +95,47 @@ def stale_activation() -> Iterator[None]:
         honest(self, action)
 
     with patch.object(Engine, "_send", send):
+        yield
+
+
+@sabotage
+def local_division() -> Iterator[None]:
+    """Each context-parallel rank divides by the targets of its own tokens, and the shares are averaged: as Megatron-LM does by default."""
+    honest = Feed.count_targets
+
+    def count(self: Feed, step: int) -> Any:
+        mesh, self._mesh = self._mesh, replace(self._mesh, replicas=self._mesh.dp)
+        own = honest(self, step)
+        self._mesh = mesh
+        return own * mesh.cp.size
+
+    with patch.object(Feed, "count_targets", count):
+        yield
+
+
+@sabotage
+def mask_by_own_index() -> Iterator[None]:
+    """Queries see keys by where they lie in the ranks' tensors, not by where they stand in the sequence."""
+    honest = Query.scores
+
+    def scores(self: Query, scores: Scores, keys: range) -> Scores:
+        return replace(honest(self, scores, keys), offset=self.rows.start)
+
+    with patch.object(Query, "scores", scores):
+        yield
+
+
+@sabotage
+def positions_by_own_index() -> Iterator[None]:
+    """Rotations are those of a token's place in the rank's tensors."""
+    with patch.object(Stage, "_given_positions", lambda self, batch: None):
+        yield
+
+
+@sabotage
+def keys_without_gradient() -> Iterator[None]:
+    """The gradients of keys and values stay where their queries are."""
+    with patch.object(gather, "start_reduce_scatter", lambda x, axis: (x.chunk(axis.size)[axis.rank], DONE)):
         yield
 
 

@@ -115,6 +115,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         layout=degrees,
         config=config or {},
         environment={},
+        data={},
         dtype=dtype,
         optimizer="adamw",
         tensors=tensors,

@@ -147,7 +147,7 @@ def test_kernels_know_shapes() -> None:
     assert good < ragged < 1.2 * good
     odd, even = Product(2048, 2048, 108, 64, aligned=False), Product(2048, 2048, 112, 64)
     assert product_s(odd, FRONTIER) > 1.5 * product_s(even, FRONTIER)
-    forward, backward = (flash_s(FlashCore(1, 16, 4096, 128, backward), FRONTIER) for backward in (False, True))
+    forward, backward = (flash_s(FlashCore(1, 16, 4096, 4096, 128, backward), FRONTIER) for backward in (False, True))
     assert 2 * forward < backward < 6 * forward
 
 

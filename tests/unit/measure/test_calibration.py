@@ -37,7 +37,7 @@ def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
     """`in_step`: how much longer a whole step takes than its kernels one by one."""
     shapes = [(M, N, K) for M in (256, 1024, 2048) for N in (384, 1536) for K in (192, 384, 1536)]
     passes = elementwise(CONFIG.model, steps_layout(CONFIG, TENSOR, 4, 1), truth)[0]
-    attention = [(B, 6, 256, 64, *(flash_s(FlashCore(B, 6, 256, 64, backward), truth) for backward in (False, True))) for B in (4, 8)]
+    attention = [(B, 6, 256, 64, *(flash_s(FlashCore(B, 6, 256, 256, 64, backward), truth) for backward in (False, True))) for B in (4, 8)]
     return Samples(
         2, "cpu", "bf16", 4e9,
         [(*shape, product_s(Product(*shape), truth)) for shape in shapes],

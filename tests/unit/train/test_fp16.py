@@ -78,6 +78,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, config: RunConfig, flush: bool, ste
     return [result.loss for result in results], [result.gradient_norm for result in results]
 
 
+@pytest.mark.thorough
 def test_the_loss_scale_decides_what_flushing_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """2^-8 per token is what 65536, the usual start, is for a batch of 16 M tokens; ours is 1024. Figures: docs/numerics.md."""
     exact, kept, lost, ours = (
