@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from frontier_llm import log
@@ -51,6 +51,7 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
         f"<p class=sub>{_text(_model_line(first.config))}</p>",
         _tiles(records),
         f"<h2>Curves</h2>{_curves(records)}",
+        _experts(records),
         *(_layout(record, part) for record in records for part in record.parts),
         *(communication_section(_of_run(record, record.moved_on.name), record.operations) for record in records if record.operations),
         _table(records),
@@ -132,6 +133,46 @@ def _plot(records: Sequence[RunRecord], key: str, title: str) -> str:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     return _svg(lambda file: figure.savefig(file, format="svg", bbox_inches="tight"))
+
+
+def _experts(records: Sequence[RunRecord]) -> str:
+    """How evenly routers have shared out tokens: the worst layer's busiest expert, the mean entropy, and the rows of each expert at last."""
+    routed = [record for record in records if any("routing" in step for step in record.steps)]
+    if not routed or not _can_draw():
+        return ""
+    from matplotlib.figure import Figure
+
+    def drawn(title: str, draw: Callable[[Any, RunRecord, str], object]) -> str:
+        figure = Figure(figsize=(6, 3.2))
+        axes = figure.subplots()
+        for index, record in enumerate(routed):
+            draw(axes, record, COLORS[index % len(COLORS)])
+        axes.set(title=title)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+        return f"<figure>{_svg(lambda file: figure.savefig(file, format='svg', bbox_inches='tight'))}</figure>"
+
+    def over_steps(of: Callable[[dict[str, Any]], float]) -> Callable[[Any, RunRecord, str], object]:
+        def draw(axes: Any, record: RunRecord, color: str) -> object:
+            rows = [step for step in record.steps if "routing" in step]
+            axes.set_xlabel("step")
+            marker = "." if len(rows) == 1 else ""
+            values = [of(row["routing"]) for row in rows]
+            return axes.plot([row["step"] for row in rows], values, marker=marker, color=color, label=record.name, linewidth=1.4)
+
+        return draw
+
+    def at_last(axes: Any, record: RunRecord, color: str) -> object:
+        rows = next(step["routing"]["rows_per_expert"] for step in reversed(record.steps) if "routing" in step)
+        axes.set_xlabel("expert")
+        return axes.bar(range(len(rows)), rows, color=color, alpha=0.6, label=record.name)
+
+    figures = (
+        drawn("rows of the busiest expert over the mean, worst layer", over_steps(lambda routing: max(routing["largest_over_mean"]))),
+        drawn("entropy of the router's scores, nats, mean of layers", over_steps(lambda routing: fmean(routing["entropy"]))),
+        drawn("rows of each expert in the last step, all layers", at_last),
+    )
+    return f"<h2>Experts</h2><div class=figures>{''.join(figures)}</div>"
 
 
 def _points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
