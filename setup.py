@@ -169,6 +169,7 @@ setup(
             "types-PyYAML",
             "zstandard",
             "scipy",  # scripts/fit_machines.py
+            "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels
@@ -178,7 +179,8 @@ setup(
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
-        "plot": ["matplotlib", "tensorboard"],
+        "plot": ["plotly", "tensorboard"],
+        "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
         "docs": ["mkdocs"],
     },
 )

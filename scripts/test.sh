@@ -3,7 +3,7 @@
 # `thorough` is left out. Further arguments go to pytest, then on one worker: scripts/test.sh tests/unit/schedule
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,test}"
+FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,trackers,test}"
 source scripts/install.sh
 export OMP_NUM_THREADS=1
 chosen=(-m "not thorough")

@@ -148,7 +148,7 @@ def _simulate(args: argparse.Namespace, points: list[Point], site: Site, root: P
     option("--output", metavar="DIR", help="where to write (default: the same directory)"),
     JSON,
     line="harvest run directories into a table and figures",
-    about="Harvest run directories into a table and figures: CSV, JSON, PNG and a self-contained HTML page.",
+    about="Harvest run directories into a table and figures: CSV, JSON and a self-contained HTML page.",
 )
 def _report(args: argparse.Namespace) -> int:
     from frontier_llm.scaling.figure import write_report

@@ -223,7 +223,7 @@ class DataConfig(Section):
 class OpsConfig(Section):
     """Which implementation of each fused op; `auto` takes the fastest that is present, once, at start-up."""
 
-    attention: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash_attn"] = "auto"  # softmax(q k) v
+    attention: Literal["auto", "reference", "sdpa", "cudnn", "cpu", "triton", "flash_attn"] = "auto"  # softmax(q k) v
     norm: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # LayerNorm and RMSNorm
     rope: Literal["auto", "reference", "cpu", "triton"] = "auto"  # rotation of queries and keys
     activation: Literal["auto", "reference", "cpu", "triton"] = "auto"  # the MLP's non-linearity, with bias or gate
@@ -231,6 +231,7 @@ class OpsConfig(Section):
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
+    attention_table: str = "shipped"  # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote (since 0.2)
     allow_fallback: bool = False  # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)
     no_jit: bool = False  # any attempt to compile while training is an error
 
@@ -264,6 +265,30 @@ class CommConfig(Section):
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 
+class ProfileConfig(Section):
+    """Steps whose trace is written: what each rank computes, sends and waits for, by torch.profiler."""
+
+    steps: Annotated[
+        str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")
+    ]  # counted from 1, first to last: 10-12 (since 0.2)
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # global ranks that write one (since 0.2)
+    memory_snapshot: bool = False  # on a GPU also its allocations, for pytorch.org/memory_viz (since 0.2)
+
+    @field_validator("steps")
+    @classmethod
+    def _rising(cls, value: str) -> str:
+        first, _, last = value.partition("-")
+        if last and int(last) < int(first):
+            raise ValueError(f"goes backwards; write {last}-{first}")
+        return value
+
+    @property
+    def range(self) -> range:
+        """The steps, counted from 1."""
+        first, _, last = self.steps.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
@@ -281,6 +306,8 @@ class TrainConfig(Section):
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     tensorboard: bool = True  # also write the metrics for TensorBoard
+    observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
+    profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis

@@ -177,6 +177,16 @@ def stage_layers(model: ModelConfig, layouts: Layout | Layouts) -> tuple[Number,
     return most, np.where(layers % pp == 0, most, np.floor(layers / pp))
 
 
+def _turns(layouts: Layout | Layouts, rates: Rates) -> Number:
+    """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to `schedule.simulate_in_turn`.
+
+    With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for each other.
+    """
+    chunks, waits = layouts.chunks, (layouts.tp > 1) | rates.host_executes
+    few = np.where(split(layouts), 0.8, 1.5)
+    return np.where(chunks > 1, chunks * np.where(waits, 3.5, 2.0), np.where(waits, 2.0, few))
+
+
 def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
     """Seconds of one training step in closed form."""
     parts, m, pp, v = times(model, layouts, rates), layouts.microbatches, layouts.pp, layouts.chunks
@@ -199,6 +209,10 @@ def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Numbe
         hidden = (v > 1) | (layouts.schedule == "gpipe")
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
+        if rates.one_in_flight:
+            turns = np.where(pp > 1, _turns(layouts, rates), 0.0) * message  # the model's ends have one neighbour, not two
+            ends_turns = np.where(split(layouts), turns, turns / 2)
+            busiest = np.maximum(slowest + ends_turns, np.where(pp > 1, lighter, 0.0) + turns)
     ramp = (model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
     # ZB-H1 (Qi et al. 2023): a stage's bubble shrinks by two weight gradients; a single microbatch can defer only its own
     deferred = (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0))

@@ -20,6 +20,7 @@ from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of
+from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.schedule import rule
 from frontier_llm.units import GIB, format_count, format_seconds, plural
@@ -179,6 +180,7 @@ def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campa
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
         *gradient_words(best, rates),
+        *safety_words(best, machine, rates),
         "",
         table(outcome.plans, width),
     ]
@@ -302,6 +304,7 @@ def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, 
         "fitting": outcome.fitting,
         "dominated": outcome.dominated,
         "simulated": True,
+        "cost_of_one_in_flight": cost_of_one(outcome.best, rates),
         "promise": promise_of(outcome.best, machine, stack).as_dict(outcome.best),
         "plans": [
             {

@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from frontier_llm.checkpoint import directory as folder
+from tests.harness.marks import thorough
 from tests.unit.checkpoint.simulated import TINY, TINY_EXPERTS, TINY_TIED, Layout, check_loads, value, write
 
 LAYOUTS = [
@@ -20,7 +21,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("model", [TINY, TINY_TIED], ids=["llama", "gpt-tied"])
+@pytest.mark.parametrize("model", [thorough(TINY), TINY_TIED], ids=["llama", "gpt-tied"])
 def test_every_layout_loads_every_other(model: object, tmp_path: Path) -> None:
     for saved in LAYOUTS:
         path = tmp_path / str(LAYOUTS.index(saved))
