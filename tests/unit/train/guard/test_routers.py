@@ -14,10 +14,10 @@ MODEL = load_model("moe-tiny")  # 8 experts, of which each token takes 2
 
 def routing(share: float) -> dict:
     """Of a step in which one expert of layer 2 has this share of 100 tokens."""
-    load_LE = torch.full((4, 9), 25.0, dtype=torch.float64)
+    load_LE = torch.full((4, 10), 25.0, dtype=torch.float64)
     load_LE[2, 0] = 100 * share
     load_LE[2, 1:8] = (200 - 100 * share) / 7
-    load_LE[:, 8] = 100 * 2.0
+    load_LE[:, 8], load_LE[:, 9] = 100 * 2.0, 0.0
     return summary(load_LE, MODEL)
 
 
