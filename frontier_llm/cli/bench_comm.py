@@ -74,7 +74,7 @@ def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measur
 
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
-        nodes = {axis.name: len({rank // per_node for rank in axis.ranks}) for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world)}
+        nodes = {axis.name: len({rank // per_node for rank in axis.ranks}) for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world)}
         rules = algorithm_rules(measurements, nodes, where)
         write_yaml(args.emit, {"title": "measured", "rules": rules})
         log.info(f"wrote {len(rules)} rules to {args.emit}: use them with comm.algorithms={args.emit}")

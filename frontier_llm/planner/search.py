@@ -83,6 +83,7 @@ class Search:
     rejected: tuple[str, ...] = ()
     across: Plan | None = None  # best layout with tp beyond the node, when that was asked for
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    finalists: int = 0  # that were simulated; `plans` may be cut to those that are shown
 
     @property
     def best(self) -> Plan:
@@ -142,6 +143,7 @@ def search(
         result,
         dominated=_dominated(seconds, memory[fits]),
         plans=tuple(plans),
+        finalists=len(plans),
         rejected=tuple(_rejections(layouts, memory, fits, rates)),
         across=_best_across(model, rates, wide) if cross_node else None,
     )
@@ -168,10 +170,10 @@ def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight:
             continue  # exact stages hold more than the even spread assumed
         spent += plan.played.timeline.schedule.length
         plans.append(plan)
-    return sorted(plans, key=_preference)
+    return sorted(plans, key=preference)
 
 
-def _preference(plan: Plan) -> float:
+def preference(plan: Plan) -> float:
     """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an estimate and
     not simulated, and a plan that fills memory to within 5 %, where an allocator's whim ends the run."""
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)

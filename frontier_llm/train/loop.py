@@ -102,7 +102,7 @@ class _Session:
                 log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
         with self.watchdog.section("save"):
-            if self.config.train.save_final or not finished:
+            if self.config.train.save_final or (not finished and self.config.train.save_interval):
                 self.saves.finish(progress_of(self.state, self.decisions.rewinds))
             self.saves.close(audit=finished)
         if self.metrics is not None:
