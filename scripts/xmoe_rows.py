@@ -52,7 +52,9 @@ def main() -> int:
             sharding=sharding,
             dtype="fp16",
         )
-        cells = (f"{value:.1f} ({100 * (value / published - 1):+.0f} %)" for value in (priced(name, stack, gcds, layout) for stack in stacks))
+        cells = (
+            f"{value:.1f} ({100 * (value / published - 1):+.0f} %)" for value in (priced(name, stack, gcds, layout) for stack in stacks)
+        )
         print(f"| {name} | TP{tp} DP{dp} EP{ep}, microbatch {micro_batch} x {layout.microbatches} | {published} | {' | '.join(cells)} |")
     return 0
 

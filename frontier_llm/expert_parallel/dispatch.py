@@ -98,8 +98,9 @@ class _Travel:
 
 
 def _leave(x: Tensor, plan: Dispatch, fan: int) -> _Travel:
-    """Each of x's entries stands for `fan` rows."""
-    return _Travel(x[plan.source // fan], plan, back=False)
+    """Each of x's entries stands for `fan` rows; a rank that has none sends rows that nobody reads."""
+    rows = x[plan.source // fan] if len(x) else x.new_zeros(len(plan.source), *x.shape[1:])
+    return _Travel(rows, plan, back=False)
 
 
 def _return(y: Tensor, plan: Dispatch) -> _Travel:
@@ -114,7 +115,7 @@ def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
     rows = returned[plan.place]
     if plan.dropped is not None:
         rows[plan.dropped] = 0
-    rows = rows.unflatten(0, (-1, fan))
+    rows = rows.unflatten(0, (len(rows) // fan, fan))
     return rows.sum(1, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
 
 
