@@ -144,6 +144,16 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
         checks.check_start(config, 6)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, there):
+    monkeypatch.setattr(checks, "GPU_FILES", (str(tmp_path if there else tmp_path / "none"),))
+    config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.device=cuda"])
+    if there:
+        return checks.check_start(config, 4)
+    with pytest.raises(ConfigError, match=r"train.device: is cuda, and this computer has no GPU[\s\S]*set train.device=cpu"):
+        checks.check_start(config, 4)
+
+
 def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "frontier_llm.cli.main"]
     words = ["train", str(run_file), f"train.run_dir={tmp_path}/run", "parallel.data=2", "train.steps=2"]
