@@ -121,6 +121,12 @@ def _flash_attn_missing() -> str:
     return ""
 
 
+def _cudnn_missing() -> str:
+    if torch.version.hip:
+        return "cuDNN is NVIDIA's"
+    return "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
+
+
 def apex_missing() -> str:
     """NVIDIA's (or ROCm's) apex has compiled extensions beside it; the PyPI project of the same name is a web toolkit."""
     if importlib.util.find_spec("apex") is None:
@@ -143,6 +149,15 @@ PROVIDERS: dict[str, Provider] = {
     for provider in (
         Provider(name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=True),
         Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa")),
+        Provider(
+            name="cudnn",
+            groups=("attention",),
+            devices=GPU,
+            dtypes=HALVES,
+            load=_module("cudnn_provider"),
+            version=lambda: f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
+            missing=_cudnn_missing,
+        ),
         Provider(name="torch", groups=("linear",), devices=GPU, dtypes=LOW, load=_module("torch_linear")),
         Provider(
             name="cpu",

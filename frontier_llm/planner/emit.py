@@ -68,6 +68,8 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
     }
     if layout.cp > 1:
         parallel["context"] = layout.cp
+    if layout.ep > 1:
+        parallel["expert"] = layout.ep
     if layout.chunks > 1:
         parallel["chunks"] = layout.chunks
     if layout.sequence_parallel:

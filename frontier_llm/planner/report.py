@@ -8,8 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
+from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
 from frontier_llm.blueprint.layout import SHARDING
-from frontier_llm.blueprint.work import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS, block_work, embedding_work, head_work
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
 from frontier_llm.costs.time import layer_s
 from frontier_llm.machine import Machine, Rates, provenance
@@ -18,6 +21,7 @@ from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of
+from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.schedule import rule
 from frontier_llm.units import GIB, format_count, format_seconds, plural
@@ -30,6 +34,9 @@ SOURCES = {
     "attention": ("flash_efficiency", "peak_flops"),
     "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
     "tp communication": ("fabric_bytes_s", "fabric_latency_s"),
+    ROUTING: ("gemm_efficiency",),
+    EXPERTS: ("gemm_efficiency", "peak_flops"),
+    DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     "recompute": ("gemm_efficiency",),
     "launch-bound": ("launch_s",),
     "embedding": ("hbm_efficiency",),
@@ -51,6 +58,7 @@ def layout_words(plan: Plan) -> str:
     context = f" CP{layout.cp}" if layout.cp > 1 else ""
     parts = [
         f"TP{layout.tp}{context} PP{layout.pp}{chunks} DP{layout.dp}",
+        f"EP{layout.ep} EDP{layout.edp}" if layout.ep > 1 else "",
         f"microbatch {layout.micro_batch} x {layout.microbatches}",
         layout.schedule if layout.pp > 1 else "",
         "sequence parallel" if layout.sequence_parallel else "",
@@ -82,7 +90,10 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     block = times(model, layout, rates).block
     parts: dict[str, float] = {}
     lists = (
-        (block_work(model, layout, rates, rule(layout.schedule).splits_backward), layers, PRODUCTS),
+        *(
+            (block_work(model, layout, rates, rule(layout.schedule).splits_backward, layer), layers * count / model.layers, PRODUCTS)
+            for layer, count in layer_kinds(model)
+        ),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
@@ -179,6 +190,7 @@ def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campa
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
         *gradient_words(best, rates),
+        *safety_words(best, machine, rates),
         "",
         table(outcome.plans, width),
     ]
@@ -308,6 +320,7 @@ def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, 
         "fitting": outcome.fitting,
         "dominated": outcome.dominated,
         "simulated": True,
+        "cost_of_one_in_flight": cost_of_one(outcome.best, rates),
         "promise": promise_of(outcome.best, machine, stack).as_dict(outcome.best),
         "plans": [
             {

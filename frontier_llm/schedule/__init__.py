@@ -16,7 +16,7 @@ from frontier_llm.schedule.registry import (
     rule,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart
-from frontier_llm.schedule.simulate import Timeline, simulate
+from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
 
 __all__ = [
     "FORWARD_ONLY",
@@ -41,6 +41,7 @@ __all__ = [
     "round_robin",
     "rule",
     "simulate",
+    "simulate_in_turn",
     "timeline_chart",
     "with_messages",
 ]

@@ -55,12 +55,12 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
 
 
 @contextmanager
-def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainState]:
-    """Join the job's ranks and build this rank's part of the run."""
+def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
+    """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint will replace."""
     with joined(config, place) as (plan, mesh, device):
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         assert batches is not None
-        state = build_state(config, plan, mesh, device, batches)
+        state = build_state(config, plan, mesh, device, batches, draws)
         yield state
         state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
 
@@ -176,4 +176,5 @@ def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: 
         timeout_s=timeout_s,
         comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
         ranks_per_node=place.local_world_size,
+        experts=config.model.moe is not None,
     )

@@ -8,17 +8,19 @@ from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
 from frontier_llm import failpoints, log
-from frontier_llm.checkpoint import CheckpointManager
+from frontier_llm.checkpoint import CheckpointManager, is_there
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
-from frontier_llm.comm import StragglerWatch
+from frontier_llm.comm import StragglerWatch, maximum
 from frontier_llm.config import RunConfig, TrainConfig, dump
 from frontier_llm.data.identity import identities
 from frontier_llm.data.loader import open_batches
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
+from frontier_llm.ops import working_dtype
+from frontier_llm.optim import draw_masters
 from frontier_llm.train import observers
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
@@ -49,11 +51,13 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     hit("train.start")
     # torch's store waits for ever for a rank 0 that is stopped, and the watchdog begins when all have met
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
+    # 175B on 64 devices is 2.7 billion numbers for each: not drawn where a checkpoint replaces them
+    draws = not is_there(_checkpoints(config.train))
     try:
-        with joined_state(config, place) as state:
+        with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh, place)
             with watchdog.guarding():  # sets the timer anew
-                return _Session(state, resume, watchdog, signals).run()
+                return _Session(state, resume, watchdog, signals, draws).run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -61,8 +65,10 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
 class _Session:
     """What one process of the run holds from start to end."""
 
-    def __init__(self, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher) -> None:
+    def __init__(self, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher, drawn: bool = True) -> None:
+        """`drawn`: the weights are initial ones; otherwise they are nothing yet."""
         self.state, self.config, self.resume, self.watchdog = state, state.config, resume, watchdog
+        self.drawn = drawn
         self.run_dir, world = Path(self.config.train.run_dir), state.mesh.world
         self.is_first = world.rank == 0
         self.validation = open_batches(self.config, state.mesh.dp.rank, state.mesh.dp.size, "validation")
@@ -95,7 +101,7 @@ class _Session:
                 log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
         with self.watchdog.section("save"):
-            if self.config.train.save_final or not finished:
+            if self.config.train.save_final or (not finished and self.config.train.save_interval):
                 self.saves.finish(progress_of(self.state, self.decisions.rewinds))
             self.saves.close(audit=finished)
         if self.metrics is not None:
@@ -111,6 +117,8 @@ class _Session:
             progress = self.saves.resume(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
+        elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
+            draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
         self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
 
     def _train_until_end(self) -> bool:
@@ -204,10 +212,14 @@ def _recompute(state: TrainState) -> Recompute:
     return Recompute(lambda: local_gradients(state, feed), state.mesh)
 
 
+def _checkpoints(train: TrainConfig) -> Path:
+    return Path(train.run_dir) / "checkpoints"
+
+
 def _manager(state: TrainState, resume: Resume) -> CheckpointManager:
     train = state.config.train
     return CheckpointManager(
-        Path(train.run_dir) / "checkpoints",
+        _checkpoints(train),
         state.mesh,
         state.optimizer,
         config=state.config,

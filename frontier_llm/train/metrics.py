@@ -78,7 +78,9 @@ class Metrics:
             "step",
             step + 1,
             {
-                **{name: value for name, value in asdict(result).items() if name != "wish" and value != {}},  # no further losses: no entry
+                **{
+                    name: value for name, value in asdict(result).items() if name != "wish" and value != {}
+                },  # no further losses, no experts: no entry
                 **asdict(speed),
                 "consumed_samples": samples,
                 "consumed_tokens": samples * self._config.model.sequence_length,

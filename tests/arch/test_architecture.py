@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "frontier_llm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-TORCH_FREE = ("config", "machine", "schedule", "topology", "costs", "planner", "data", "cluster", "scaling")
+TORCH_FREE = ("config", "machine", "schedule", "topology", "costs", "planner", "data", "cluster", "scaling", "tuning")
 
 
 def run(*command, **options):

@@ -15,7 +15,6 @@ import re
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,7 @@ def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> 
     manifest: dict[str, Any] = {
         "version": MANIFEST_VERSION,
         "architecture": architecture,
-        "tools": {"triton": metadata.version("triton")},
+        "tools": {"triton": importlib.import_module("triton").__version__},  # the package has other names in ROCm's wheels
         "sources_sha256": source_digest(),
         "kernels": [asdict(code) for code in codes],
     }

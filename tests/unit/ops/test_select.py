@@ -113,7 +113,9 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
     elif name == "cpu":
         implementation = pytest.importorskip("frontier_llm.ops.cpu").CpuOps()
     else:
-        module = {"flash_attn": "flash_attn_provider", "apex": "apex_provider", "torch": "torch_linear"}.get(name, name)
+        module = {"flash_attn": "flash_attn_provider", "cudnn": "cudnn_provider", "apex": "apex_provider", "torch": "torch_linear"}.get(
+            name, name
+        )
         implementation = importlib.import_module(f"frontier_llm.ops.{module}")
     functions = providers.functions_of(implementation)
     provider = providers.PROVIDERS[name]
