@@ -23,6 +23,7 @@ INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16"
 
 # What compiles the GPU kernels, on any machine, and reads the code objects; none of it is needed to launch them.
 KERNEL_COMPILERS = ["triton>=3.5,<4", "msgpack", "pyelftools"]
+TUNING = ["scikit-learn", "scipy"]  # `frontier-llm tune`: the model of the planner's error, and the fit of a machine's constants
 
 
 def fail(what: str, fix: str) -> None:
@@ -162,13 +163,15 @@ setup(
         "test": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",
             "import-linter",
             "types-PyYAML",
             "zstandard",
-            "scipy",  # scripts/fit_machines.py
+            "matplotlib",  # the pictures of docs/
+            *TUNING,  # scipy: also scripts/fit_machines.py
             "megatron-core==0.16.1",
             "mpi4py",
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels
@@ -178,7 +181,9 @@ setup(
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
-        "plot": ["matplotlib", "tensorboard"],
+        "plot": ["plotly", "tensorboard"],
+        "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
+        "tune": [*TUNING],
         "docs": ["mkdocs"],
     },
 )

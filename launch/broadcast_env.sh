@@ -1,7 +1,9 @@
 #!/bin/bash
-# Copy an environment archive to the local disk of every node of the job and unpack it there; prints its Python.
+# Copy an environment archive to the local disk of the job's nodes and unpack it there. Prints its Python, and in a second line the nodes that
+# did not get it; fails when these are more than the job's spares.
 # Measured on Frontier (OLCF): 8 nodes import torch in 2 s from NVMe, 51 s from Orion, 3 min 56 s from NFS.
 #     broadcast_env.sh ENV.tar.gz
+# FRONTIER_LLM_SPARE_NODES  nodes that the job can do without
 set -euo pipefail
 
 archive="$1"
@@ -11,21 +13,37 @@ if [[ ! -r "$archive" ]]; then
     echo "broadcast_env.sh: cannot read $archive; make it with conda-pack -o ENV.tar.gz" >&2
     exit 2
 fi
-on_every_node() {
-    srun --nodes="${SLURM_JOB_NUM_NODES:?}" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --gpus-per-node=0 --kill-on-bad-exit=1 "$@" >&2
+all="$(scontrol show hostnames "${SLURM_JOB_NODELIST:?}" | sort)"
+# srun refuses a step that has a node which is gone; one that only drains can still work
+gone="$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail,unknown,no_respond --format=%N | sort -u)"
+here="$(comm -23 <(echo "$all") <(echo "$gone"))"
+on_every_node() { # prints the nodes on which the command has worked
+    local nodes count
+    nodes="$(paste -sd, <<<"$here")"
+    count="$(wc -l <<<"$here")"
+    # $SLURMD_NODENAME is each node's own
+    # shellcheck disable=SC2016
+    srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" --gpus-per-node=0 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" \
+        --cpu-bind=none --kill-on-bad-exit=0 bash -c '"$@" >&2 && echo "$SLURMD_NODENAME"' run "$@" | sort -u || true
 }
-on_every_node mkdir -m 700 "$target" # without -p: fails when it is there already
-# sbcast may fail on one node and go on: its exit code is the only sign
+here="$(on_every_node mkdir -m 700 "$target")" # without -p: fails when it is there already
 status=0
+# sbcast may fail on one node and go on: who has not got the whole archive cannot unpack it
 sbcast --preserve --force "$archive" "$target/env.tar.gz" >&2 || status=$?
-if [[ "$status" -ne 0 ]]; then
-    echo "broadcast_env.sh: sbcast ended with $status; is there room for $(stat -c %s "$archive") bytes in $(dirname "$target") on every node?" >&2
-    exit "$status"
-fi
+# gzip's stream has one reader; pigz gives reading, checking and writing a core each
 # $1 belongs to the inner shell
 # shellcheck disable=SC2016
-on_every_node bash -c 'set -e
-    tar --no-overwrite-dir -xzf "$1/env.tar.gz" -C "$1" # or its entry "." would set the mode
+here="$(on_every_node bash -c 'set -e
+    unpack=(tar --no-overwrite-dir -C "$1" -xf "$1/env.tar.gz") # or its entry "." would set the mode
+    if command -v pigz >/dev/null; then "${unpack[@]}" --use-compress-program="pigz -d"; else "${unpack[@]}" --gzip; fi
     rm -f "$1/env.tar.gz"
-    if [[ -x "$1/bin/conda-unpack" ]]; then "$1/bin/conda-unpack"; fi' unpack "$target"
+    if [[ -x "$1/bin/conda-unpack" ]]; then "$1/bin/conda-unpack"; fi' unpack "$target")"
+missing="$(comm -23 <(echo "$all") <(echo "$here") | paste -sd,)"
+count="$(comm -23 <(echo "$all") <(echo "$here") | grep -c . || true)"
+if [[ "$count" -gt "${FRONTIER_LLM_SPARE_NODES:-0}" ]]; then
+    echo "broadcast_env.sh: $missing did not get the environment (sbcast ended with $status), ${FRONTIER_LLM_SPARE_NODES:-0} spares;" \
+        "is there room for $(stat -c %s "$archive") bytes in $(dirname "$target") on every node?" >&2
+    exit 1
+fi
 echo "$target/bin/python"
+echo "$missing"

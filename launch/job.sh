@@ -15,16 +15,23 @@ if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; the
 fi
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" # before the modules, whose own Python would come first on PATH
 exported="$(export -p | grep -E '^declare -x (FI|GLOO|HSA|MIOPEN|NCCL|TORCH)_' || true)"
+while read -r name; do unset "$name"; done < <(sed -E 's/^declare -x ([A-Z0-9_a-z]+).*/\1/' <<<"$exported" | grep . || true)
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
 . "$root/slurm/sites/$site.sh"
 set -u
-eval "$exported" # what the user has exported wins over a module's setting
+# What the user has exported wins over a module's setting. A value that a module gives (FRONTIER_LLM_FROM_MODULES, from the site's file) was not the
+# user's: the module was loaded before sbatch, too.
+eval "$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
+unset FRONTIER_LLM_FROM_MODULES
 
 python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
 python="${python:-python3}"
 if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" ]]; then
-    python="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
+    unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
+    python="$(sed -n 1p <<<"$unpacked")"
+    FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$unpacked")" # spares take their place (cluster/slurm.py)
+    export FRONTIER_LLM_BROKEN_NODES
     export PYTHONNOUSERSITE=1 # packages in ~/.local, on NFS, would come before the archive's
 fi
 if ! command -v "$python" >/dev/null; then

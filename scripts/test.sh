@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them. `--all` first: everything, as CI does; without it what is marked `thorough` is left out.
-# Further arguments go to pytest: scripts/test.sh tests/unit/schedule
+# Installs what the tests need into .venv and runs them on two workers. `--all` first: everything, as CI does; without it what is marked
+# `thorough` is left out. Further arguments go to pytest, then on one worker: scripts/test.sh tests/unit/schedule
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,test}"
+FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,trackers,test}"
 source scripts/install.sh
 export OMP_NUM_THREADS=1
 chosen=(-m "not thorough")
@@ -11,4 +11,5 @@ if [[ "${1:-}" == --all ]]; then
   chosen=()
   shift
 fi
+(($#)) || chosen+=(-n 2)
 exec python -m pytest "${chosen[@]}" "$@"

@@ -22,11 +22,15 @@ def statistics_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One training step on tp · pp · dp ranks."""
+    """One training step on tp · cp · pp · dp ranks."""
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1  # ranks that share out the experts, folded out of tp · dp
+    etp: int = 1  # ranks that split each expert's width
+    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
     chunks: int = 1  # virtual stages per pipeline rank
     schedule: str = "1f1b"
     micro_batch: int = 1  # sequences
@@ -41,13 +45,23 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """tp · pp · dp."""
-        return self.tp * self.pp * self.dp
+        """tp · cp · pp · dp."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights: gradients are summed, and optimizer state is shared out, over dp · cp."""
+        return self.dp * self.cp
 
     @property
     def global_batch(self) -> int:
         """Sequences of one step over all replicas."""
         return self.micro_batch * self.microbatches * self.dp
+
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
     def sequence_shards(self) -> int:
@@ -58,11 +72,14 @@ class Layout:
 def layout_of(config: RunConfig, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks; it must be legal (`topology.make_plan` checks)."""
     parallel, batch = config.parallel, config.batch
-    dp = world_size // (parallel.tensor * parallel.pipeline)
+    dp = world_size // parallel.model_ranks
     return Layout(
         tp=parallel.tensor,
+        cp=parallel.context,
         pp=parallel.pipeline,
         dp=dp,
+        ep=parallel.expert,
+        etp=parallel.expert_tensor,
         chunks=parallel.chunks,
         schedule=parallel.schedule,
         micro_batch=batch.micro_batch,

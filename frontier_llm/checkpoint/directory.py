@@ -46,6 +46,11 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
+def is_there(directory: Path) -> bool:
+    """Whether a run would begin with a checkpoint, as far as this rank's file system shows."""
+    return bool(complete_steps(directory))
+
+
 def leftovers(directory: Path) -> list[Path]:
     """What interrupted saves and deletions have left."""
     return sorted(path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name) or _REPLACED.fullmatch(path.name))

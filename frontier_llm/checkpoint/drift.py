@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from frontier_llm.config import RunConfig
+from frontier_llm.blueprint import model_parameters
+from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.errors import CheckpointError, Problem, suggest
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
@@ -43,6 +44,7 @@ class Change:
     current: Any
     mathematics: bool
     note: str = ""
+    allowable: bool = True  # False where no flag can help: the saved weights have other shapes
 
     def __str__(self) -> str:
         return f"{self.key}: {self.saved!r} → {self.current!r}" + (f" ({self.note})" if self.note else "")
@@ -76,6 +78,17 @@ def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) 
     return f"the learning rate fell from step {begin} on and now rises again; to go on without that, start from a checkpoint before it"
 
 
+def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> bool:
+    """Whether the saved weights have the shapes of a model with the current value of this key."""
+    field = key.split(".")[1]
+    try:
+        models = [ModelConfig.model_validate(model) for model in (saved, {**saved, field: current.get(field)})]
+    except ValidationError:
+        return False
+    before, after = ({name: parameter.shape for name, parameter in model_parameters(model).items()} for model in models)
+    return before == after
+
+
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing."""
     try:
@@ -94,16 +107,23 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: 
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
     notes = {"train.steps": _lost_decay(before, after, step), "optimizer.name": "only the weights would be taken"}
+    if "train.steps" in mathematics:
+        notes["train.steps"] = "the learning rate of every step follows the run's length while optimizer.decay_steps is null"
+    changes = []
+    for key in keys:
+        if (was := before.get(key, _ABSENT)) != (now := after.get(key, _ABSENT)):
+            counts = _under(key, mathematics) and not _under(key, _HARMLESS)
+            fits = not (counts and key.startswith("model.")) or _fits(saved["model"], current["model"], key)
+            changes.append(Change(key, was, now, counts, notes.get(key, "") if fits else "the saved weights have other shapes", fits))
+    return changes
+
+
+def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bool = True) -> list[Change]:
+    """Datasets of the same path (another path is a change of the configuration) whose tokens are others; identities by path."""
     return [
-        Change(
-            key,
-            before.get(key, _ABSENT),
-            after.get(key, _ABSENT),
-            _under(key, mathematics) and not _under(key, _HARMLESS),
-            notes.get(key, ""),
-        )
-        for key in keys
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+        Change("data.train", saved[path][:12], identity[:12], begun, f"the tokens of {path} are others")
+        for path, identity in current.items()
+        if saved.get(path, identity) != identity
     ]
 
 
@@ -118,11 +138,12 @@ def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) ->
 
 def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:
     """Raises CheckpointError that lists every change of the mathematics which `allowed` (keys or their sections) does not cover."""
-    refused = [change for change in changes if change.mathematics and not _under(change.key, allowed)]
+    refused = [change for change in changes if change.mathematics and not (change.allowable and _under(change.key, allowed))]
     if refused:
-        flags = " ".join(f"--allow-change {change.key}" for change in refused)
+        flags = " ".join(dict.fromkeys(f"--allow-change {change.key}" for change in refused))
         problems = [Problem(where, f"the run would change its mathematics: {change}") for change in refused]
-        fix = f"restore the values, add {flags}, or start anew with another train.run_dir"  # once, under the last
+        ways = ["restore the values", *([f"add {flags}"] if all(change.allowable for change in refused) else [])]
+        fix = f"{', '.join(ways)}, or start anew with another train.run_dir"  # once, under the last
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
     mistyped = [key for key in allowed if not _is_key(key)]  # one that has not changed may have, before the last save
     if mistyped:

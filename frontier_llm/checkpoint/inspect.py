@@ -12,10 +12,11 @@ import numpy as np
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import shard as shard_file
-from frontier_llm.checkpoint.drift import Change, check_allowed, config_changes, environment_changes, with_defaults
+from frontier_llm.checkpoint.drift import Change, check_allowed, config_changes, data_changes, environment_changes, with_defaults
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import RunConfig
+from frontier_llm.data.identity import identities
 from frontier_llm.errors import CheckpointError, Problem
 
 
@@ -42,7 +43,9 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
             continue  # the run itself reports it and takes the one before
-        changes = config_changes(with_defaults(saved.config), config.model_dump(mode="json"), saved.progress.consumed_samples > 0)
+        begun = saved.progress.consumed_samples > 0
+        changes = config_changes(with_defaults(saved.config), config.model_dump(mode="json"), begun)
+        changes += data_changes(saved.data, identities(config), begun)
         return check_allowed(changes, allowed, str(path))
 
 
@@ -105,7 +108,12 @@ def compare(first: Path, second: Path) -> Difference:
     forms = [{name: (tensor.shape, saved.manifest.kinds_of(tensor)) for name, tensor in saved.tensors.items()} for saved in (left, right)]
     common = [name for name in forms[0] if name in forms[1]]
     return Difference(
-        changes=[*progress, *config_changes(a.config, b.config), *environment_changes(a.environment, b.environment)],
+        changes=[
+            *progress,
+            *config_changes(a.config, b.config),
+            *data_changes(a.data, b.data),
+            *environment_changes(a.environment, b.environment),
+        ],
         only_first=[name for name in forms[0] if name not in forms[1]],
         only_second=[name for name in forms[1] if name not in forms[0]],
         reshaped=[

@@ -46,6 +46,7 @@ class CheckpointManager:
         keep: int,
         keep_every: int = 0,
         environment: Mapping[str, str] | None = None,
+        data: Mapping[str, str] | None = None,
         job: str = "",
         restart: int = 0,
         incarnation: int = 0,
@@ -54,7 +55,8 @@ class CheckpointManager:
         """Take the run directory's lock and clear what an interrupted save has left.
 
         keep: newest checkpoints that stay, ≥ 2; keep_every: checkpoints at its multiples stay for good (0 = none).
-        environment: versions, code commit, device; shown when it differs on resume. job, restart: the scheduler's identity of this job
+        environment: versions, code commit, device; shown when it differs on resume. data: path → identity of each dataset that is trained
+        on; refused when it differs. Both of rank 0 alone. job, restart: the scheduler's identity of this job
         and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the supervisor's count of starts, 0 = none.
         allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
         Raises CheckpointError when another live job holds the directory or it cannot be written.
@@ -62,7 +64,7 @@ class CheckpointManager:
         assert keep >= 2, f"keep {keep}: with one, the only checkpoint could be the damaged one"
         self.directory, self._mesh, self._optimizer = directory, mesh, optimizer
         self._config = config.model_dump(mode="json")
-        self._environment, self._allow_changes = dict(environment or {}), tuple(allow_changes)
+        self._environment, self._data, self._allow_changes = dict(environment or {}), dict(data or {}), tuple(allow_changes)
         self._device = optimizer.device
         self._lock: RunLock | None = None
         self.incarnation = int(self._from_rank_0(lambda: self._open(this_process(job, restart), incarnation)))
@@ -72,6 +74,7 @@ class CheckpointManager:
             optimizer,
             config=self._config,
             environment=self._environment,
+            data=self._data,
             incarnation=self.incarnation,
             keep=keep,
             keep_every=keep_every,
@@ -230,7 +233,7 @@ class CheckpointManager:
         the state must not be trained on.
         """
         manifest = self._shared_manifest(path)
-        self._report_drift(manifest, str(path))
+        self._from_rank_0(partial(self._report_drift, manifest, str(path)))
         problems, damaged = self._read(path, manifest)
         if problems:
             raise (DamagedCheckpoint if damaged else CheckpointError)(problems)
@@ -268,8 +271,11 @@ class CheckpointManager:
         return list(problems), all(answer["damaged"] for answer in gathered)
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
+        """Rank 0: say what has changed since, or refuse it."""
         done = manifest.progress
-        changes = drift.config_changes(drift.with_defaults(manifest.config), self._config, done.consumed_samples > 0, done.step)
+        begun = done.consumed_samples > 0
+        changes = drift.config_changes(drift.with_defaults(manifest.config), self._config, begun, done.step)
+        changes += drift.data_changes(manifest.data, self._data, begun)
         drift.check_allowed(changes, self._allow_changes, where)
         elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
         for change in [*changes, *elsewhere]:

@@ -23,7 +23,7 @@ from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.errors import CheckpointError, Problem
 
 FORMAT: Final = "frontier_llm checkpoint"
-VERSION: Final = 3  # 2 named no optimizer: it was AdamW; 1 had one sha256 over a whole shard file; both are still read
+VERSION: Final = 3  # 2 named no data and no optimizer: it was AdamW; 1 had one sha256 over a whole shard file; both are still read
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8}
 # the 1T model on 3072 ranks, with 72,087 pieces, needs a twentieth of the bytes and under half of the others
@@ -105,6 +105,7 @@ class Manifest(_Record):
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]
+    data: dict[str, Digest] = {}  # path → identity of each dataset that it was trained on; none of synthetic data, and in version 2
     dtype: DtypeName
     optimizer: str = ADAMW.name  # whose states they are
     kinds: Annotated[tuple[StateName, ...], Field(min_length=1)]  # the masters and every state that some tensor has

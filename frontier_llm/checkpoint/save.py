@@ -53,6 +53,7 @@ class Writer:
         *,
         config: Mapping[str, Any],
         environment: Mapping[str, str],
+        data: Mapping[str, str],
         incarnation: int,
         keep: int,
         keep_every: int,
@@ -63,9 +64,10 @@ class Writer:
         self.lock, self.incarnation = lock, incarnation
         self.keep, self.keep_every = keep, keep_every
         self.snapshot = Snapshot(optimizer, mesh.world.rank)
-        self._config, self._environment, self._optimizer = dict(config), dict(environment), optimizer.rule.name
+        self._config, self._environment, self._data, self._optimizer = dict(config), dict(environment), dict(data), optimizer.rule.name
         rows = [describe_piece(part) for part in self.snapshot.saved]
-        self._layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.sharded)}
+        self._layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.sharded)}
+        self._layout |= {"ep": mesh.ep.size} if mesh.ep.size > 1 else {}
         gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.layout(step=0).data_bytes}, mesh.world, self.device)
         self.total_bytes = sum(part["bytes"] for part in gathered)
         if mesh.world.rank == 0:
@@ -118,6 +120,7 @@ class Writer:
             layout=self._layout,
             config=self._config,
             environment=self._environment,
+            data=self._data,
             dtype=self.snapshot.dtype,
             optimizer=self._optimizer,
             tensors=self._tensors,
@@ -253,6 +256,7 @@ def build_manifest(
     layout: Mapping[str, int],
     config: Mapping[str, Any],
     environment: Mapping[str, str],
+    data: Mapping[str, str],
     dtype: DtypeName,
     optimizer: str,
     tensors: Sequence[TensorEntry],
@@ -271,6 +275,7 @@ def build_manifest(
         config=dict(config),
         config_sha256=config_digest(config),
         environment=dict(environment),
+        data=dict(data),
         dtype=dtype,
         optimizer=optimizer,
         kinds=kinds,

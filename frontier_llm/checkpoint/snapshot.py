@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import torch
 
@@ -11,6 +13,16 @@ from frontier_llm.checkpoint.shard import ShardLayout, shard_layout
 from frontier_llm.optim import Optimizer
 
 _NAMES: dict[torch.dtype, DtypeName] = {torch.float32: "F32", torch.float64: "F64"}
+
+
+def pinned(elements: int, *, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that a GPU copies to by itself, of exactly this size: torch's own allocator takes the next power of two, 16 GiB for 13.9."""
+    image = torch.empty(elements, dtype=dtype)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
+    if int(runtime.cudaHostRegister(image.data_ptr(), image.nbytes, 0)):
+        return torch.empty(elements, dtype=dtype, pin_memory=True)
+    weakref.finalize(image, runtime.cudaHostUnregister, image.data_ptr())
+    return image
 
 
 class Snapshot:
@@ -35,7 +47,7 @@ class Snapshot:
         devices = {part.tensors[MASTER].device for part in self.saved}
         on_gpu = any(device.type == "cuda" for device in devices)
         if self._image is None:
-            self._image = torch.empty(layout.data_bytes // item, dtype=self._dtype, pin_memory=on_gpu)
+            self._image = (pinned if on_gpu else torch.empty)(layout.data_bytes // item, dtype=self._dtype)
         for entry in layout.entries:
             first = (entry.start - len(layout.head)) // item
             values = self.saved[entry.piece].tensors[entry.kind].view(-1)

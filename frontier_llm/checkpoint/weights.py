@@ -132,9 +132,10 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     manifest = build_manifest(
         progress,
         incarnation=0,
-        layout={"tp": 1, "pp": 1, "dp": 1, "zero": 0},
+        layout={"tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0},
         config=config.model_dump(mode="json"),
         environment={},
+        data={},
         dtype=dtype,
         optimizer=rule.name,
         tensors=[TensorEntry(name=piece.name, shape=piece.shape, kinds=piece.kinds) for piece in everything],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, command, option, run_options, show, size_of
+from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show, size_of
 from frontier_llm.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -24,14 +24,25 @@ if TYPE_CHECKING:
     option("--max", type=size_of, metavar="SIZE", help="largest message (default: 16MiB on CPU, 4GiB on GPUs)"),
     option("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks"),
     option("--emit", type=Path, metavar="FILE", help="write a measured algorithm table for comm.algorithms"),
-    option("--machine-file", type=Path, metavar="FILE", help="write a machine file with the measured collectives for `plan`"),
-    option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs (PNG, SVG or PDF)"),
+    option("--machine-file", type=Path, metavar="FILE", help="write a machine file with what was measured, for `plan` and for runs"),
+    option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs into an HTML page"),
+    option("--hang-test", action="store_true", help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog"),
+    option("--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"),
+    option(
+        "--step-limit", type=float, default=30.0, metavar="S", help="seconds after which a step of the hang test has hung (default: 30)"
+    ),
+    option("--mode", help=argparse.SUPPRESS),
     line="collectives and messages of a layout: time, bandwidth, slow links",
     about="Measure collectives and messages of a layout: time, bandwidth, slow links.",
 )
 def comm(args: argparse.Namespace) -> int:
     """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
     from frontier_llm.cli.local_ranks import measure_on_ranks
+
+    if args.hang_test:
+        from frontier_llm.cli.hang_test import hang_test
+
+        return hang_test(args)
 
     def measure(config: RunConfig, place: RankEnv | None) -> None:
         from frontier_llm.errors import LayoutError
@@ -63,7 +74,7 @@ def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measur
 
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
-        nodes = {axis.name: len({rank // per_node for rank in axis.ranks}) for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world)}
+        nodes = {axis.name: len({rank // per_node for rank in axis.ranks}) for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world)}
         rules = algorithm_rules(measurements, nodes, where)
         write_yaml(args.emit, {"title": "measured", "rules": rules})
         log.info(f"wrote {len(rules)} rules to {args.emit}: use them with comm.algorithms={args.emit}")

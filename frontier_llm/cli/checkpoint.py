@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from frontier_llm.cli import interchange
 from frontier_llm.cli.arguments import JSON, Command, aligned, command, option, show
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import FrontierError
-from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable
+from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable, strict_json
 
 if TYPE_CHECKING:
     from frontier_llm.checkpoint.inspect import Difference
@@ -72,7 +71,7 @@ def _verify(args: argparse.Namespace) -> int:
             for problem in problems:
                 print(f"  {problem}", file=sys.stderr)
     if args.json:
-        print(json.dumps({path: [asdict(problem) for problem in problems] for path, problems in results.items()}, indent=1))
+        print(strict_json({path: [asdict(problem) for problem in problems] for path, problems in results.items()}))
     return int(any(results.values()))
 
 

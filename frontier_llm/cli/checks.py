@@ -25,8 +25,10 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.data.loader import data_problems
     from frontier_llm.data.summary import log_datasets
     from frontier_llm.topology import make_plan, plan_problems
+    from frontier_llm.train import observers
 
     problems = [*_package_problems(config), *plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
+    problems += _profile_problems(config, world_size)
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
         raise ConfigError(problems)
@@ -35,6 +37,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
         from frontier_llm.model import losses  # imports torch, which takes seconds
 
         losses.select(config.train.loss_weights)
+    observers.check(config)
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
@@ -52,6 +55,22 @@ def _package_problems(config: RunConfig) -> list[Problem]:
             problems.append(replace(missing, fix=f"{missing.fix}, or set train.tensorboard=false"))
         else:
             log.info("tensorboard is not installed: no events are written, metrics.jsonl has the same numbers (pip install tensorboard)")
+    for name in {"wandb", "mlflow"}.intersection(config.train.observers):
+        if importlib.util.find_spec(name) is None:
+            problems.append(not_installed(name, "train.observers"))
+    return problems
+
+
+def _profile_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """Steps and ranks that the run does not have, so that no trace would be written."""
+    profile, steps = config.train.profile, config.train.steps
+    if profile is None:
+        return []
+    problems = []
+    if profile.range[-1] > steps:
+        problems.append(Problem("train.profile.steps", f"{profile.steps} is not over when the run ends after {steps}", f"end at {steps}"))
+    if missing := [rank for rank in profile.ranks if rank >= world_size]:
+        problems.append(Problem("train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}"))
     return problems
 
 
@@ -68,7 +87,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
         return
     parallel, dtype = config.parallel, config.precision.dtype
     whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients
-    replicas = world_size // (parallel.tensor * parallel.pipeline) if whole else 1
+    replicas = world_size // parallel.model_ranks if whole else 1
     per_replica = (DTYPE_BYTES[dtype] + statistics_bytes(dtype)) * total_parameters(config.model)  # weights and gradients
     needed_bytes, held_bytes = replicas * per_replica + state_bytes(config.model, config.optimizer.name, dtype), available_bytes()
     if needed_bytes > held_bytes:

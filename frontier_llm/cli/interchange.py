@@ -121,7 +121,7 @@ def run_facts(opened: OpenedModel) -> dict[str, object]:
     if not isinstance(opened.source, CheckpointWeights) or opened.run is None:
         return {}
     manifest, run = opened.source.manifest, opened.run
-    degrees = " x ".join(f"{axis} {manifest.layout[axis]}" for axis in ("tp", "pp", "dp") if axis in manifest.layout)
+    degrees = " x ".join(f"{axis} {manifest.layout[axis]}" for axis in ("tp", "cp", "pp", "dp") if axis in manifest.layout)
     sources = "synthetic" if isinstance(run.data.train, str) else ", ".join(Path(source.path).name for source in run.data.train)
     return {
         "Steps": manifest.progress.step, "Tokens": format_count(manifest.progress.tokens),

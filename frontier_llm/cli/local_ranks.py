@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def local_world_size(config: RunConfig) -> int:
     """Ranks to start when no launcher has: the degrees as given, data = 1 where the run leaves it open."""
-    return config.parallel.tensor * config.parallel.pipeline * (config.parallel.data or 1)
+    return config.parallel.model_ranks * (config.parallel.data or 1)
 
 
 def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -> int:

@@ -26,6 +26,7 @@ COMMANDS = {
     "submit": "queue a run on a Slurm site",
     "status": "what runs, how far it is, when it ends",
     "scaling": "weak and strong scaling experiments",
+    "tune": "find the fastest layout by running it, beginning with the planner's",
     "data": "train tokenizers, tokenize text, inspect datasets",
     "checkpoint": "list, verify, compare, import and export checkpoints",
     "evaluate": "held-out loss and in-context tasks of a checkpoint",
@@ -37,7 +38,7 @@ COMMANDS = {
 }
 _GROUPS = {
     "plan and train": ("plan", "train", "report"),
-    "on a cluster": ("doctor", "submit", "status", "scaling"),
+    "on a cluster": ("doctor", "submit", "status", "scaling", "tune"),
     "data and models": ("data", "checkpoint", "evaluate", "generate"),
     "look at this machine": ("ops", "bench", "calibrate"),
     "in the shell": ("completion",),

@@ -1,12 +1,13 @@
-"""frontier-llm ops list|kernels|check: which op runs with which back-end and why not; what the prebuilt GPU kernels are made of, and do."""
+"""frontier-llm ops list|kernels|check|tune: which op runs with which back-end and why not; what the prebuilt GPU kernels are made of, and do."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from frontier_llm.cli.arguments import JSON, Command, command, option, show
+from frontier_llm.cli.arguments import JSON, Command, command, option, positive, show
 
 
 @command(
@@ -99,8 +100,45 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    option("--model", default="llama-2-7b", help="name in configs/models, or a path: whose shapes (default: %(default)s)"),
+    option("--micro-batch", type=positive, default=4, metavar="N", help="samples per microbatch (default: 4)"),
+    option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)"),
+    option("--device", choices=("cpu", "cuda"), default="cuda", help="cuda is also ROCm's name in torch (default: cuda)"),
+    option("--output", type=Path, default=Path("attention.yaml"), metavar="FILE", help="table to write (default: %(default)s)"),
+    JSON,
+    line="time every attention back-end that is here, and write the order for ops.attention_table",
+    about="Time every attention back-end that is here, and write the order for ops.attention_table.",
+)
+def _tune(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from frontier_llm.config import load_model
+
+    model = load_model(args.model)
+    import torch  # after a mistyped model's name
+
+    from frontier_llm.errors import BackendError
+    from frontier_llm.measure.attention_choice import tune
+    from frontier_llm.measure.machine_file import write_yaml
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BackendError("torch sees no GPU", "run it where there is one, or take --device cpu", "ops tune")
+    rules, report = tune(model, args.micro_batch, args.dtype, args.device)
+    write_yaml(args.output, {"title": "measured", "rules": [{**asdict(rule), "order": list(rule.order)} for rule in rules]})
+
+    def lines() -> Iterator[str]:
+        for name, found in report.items():
+            yield f"{name}: " + ", ".join(f"{backend} {seconds * 1e3:.3f} ms" for backend, seconds in found["seconds"].items())
+            yield from (f"  not {backend}: {why}" for backend, why in found["not_run"].items())
+        yield f"wrote {args.output}: use it with ops.attention_table={args.output}"
+
+    show(args, report, lambda: "\n".join(lines()))
+    return 0
+
+
 ops = Command(
     about="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made of, and do.",
     examples=("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a", "frontier-llm ops check --all"),
-    actions={"list": _list, "kernels": _kernels, "check": _check},
+    actions={"list": _list, "kernels": _kernels, "check": _check, "tune": _tune},
 )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     ),
     JSON,
     option("--emit", type=Path, metavar="FILE", help="write a run config with this layout"),
-    option("--figures", type=Path, metavar="DIR", help="write PNG figures and a self-contained HTML page"),
+    option("--figures", type=Path, metavar="FILE", help="draw the plan into a self-contained HTML page"),
     option("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto"),
     option("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)"),
     option("--rows", action="store_true", help="with --validate: print every prediction"),
@@ -162,8 +162,7 @@ def _extras(args: argparse.Namespace, outcome: Search, machine: Machine, stack: 
     if args.figures:
         from frontier_llm.planner.figures import write_figures
 
-        for path in write_figures(args.figures, outcome, machine, stack, numbers):
-            print(f"wrote {path}", file=sys.stderr)
+        print(f"wrote {write_figures(args.figures, outcome, machine, stack, numbers)}", file=sys.stderr)
 
 
 def _smallest(model: ModelConfig, machine: Machine, numbers: Rates) -> int:

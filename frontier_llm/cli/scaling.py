@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JOB, JSON, Command, command, one_of, option, positive, show
+from frontier_llm.cli.arguments import JOB, JSON, Command, command, natural, one_of, option, positive, show
 
 if TYPE_CHECKING:
     from frontier_llm.cluster.sites import Site
     from frontier_llm.config import RunConfig
+    from frontier_llm.scaling.forecast import Forecast
     from frontier_llm.scaling.harvest import Row
+    from frontier_llm.scaling.launch import AllocationRanks
     from frontier_llm.scaling.series import Mode, Point
 
 
@@ -25,14 +27,26 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
         ),
         option("overrides", nargs="*", metavar="key=value", help="changes to every point, e.g. train.steps=50"),
         option("--nodes", required=True, metavar="N,N,…", help="node counts, e.g. 16,32,64,128"),
-        option("--site", required=True, help="frontier, lumi, generic, local, or the path of a site file"),
+        option("--site", help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)"),
         option(batch, dest="batch", type=positive, metavar="N", help="in sequences (default: ORNL's for that model)"),
         option("--repeats", type=positive, default=1, metavar="N", help="runs of each point; from 2 on with a confidence interval"),
         option("--output", metavar="DIR", help="directory of the series (default: runs/scaling)"),
         *JOB,
         option("--time", metavar="H:MM:SS", help="walltime of each point (default: its predicted time, within the site's bin)"),
         option("--simulate", action="store_true", help="run nothing: the planner's throughput, marked as simulated"),
-        option("--dry-run", action="store_true", help="show the points, write and queue nothing"),
+        option("--dry-run", action="store_true", help="show each point's predicted step, efficiency, memory and node-hours; queue nothing"),
+        option(
+            "--in-job", action="store_true", help="run the whole series now, inside this allocation: the smallest point first, then growing"
+        ),
+        option(
+            "--side-by-side",
+            action="store_true",
+            help="with --in-job: points that fit beside each other at the same time, on disjoint nodes",
+        ),
+        option(
+            "--spares", type=natural, default=0, metavar="N", help="with --in-job: nodes of the allocation to keep in hand (default: 0)"
+        ),
+        option("--preflight", action="store_true", help="with --in-job: `doctor` on every node of the allocation first"),
         JSON,
     )
     return Command(partial(_series, mode), options, line=f"make and queue a {mode} series: {line}")
@@ -40,14 +54,22 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
 
 def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm import log
+    from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
+    from frontier_llm.scaling.forecast import as_text
     from frontier_llm.scaling.series import default_batch, find_run, make_series
 
     overrides = ["train.save_interval=0", "train.save_final=false", "train.tensorboard=false", *args.overrides]
-    config = load_run(args.run or find_run(args.model), overrides)
-    site = load_site(args.site)
+    run = args.run or find_run(args.model)
+    config = load_run(run, overrides)
+    if args.site is None and not args.in_job:
+        raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
+    site = load_site(args.site or environ("FRONTIER_LLM_SITE", "generic") or "generic")
+    launcher = _launcher(args, site) if args.in_job else None
+    if launcher is not None:
+        site = launcher.site
     try:
         nodes = [int(count) for count in args.nodes.split(",")]
     except ValueError:
@@ -56,35 +78,80 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     points = make_series(mode, config, site, nodes, args.batch or default_batch(mode, config), root, args.repeats)
     if args.simulate:
         return _simulate(args, points, site, root)
-    queued = _submit(args, points, site, config)
+    if launcher is not None:
+        return _run_here(args, points, launcher, [run, f"machine={site.machine}", *overrides], root)
+    priced, jobs = _submit(args, points, site, config)
     rows = [
-        {**point.describe(), "run_dir": str(point.directory), "minutes": minutes, "job_id": job_id} for point, minutes, job_id in queued
+        {**row.point.describe(), **row.describe(), "run_dir": str(row.point.directory), "job_id": job}
+        for row, job in zip(priced, jobs, strict=True)
     ]
-    show(args, rows, lambda: _queue_table(queued))
+    show(args, rows, lambda: as_text(priced, jobs))
     log.info("dry run: nothing is written or queued" if args.dry_run else f"when they have run: frontier-llm scaling report {root}")
     return 0
 
 
-def _queue_table(queued: list[tuple[Point, int | None, str | None]]) -> str:
-    """The points of a series with their jobs."""
-    from frontier_llm.cluster.sites import format_walltime
+def _launcher(args: argparse.Namespace, site: Site) -> AllocationRanks:
+    """This allocation, with as many tasks per node as it was queued with."""
+    from frontier_llm.scaling.launch import AllocationRanks
 
-    lines = [f"{'nodes':>6} {'devices':>8} {'batch':>7} {'steps':>6} {'repeat':>7} {'walltime':>11}  job"]
-    for point, minutes, job_id in queued:
-        walltime = format_walltime(minutes) if minutes else "-"
-        config = point.config
-        row = f"{point.nodes:>6} {point.devices:>8} {config.batch.global_batch:>7} {config.train.steps:>6} {point.repeat:>7}"
-        lines.append(f"{row} {walltime:>11}  {job_id or '-'}")
-    return "\n".join(lines)
+    launcher = AllocationRanks(site, spares=args.spares)
+    launcher.site = site.model_copy(update={"tasks_per_node": launcher.allocation.tasks_per_node})
+    return launcher
 
 
-def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: RunConfig) -> list[tuple[Point, int | None, str | None]]:
-    """(point, minutes of walltime, job id) for each point; the id is None in a dry run."""
+def _run_here(args: argparse.Namespace, points: list[Point], launcher: AllocationRanks, words: list[str], root: Path) -> int:
+    """`--in-job`: the series by srun steps of this allocation, then its report."""
+    from frontier_llm import log
+    from frontier_llm.errors import ConfigError
+    from frontier_llm.scaling.figure import write_report
+    from frontier_llm.scaling.forecast import as_text, forecasts
+    from frontier_llm.scaling.harvest import harvest
+    from frontier_llm.scaling.in_job import run_series
+    from frontier_llm.scaling.walltime import steps_of
+
+    if points[-1].nodes > launcher.nodes:
+        what = f"the largest point takes {points[-1].nodes} nodes; this allocation has {launcher.nodes} beside its spares"
+        raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
+    priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])
+    hours = sum(row.hours for row in priced)
+    print(as_text(priced, [None] * len(priced)))
+    have = len(launcher.allocation.nodes)
+    log.info(
+        f"cost: about {hours:.2g} hours one after another (predicted), {hours * have:,.1f} node-hours of this allocation of {have} nodes"
+    )
+    if args.dry_run:
+        return 0
+    if args.preflight:
+        launcher.preflight(root)
+
+    def words_of(row: Forecast) -> tuple[str, ...]:
+        config = row.point.config
+        own = (
+            f"batch.global_batch={config.batch.global_batch}",
+            f"train.steps={config.train.steps}",
+            f"train.run_dir={row.point.directory}",
+        )
+        return (*words, *own)
+
+    run_series(priced, launcher, words_of, side_by_side=args.side_by_side)
+    rows = harvest(root)
+    _print_rows(args, rows, write_report(rows, root))
+    return 0 if all(row.status == "ok" for row in rows) else 1
+
+
+def _own_steps(args: argparse.Namespace, config: RunConfig) -> int | None:
+    """train.steps where the user has typed it."""
+    return config.train.steps if any(word.startswith("train.steps=") for word in args.overrides) else None
+
+
+def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: RunConfig) -> tuple[list[Forecast], list[str | None]]:
+    """(each point priced, its job id or None in a dry run)."""
     from frontier_llm import log
     from frontier_llm.cluster import submit
     from frontier_llm.cluster.sites import parse_walltime
     from frontier_llm.errors import ConfigError
     from frontier_llm.scaling.admission import admit, cost_of
+    from frontier_llm.scaling.forecast import forecasts
     from frontier_llm.scaling.series import announce, submission_problems
     from frontier_llm.scaling.walltime import with_walltime
     from frontier_llm.units import plural
@@ -93,34 +160,34 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
     minutes = parse_walltime(args.time) if args.time else None
     if problems := submission_problems(points, site, account, args.partition, minutes):
         raise ConfigError(problems)
-    steps = config.train.steps if any(word.startswith("train.steps=") for word in args.overrides) else None
-    timed = with_walltime(points, site, args.partition, minutes, steps)
+    priced = forecasts(with_walltime(points, site, args.partition, minutes, _own_steps(args, config)))
     requests = [
         submit.JobRequest(
-            config=point.config,
+            config=row.point.config,
             site=site,
-            nodes=point.nodes,
+            nodes=row.point.nodes,
             account=account,
             partition=args.partition,
-            minutes=own_minutes,
+            minutes=row.minutes,
             continue_with="never",
             saves=False,
-            name=f"{point.mode}-{point.nodes}",
+            name=f"{row.point.mode}-{row.point.nodes}",
         )
-        for point, own_minutes in timed
+        for row in priced
     ]
     requests = [admit(request) for request in requests]  # all of them are legal before the first is queued
     costs = [cost_of(request) for request in requests]
-    predicted, walltime = sum(cost.node_hours for cost in costs), sum((cost.slice_hours or 0) * cost.nodes for cost in costs)
+    walltime = sum((cost.slice_hours or 0) * cost.nodes for cost in costs)
     total = f"{plural(sum(cost.steps for cost in costs), 'step')} in {plural(len(costs), 'job')}"
-    log.info(f"cost: {total}: {predicted:,.1f} node-hours (predicted), at most {walltime:,.1f} by their walltimes")
+    predicted = sum(row.node_hours for row in priced)
+    log.info(f"cost: {total}: {predicted:,.1f} node-hours with their starts (predicted), at most {walltime:,.1f} by their walltimes")
     if args.dry_run:
-        return [(point, own_minutes, None) for point, own_minutes in timed]
-    queued: list[tuple[Point, int | None, str | None]] = []
-    for (point, own_minutes), request in zip(timed, requests, strict=True):
-        announce(point)
-        queued.append((point, own_minutes, submit.submit(request).job_id))
-    return queued
+        return priced, [None] * len(priced)
+    jobs: list[str | None] = []
+    for row, request in zip(priced, requests, strict=True):
+        announce(row.point)
+        jobs.append(submit.submit(request).job_id)
+    return priced, jobs
 
 
 def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) -> None:
@@ -149,7 +216,7 @@ def _simulate(args: argparse.Namespace, points: list[Point], site: Site, root: P
     option("--output", metavar="DIR", help="where to write (default: the same directory)"),
     JSON,
     line="harvest run directories into a table and figures",
-    about="Harvest run directories into a table and figures: CSV, JSON, PNG and a self-contained HTML page.",
+    about="Harvest run directories into a table and figures: CSV, JSON and a self-contained HTML page.",
 )
 def _report(args: argparse.Namespace) -> int:
     from frontier_llm.scaling.figure import write_report
@@ -165,6 +232,7 @@ scaling = Command(
     examples=(
         "frontier-llm scaling weak --model gpt-175b --nodes 16,32 --site frontier -A ABC1",
         "frontier-llm scaling strong --model gpt-1t --nodes 64,384 --site lumi --simulate",
+        "sbatch -A ABC1 --nodes=65 slurm/weak_series.sbatch --nodes 16,32,64 --spares 1",
         "frontier-llm scaling report runs/scaling",
     ),
     actions={

@@ -26,6 +26,7 @@ from frontier_llm.errors import FrontierError
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware
 from frontier_llm.units import printable
 
+ENDING_S = 15.0  # what ranks that are told to end may take, before the batch shell goes on
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
 _KILLING = "Terminating StepId"  # srun says so when it ends the step: whoever is killed after this is a victim
 _TOLD_TO_SAVE = "User defined signal 1"  # a rank that Slurm's warning has met before Python could hear it
@@ -115,6 +116,8 @@ def run_step(step: JobStep) -> Outcome:
         code = process.wait(step.deadline_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_S)
         what = "the ranks were still running when the walltime was about to end; raise --signal's lead time"
         return Outcome(1, Failure(what, Evidence.ENDS, "walltime"))
     finally:

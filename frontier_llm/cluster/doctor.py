@@ -110,7 +110,13 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         file.flush()
         command = [
             *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={hostlist.compress(nodes)}"),
-            *("--gpus-per-node=0", "--cpu-bind=none", "--overlap", "--kill-on-bad-exit=0", f"--time={math.ceil(timeout_s / 60)}"),
+            *(
+                f"--gpus-per-node={settings.site.gpus_per_node}",
+                "--cpu-bind=none",
+                "--overlap",
+                "--kill-on-bad-exit=0",
+                f"--time={math.ceil(timeout_s / 60)}",
+            ),
             *(python, "-P", "-m", "frontier_llm.cluster.probe", file.name),
         ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, errors="replace", env=environment())  # noqa: S603 a list
@@ -179,8 +185,13 @@ def _checks(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked
     writable, roomy = not fact.run_dir_error, fact.run_dir_free_bytes >= needed_bytes
     return (
         (
-            bound and len(memory) != site.gpus_per_node,
+            bound and len(memory) != site.gpus_per_node and not fact.gcds_refused,
             *("GCDs", f"{len(memory)} of {site.gpus_per_node} are visible", BROKEN if memory else NO_GCD, True),
+        ),
+        (
+            bound and len(memory) != site.gpus_per_node and fact.gcds_refused > 0,
+            *("GCDs", f"cannot tell: the driver shows {len(memory)} of {site.gpus_per_node} and refuses {fact.gcds_refused} entries"),
+            *("look from a step that has the node's GPUs (srun --gpus-per-node)", False),
         ),
         (
             bool(weak),

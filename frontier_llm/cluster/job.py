@@ -91,10 +91,11 @@ def choose_nodes(job: BatchJob) -> tuple[str, ...]:
 
 
 def preflight(job: BatchJob) -> None:
-    """`doctor` on every node; bad ones are left out. Raises FrontierError when too few are left or all share a fatal fault."""
-    report = examine(Settings(site=job.site, run_dir=str(job.directory)), job.allocation.nodes)
+    """`doctor` on every node that Slurm has; bad ones are left out. Raises FrontierError when too few are left or all share a fatal fault."""
+    gone = slurm.unhealthy(job.allocation.nodes)  # srun refuses a step that has one of them
+    report = examine(Settings(site=job.site, run_dir=str(job.directory)), [node for node in job.allocation.nodes if node not in gone])
     log.info(report.render())
-    left = len(job.allocation.nodes) - len(report.bad_hosts)
+    left = len(job.allocation.nodes) - len(gone) - len(report.bad_hosts)
     if left < job.nodes_needed or not (report.healthy or report.bad_hosts):
         fix = f"resubmit with --exclude={hostlist.compress(report.bad_hosts)}" if report.bad_hosts else "see the findings above"
         raise FrontierError(f"{left} of {len(job.allocation.nodes)} nodes passed, {job.nodes_needed} are needed", fix, "preflight")

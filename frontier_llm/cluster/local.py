@@ -28,13 +28,13 @@ from frontier_llm.cluster.holder import refuse_second_start
 from frontier_llm.cluster.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED, held
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded, held
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.units import printable
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # from our terminal or scheduler to the ranks
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # from our terminal or scheduler to the ranks
 _ERROR_HEAD = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
 TAIL_LINES = 40  # of a log without a Python traceback
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
@@ -87,7 +87,7 @@ def run_local_ranks(
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM and SIGUSR1 are forwarded,
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded,
     once all ranks are started where the caller holds them back (`signals.held`); then the ranks do so too, until they listen.
     After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; failure.json in `run_dir`, where the ranks leave their own
     record (default: `log_dir`), then says who was first.
@@ -116,7 +116,7 @@ class _Ranks:
 
     def run(self) -> int:
         old = (
-            {number: signal.signal(number, self._forward) for number in FORWARDED}
+            {number: signal.signal(number, self._forward) for number in heeded(FORWARDED)}
             if threading.current_thread() is threading.main_thread()
             else {}
         )

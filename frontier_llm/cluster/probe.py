@@ -42,6 +42,7 @@ class Facts:
 
     host: str
     gcd_memory_gib: tuple[float, ...]  # one entry per GCD
+    gcds_refused: int  # entries of the driver's that this process may not read: a job's step without GPUs, or a container
     cores: int  # that this process may use
     interfaces_down: tuple[str, ...]
     provider_error: str  # '' = usable or not asked
@@ -60,9 +61,11 @@ def probe(settings: Settings) -> Facts:
     root = Path(settings.system_root.replace("{host}", host))
     run_error, run_free, run_s = _storage(Path(settings.run_dir), host)
     local_error, local_free, _ = _storage(Path(os.path.expandvars(settings.site.node_local)), host)
+    memory, refused = gcd_memory_gib(root)
     return Facts(
         host=host,
-        gcd_memory_gib=gcd_memory_gib(root),
+        gcd_memory_gib=memory,
+        gcds_refused=refused,
         cores=len(os.sched_getaffinity(0)),
         interfaces_down=tuple(name for name in settings.site.interfaces if not interface_is_up(root, name)),
         provider_error=provider_error(settings.site.libfabric_provider),
@@ -76,22 +79,24 @@ def probe(settings: Settings) -> Facts:
     )
 
 
-def gcd_memory_gib(root: Path) -> tuple[float, ...]:
-    """Memory of each GPU that the kernel driver (KFD) shows; a CPU node of its topology has no SIMDs."""
-    sizes = []
+def gcd_memory_gib(root: Path) -> tuple[tuple[float, ...], int]:
+    """(memory of each GPU that the kernel driver (KFD) shows, how many entries it refuses to show); a CPU node of its topology has no SIMDs."""
+    sizes, refused = [], 0
     for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*")):
-        properties = _properties(node / "properties")
-        if properties.get("simd_count", 0) > 0:
+        try:
+            properties = _properties(node / "properties")
             banks = [_properties(bank).get("size_in_bytes", 0) for bank in node.glob("mem_banks/*/properties")]
+        except OSError:  # EPERM, of a GPU that the process's cgroup does not have
+            refused += 1
+            continue
+        if properties.get("simd_count", 0) > 0:
             sizes.append(round(sum(banks) / GIB, 1))
-    return tuple(sizes)
+    return tuple(sizes), refused
 
 
 def _properties(path: Path) -> dict[str, int]:
-    try:
-        pairs = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return {}
+    """Name → number. Raises OSError where the driver does not let it be read."""
+    pairs = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
 
 

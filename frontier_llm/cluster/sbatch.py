@@ -75,9 +75,36 @@ JOBS: tuple[JobScript, ...] = (
         "One point of the strong series: sbatch -N NODES; the global batch stays",
         "configs/runs/strong_scaling.yaml",
         128,
-        minutes=120,  # ten steps from 64 nodes on; below, train.steps=5 and less
+        minutes=120,  # ten steps from 128 nodes on, eight from 64; below, a smaller batch or --partition=extended
         program="frontier_llm.scaling.point",
         words=("strong",),
+    ),
+    JobScript(
+        "weak_series",
+        "A whole weak series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 16,32,64 [--spares N]",
+        "configs/runs/weak_scaling.yaml",
+        64,
+        program="frontier_llm.cli.main",
+        words=("scaling", "weak", "--in-job", "--run"),
+        signal_lead_s=60,  # nothing is saved
+    ),
+    JobScript(
+        "strong_series",
+        "A whole strong series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 64,128,256 [--spares N]",
+        "configs/runs/strong_scaling.yaml",
+        256,
+        program="frontier_llm.cli.main",
+        words=("scaling", "strong", "--in-job", "--run"),
+        signal_lead_s=60,
+    ),
+    JobScript(
+        "tune",
+        "The fastest layout of GPT 22B, by trials of ten steps; queue it again to go on: slurm/tune.sbatch --budget-node-hours H",
+        "configs/runs/train_22b.yaml",
+        16,
+        program="frontier_llm.cli.main",
+        words=("tune",),
+        signal_lead_s=60,  # trials save nothing
     ),
 )
 
@@ -155,9 +182,14 @@ def render_site(site: Site) -> str:
     lines = [
         f"# Modules and environment of {site.name}, sourced by launch/job.sh.",
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.",
-        "# shellcheck shell=bash",
+        "# shellcheck shell=bash disable=SC2034",
         *(f"module use {shlex.quote(path)}" for path in site.module_paths),
         *(f"module load {shlex.quote(module)}" for module in site.modules),
+        *(
+            ['FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not exported by the user']
+            if site.modules
+            else []
+        ),
         *(["unset " + " ".join(_names(site.unset, "unset"))] if site.unset else []),
         f"export FRONTIER_LLM_BIND={site.bind}",
         f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}",

@@ -82,10 +82,11 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
 
 
 def unhealthy(nodes: Sequence[str]) -> list[str]:
-    """Those of `nodes` that Slurm calls down, draining, failing or not answering."""
+    """Those of `nodes` that Slurm calls down, draining, failing or not answering, or that did not get the job's environment."""
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
     states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
-    bad = {name for name, state in states if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES)}
+    bad = set(hostlist.expand(environ("FRONTIER_LLM_BROKEN_NODES") or ""))  # launch/job.sh
+    bad |= {name for name, state in states if state.endswith("*") or any(word in state.lower() for word in _BAD_STATES)}
     return [node for node in nodes if node in bad]
 
 

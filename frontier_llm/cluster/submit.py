@@ -102,7 +102,7 @@ class Submission:
 def _whole_node_problems(request: JobRequest) -> list[Problem]:
     """Nodes whose ranks cannot be cut into replicas; whoever asks for nodes is answered in nodes."""
     parallel, per_node = request.config.parallel, request.site.tasks_per_node
-    model_ranks = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.model_ranks
     step = math.lcm(model_ranks, per_node) // per_node
     if request.nodes % step == 0:
         return []

@@ -12,6 +12,7 @@ from frontier_llm.comm.collectives import (
     start_all_gather_into,
     start_all_reduce_,
     start_all_to_all_into,
+    start_all_to_all_rows,
     start_reduce_scatter,
     start_reduce_scatter_into,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "start_all_gather_into",
     "start_all_reduce_",
     "start_all_to_all_into",
+    "start_all_to_all_rows",
     "start_narrow_all_reduce_",
     "start_narrow_reduce_scatter_",
     "start_reduce_scatter",

@@ -9,6 +9,7 @@ from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
 from frontier_llm.comm.group import Collectives, Group
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.turns import Turns
+from frontier_llm.topology import AXES
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,17 @@ class Mesh:
     """All axes of one rank."""
 
     tp: Axis
+    cp: Axis  # ranks that hold different tokens of the same sequences
     pp: Axis
-    dp: Axis
+    dp: Axis  # ranks that read different sequences
+    replicas: Axis  # all ranks that hold the same weights, dp x cp: gradients are summed over it
     world: Axis
     tied: Axis  # the two stages that hold a tied embedding; size 1 everywhere else
     channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per direction (see comm.p2p)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
+    # ranks that hold one copy of all experts, those that split an expert's width (etp of them) next to each other
+    ep: Axis = field(default_factory=lambda: single("ep"))
+    edp: Axis = field(default_factory=lambda: single("edp"))  # ranks that hold the same part of the same experts
 
     @property
     def one_in_flight(self) -> bool:
@@ -67,5 +73,5 @@ class Mesh:
 def serial_mesh() -> Mesh:
     """The mesh of a single process: every axis has size 1 and nothing is initialised."""
     ledger = Ledger()
-    tp, pp, dp, world, tied = (single(name, ledger=ledger) for name in ("tp", "pp", "dp", "world", "tied"))
-    return Mesh(tp, pp, dp, world, tied, {}, ledger)
+    axes = {name: single(name, ledger=ledger) for name in (*AXES, "world", "tied")}
+    return Mesh(**axes, replicas=axes["dp"], channels={}, ledger=ledger)

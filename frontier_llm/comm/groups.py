@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -21,14 +21,15 @@ from frontier_llm.comm.group import Group, TorchGroup
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
-from frontier_llm.comm.p2p import open_channels
+from frontier_llm.comm.p2p import open_channel
 from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.turns import Turns
+from frontier_llm.comm.warm_up import LIMIT_S, warm_up, within
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import Placement, round_robin
-from frontier_llm.topology import Grid
+from frontier_llm.topology import AXES, Grid
 
 AS_DEFAULT = CommConfig()
 
@@ -75,6 +76,7 @@ class _Groups:
         self._algorithms = load_algorithms(comm.algorithms)
         self._timeouts_s = comm.timeouts_s.model_dump()
         self._logged: set[str] = set()
+        self._made: list[tuple[str, tuple[int, ...], Group]] = []
         self.ledger = Ledger()
 
     def axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
@@ -100,7 +102,7 @@ class _Groups:
 
     def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis]:
         """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two axes of one rank."""
-        if self._ranks_per_node is None or not self._algorithms.rules or name not in ("tp", "dp", "world"):
+        if self._ranks_per_node is None or not self._algorithms.rules or name.split(".")[0] not in ("tp", "cp", "dp", "world"):
             return single(name, self._global_rank), single(name, self._global_rank)
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
@@ -115,8 +117,32 @@ class _Groups:
             rail = tuple(members[place] for members in nodes)
         return self.counted_axis(f"{name}.node", node), self.counted_axis(f"{name}.rail", rail)
 
+    def warm_up(self) -> None:
+        """The first collective of every group that has some, in one order on all ranks.
+
+        Not of pp: its messages have channels, and a training has no other use for it, so that RCCL need not make it.
+        """
+        for name, ranks, group in self._made:
+            if name.split(".")[0] != "pp":
+                warm_up(name, ranks, group, self.device, self._limit_s(name))
+
+    def open_channels(self, channels: Mapping[str, Axis], placement: Placement) -> None:
+        """The first message of every channel."""
+        for channel in placement.streams:
+            axis = channels[channel.value]
+            limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
+            within(limit_s, axis.name, axis.ranks, self.device, lambda: open_channel(axis, placement.streams[channel], self.device))  # noqa: B023
+
+    def _limit_s(self, name: str) -> float:
+        return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail, dp.cp and pp.forward as their axis
+
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
-        timeout_s = self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail and pp.forward as their axis
+        group = self._new(name, rank, ranks)
+        self._made.append((name, ranks, group))
+        return group
+
+    def _new(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
+        timeout_s = self._limit_s(name)
         process_group = _new_group(ranks, timeout_s)
         backend = dist.get_backend(process_group)
         if self._comm.transport == "torch" or (backend != "gloo" and self._comm.transport == "auto"):
@@ -156,8 +182,10 @@ def build_mesh(
     timeout_s: float = 600.0,
     comm: CommConfig = AS_DEFAULT,
     ranks_per_node: int | None = None,
+    *,
+    experts: bool = False,
 ) -> Mesh:
-    """Every axis that `global_rank` belongs to. Collective over the first `grid.world_size` ranks of the default group.
+    """Every axis that `global_rank` belongs to, of `experts` too if there are any, each used once. Collective over the first `grid.world_size` ranks.
 
     `placement` says which pipeline rank holds which virtual stage (None: one each, in order). Its messages of opposite directions between
     the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point calls in order on one stream. So every channel
@@ -165,7 +193,7 @@ def build_mesh(
     `comm.timeouts_s` has other time-outs than `timeout_s` for single axes. Axes that span several nodes of `ranks_per_node` consecutive
     ranks take the algorithm that `comm.algorithms` gives for each call.
     With `comm.in_flight: one` each of this rank's communications ends before the next begins; "auto", which is the machine's matter, is many here.
-    Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it.
+    Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it, RankFailure where the first use of a group does not end.
     """
     groups = _Groups(global_rank, timeout_s, comm, ranks_per_node)
     pipeline = grid.group("pp", global_rank)
@@ -173,16 +201,20 @@ def build_mesh(
     ends = tuple(pipeline[stage] for stage in placement.ends)
     tied_ranks = ends if tied_embeddings and global_rank in ends else (global_rank,)
     tied = (groups.counted_axis if tied_embeddings else groups.axis)("tied", tied_ranks)
+    axes = {name: groups.axis(name, grid.group(name, global_rank)) for name in AXES}
+    joint = grid.replicas
     mesh = Mesh(
-        tp=groups.axis("tp", grid.group("tp", global_rank)),
-        pp=groups.axis("pp", pipeline),
-        dp=groups.axis("dp", grid.group("dp", global_rank)),
+        **axes,
+        replicas=axes[joint] if joint in axes else groups.axis(joint, grid.group(joint, global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
         tied=tied,
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
+        ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,)),
+        edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
     )
-    open_channels(mesh.channels, placement, groups.device)
+    groups.warm_up()
+    groups.open_channels(mesh.channels, placement)
     return mesh
 
 

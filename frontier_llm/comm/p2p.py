@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.collectives import Started
-from frontier_llm.schedule import Placement
 
 
 class Receive:
@@ -59,21 +58,19 @@ def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return Receive(buffer, Started(channel, "recv", buffer.nbytes, lambda: group.receive(buffer, source)))
 
 
-def open_channels(channels: Mapping[str, Axis], placement: Placement, device: torch.device) -> None:
-    """Send one byte through every stream, so that no step has to open one. Collective over the pipeline.
+def open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+    """Send one byte through every stream of a channel, so that no step has to open one. Collective over the pipeline.
 
     RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer: seconds of the first step, and a
     receive that is posted ahead would be waited for. All ranks open the streams in one order, so none waits for another in a circle.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    for channel, pairs in placement.streams.items():
-        axis = channels[channel.value]
-        assert axis.group is not None, "an axis of one rank has no one to talk to"
-        for sender, receiver in pairs:
-            if axis.rank == sender:
-                axis.group.send(byte, receiver).wait()
-            elif axis.rank == receiver:
-                axis.group.receive(byte, sender).wait()
+    assert axis.group is not None, "an axis of one rank has no one to talk to"
+    for sender, receiver in pairs:
+        if axis.rank == sender:
+            axis.group.send(byte, receiver).wait()
+        elif axis.rank == receiver:
+            axis.group.receive(byte, sender).wait()
 
 
 def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> None:

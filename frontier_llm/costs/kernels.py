@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil, exp, log, log2, sqrt
 from typing import Any
 
-from frontier_llm.blueprint.work import FlashCore, Product
+from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.machine.rates import Rates
 
 # Output tiles that vendor libraries choose from, and what each reaches of the best tile's rate: a smaller tile re-reads its
@@ -61,11 +61,11 @@ def flash_s(core: FlashCore, rates: Rates) -> float:
     4·S²·D FLOPs per head forward, halved by causality; backward recomputes the scores: 2.5x. Efficiency falls for heads
     narrower than 128 (softmax work per FLOP doubles at 64) and for sequences of a few blocks.
     """
-    sequence, width = core.sequence, core.head_dim / (core.head_dim + 32) * 1.25  # 1 at 128, 0.83 at 64
-    forward_flops = 2.0 * core.batch * core.heads * sequence**2 * core.head_dim
-    blocks = core.batch * core.heads * ceil(sequence / 128)
+    keys, width = core.keys, core.head_dim / (core.head_dim + 32) * 1.25  # 1 at 128, 0.83 at 64
+    forward_flops = 2.0 * core.batch * core.heads * core.queries * keys * core.head_dim
+    blocks = core.batch * core.heads * ceil(core.queries / 128)
     filled = blocks / (ceil(blocks / rates.compute_units) * rates.compute_units)
-    rate = rates.peak_flops * rates.flash_efficiency * min(width, 1.1) * sequence / (sequence + 512) * sqrt(filled)
+    rate = rates.peak_flops * rates.flash_efficiency * min(width, 1.1) * keys / (keys + 512) * sqrt(filled)
     if core.backward:
         return 2.5 * forward_flops / (rate * rates.flash_backward) + 2 * rates.kernel_s
     return forward_flops / rate + rates.kernel_s

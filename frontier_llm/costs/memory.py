@@ -13,19 +13,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from frontier_llm.blueprint.items import EXCHANGE, Collective, Item, Keep, Phase
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
+from frontier_llm.blueprint.parameters import Parameter
 from frontier_llm.blueprint.stages import StageSpec
-from frontier_llm.blueprint.work import Item, Keep, Phase, block_work, head_work
+from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts
-from frontier_llm.costs.parameters import stage_columns, stage_numel
+from frontier_llm.costs.parameters import expert_numel, stage_columns, stage_numel
+from frontier_llm.costs.seconds import mean_of_layers
 from frontier_llm.costs.time import cut, p2p_bytes, stage_layers
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
+EXCHANGE_COPIES = 3  # in backward: keys and values of the whole sequence, their gradients, and a half of each in the other order
 BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
 
 
@@ -44,18 +48,20 @@ class Held(NamedTuple):
     block_working: Number  # of a block while it is recomputed
     logits: Number
     logits_waiting: Number
+    exchanged: Number  # keys and values of a whole sequence, which context parallelism brings together
 
 
 def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
     """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks."""
 
     @cache
-    def lists(tp: int, micro_batch: int, sequence_parallel: bool) -> tuple[list[Item], list[Item]]:
-        part = Layout(tp=tp, micro_batch=micro_batch, sequence_parallel=sequence_parallel, dtype=layouts.dtype)
-        return block_work(model, part, rates), head_work(model, part, rates)
+    def lists(layer: int, part: Layout) -> tuple[list[Item], list[Item]]:
+        return block_work(model, part, rates, layer=layer), head_work(model, part, rates)
 
-    def fold(layout: Layout) -> Held:
-        (block, head), mode = lists(layout.tp, layout.micro_batch, layout.sequence_parallel), layout.recompute
+    def of_layer(layer: int, layout: Layout) -> Held:
+        fields = ("tp", "cp", "ep", "etp", "imbalance", "micro_batch", "sequence_parallel")
+        part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
+        (block, head), mode = lists(layer, part), layout.recompute
         whole, share = kept_bytes(block, "none"), rates.recompute_share if mode == "full" else 1.0
         return Held(
             block=kept_bytes(block, mode) * share + whole * (1 - share),
@@ -63,7 +69,15 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
             block_working=whole if mode == "full" else 0.0,
             logits=kept_bytes(head, mode),
             logits_waiting=kept_bytes(head, mode, Phase.W),
+            exchanged=sum(
+                item.work.size_bytes
+                for item in block
+                if item.phase is Phase.F and item.cause == EXCHANGE and isinstance(item.work, Collective)
+            ),
         )
+
+    def fold(layout: Layout) -> Held:
+        return mean_of_layers(model, lambda layer: of_layer(layer, layout))
 
     parts: Held = over_layouts(layouts, fold)
     return parts
@@ -73,19 +87,25 @@ def stage_memory(
     model: ModelConfig, layouts: Layout | Layouts, rates: Rates, stage: Number, layers: Number, embedding: Number, head: Number
 ) -> Lines:
     """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
-    parameters, parts = stage_numel(model, layouts.tp, layers, embedding, head), held(model, layouts, rates)
-    size, dp, chunks = DTYPE_BYTES[layouts.dtype], layouts.dp, layouts.chunks
+    dense, experts = stage_numel(model, layouts.tp, layers, embedding, head), expert_numel(model, layouts, layers)
+    parameters, parts = dense + experts, held(model, layouts, rates)
+    size, replicas, chunks = DTYPE_BYTES[layouts.dtype], layouts.replicas, layouts.chunks
     cut_weights, cut_gradients = cut(layouts, 3), cut(layouts, 2)
     # gradients that are cut are whole for one chunk of a pipeline, while its backwards add to them
     whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
-    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / dp + whole, 1.0), 1.0)
+    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / replicas + whole, 1.0), 1.0)
     # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own weights only the fp32
     # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered once
     twice = layouts.sharding == "weights"
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
     wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
     master = 0 if size < wide else wide  # wide weights are their own master copy
-    state = stage_numel(model, layouts.tp, layers, embedding, head, lambda parameter: rule.bytes_per_element(parameter, wide) - master)
+
+    def kept(parameter: Parameter) -> int:
+        return rule.bytes_per_element(parameter, wide) - master
+
+    state = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), replicas, 1)
+    state = state + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
@@ -94,12 +114,13 @@ def stage_memory(
     return {
         "weights": np.where(twice, 0.0, parameters * size),
         "gradients": gradients,
-        "optimizer": state / np.where(cut(layouts, 1), dp, 1),
+        "optimizer": state,
         "activations": activations * rates.fragmentation,
         "recompute working set": working,
         "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed
+        "gathered keys and values": EXCHANGE_COPIES * parts.exchanged,
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
-        "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(dp > 1, BUCKET_BYTES, 0.0), parameters * size)),
+        "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
 

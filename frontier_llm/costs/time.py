@@ -20,7 +20,7 @@ from frontier_llm.costs.collectives import message_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import memory_s
 from frontier_llm.costs.layouts import Layouts, Number, split
-from frontier_llm.costs.parameters import stage_numel
+from frontier_llm.costs.parameters import expert_numel, stage_numel
 from frontier_llm.costs.seconds import Times, times, waiting_s
 from frontier_llm.machine.rates import Rates
 
@@ -30,22 +30,25 @@ class Seats:
     """Where the ranks of each axis sit: how many share a node, and who shares the NICs."""
 
     tp_per_node: Number
-    dp_per_node: Number
-    dp_sharing: Number  # dp groups of one node that reduce at the same time
+    cp_per_node: Number
+    replicas_per_node: Number  # of dp x cp
+    replicas_sharing: Number  # groups of replicas of one node that reduce at the same time
     pp_inside: Number  # 1 = pipeline neighbours sit in the same node
     pp_sharing: Number  # devices of a node that send at the same time
 
 
 def seats(layouts: Layout | Layouts, rates: Rates) -> Seats:
-    """tp innermost; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
-    node, tp, pp, dp = rates.node_devices, layouts.tp, layouts.pp, layouts.dp
+    """tp innermost, then cp; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
+    node, tp, cp, pp, dp = rates.node_devices, layouts.tp, layouts.cp, layouts.pp, layouts.dp
     tp_inside = np.minimum(tp, node)
-    room = np.maximum(node / tp_inside, 1.0)
+    cp_inside = np.minimum(cp, np.maximum(node / tp_inside, 1.0))
+    room = np.maximum(node / (tp_inside * cp_inside), 1.0)
     dp_outer = layouts.axis_order == "tp-pp-dp"
-    stages_inside = np.where(dp_outer, np.minimum(pp, room), np.where(tp * dp < node, np.minimum(pp, node / (tp * dp)), 1.0))
+    stages_inside = np.where(dp_outer, np.minimum(pp, room), np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0))
     replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
-    per_node = np.minimum(node, tp * pp * dp)
-    return Seats(tp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
+    replicas = replicas * cp_inside
+    per_node = np.minimum(node, tp * cp * pp * dp)
+    return Seats(tp_inside, cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
 
 
 def cut(layouts: Layout | Layouts, stage: int) -> Number:
@@ -56,8 +59,8 @@ def cut(layouts: Layout | Layouts, stage: int) -> Number:
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
-    """One activation between stages as each tp rank sends it: S·B·H, cut over tp with sequence parallelism or scatter-gather."""
-    size = model.sequence_length * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
+    """One activation between stages as each tp rank sends it: S·B·H / cp, cut over tp with sequence parallelism or scatter-gather."""
+    size = model.sequence_length / layouts.cp * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
     return np.where(layouts.sequence_parallel | rates.p2p_split, size / layouts.tp, size)
 
 
@@ -76,18 +79,30 @@ class StepTail:
     gather_s: Number
 
 
-def gradient_reduction_s(layouts: Layout | Layouts, rates: Rates, parameters: Number) -> tuple[Number, Number]:
-    """(reduce, gather) seconds of one stage's gradients over dp, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO."""
-    place = seats(layouts, rates)
+def gradient_reduction_s(layouts: Layout | Layouts, rates: Rates, parameters: Number, experts: Number = 0.0) -> tuple[Number, Number]:
+    """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO.
+
+    Those of `experts` follow, over replicas of their own.
+    """
+    place, node, together = seats(layouts, rates), rates.node_devices, layouts.ep * layouts.etp
+    apart = np.minimum(together, node)  # a node's groups of experts' replicas
+    inside = np.clip(node // apart, 1, layouts.edp)
+    seats_of = (
+        (parameters, layouts.replicas, place.replicas_per_node, place.replicas_sharing),
+        (experts, layouts.edp, inside, np.maximum(np.minimum(node, together * layouts.edp) / inside, 1.0)),
+    )
     element_bytes = DTYPE_BYTES.get(layouts.gradient_wire, rates.gradient_bytes)
-    buckets = np.maximum(parameters / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
 
-    def seconds(operation: str, size_bytes: Number) -> Number:
-        return buckets * collective_s(rates, layouts.dp, place.dp_per_node, place.dp_sharing, size_bytes / buckets, operation)
+    def seconds(operation: str, size: float) -> Number:
+        total: Number = 0.0
+        for numel, ranks, per_node, sharing in seats_of:
+            buckets = np.maximum(numel / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
+            moved = buckets * collective_s(rates, ranks, per_node, sharing, np.maximum(numel, 1.0) * size / buckets, operation)
+            total = total + np.where(np.asarray(numel) > 0, moved, 0.0)
+        return total
 
-    summed = seconds("all_reduce", parameters * element_bytes)
-    scattered = seconds("reduce_scatter", parameters * element_bytes)
-    gathered = seconds("all_gather", parameters * DTYPE_BYTES[layouts.dtype])
+    summed, scattered = (seconds(operation, element_bytes) for operation in ("all_reduce", "reduce_scatter"))
+    gathered = seconds("all_gather", DTYPE_BYTES[layouts.dtype])
     sharded = cut(layouts, 1)
     return np.where(sharded, scattered, summed), np.where(sharded, gathered, 0.0)
 
@@ -101,17 +116,19 @@ def overlap_windows(layouts: Layout | Layouts) -> Number:
     return np.minimum((pp * (v - 1) + 1) / v, np.maximum(layouts.microbatches, 1))
 
 
-def tail(layouts: Layout | Layouts, rates: Rates, parameters: Number, last_backward_s: Number, first_forward_s: Number) -> StepTail:
-    """The step's end for a stage of `parameters` (this rank's part); the seconds are one microbatch's over the whole stage.
+def tail(
+    layouts: Layout | Layouts, rates: Rates, parameters: Number, last_backward_s: Number, first_forward_s: Number, experts: Number = 0.0
+) -> StepTail:
+    """The step's end for a stage of `parameters` (this rank's part), beside those of `experts`; the seconds are one microbatch's over the whole stage.
 
     Gradients that are cut (ZeRO-2) and have no pipeline between their microbatches are scattered after each of them, not once.
     """
-    reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters)
+    reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    owned = parameters / np.where(cut(layouts, 1), layouts.dp, 1)
+    owned = parameters / np.where(cut(layouts, 1), layouts.replicas, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
-    held = np.where(sharded | every, owned, parameters)
+    held = np.where(sharded | every, owned, parameters + experts)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
     shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(every, layouts.microbatches, 1)
     return StepTail(
@@ -126,7 +143,9 @@ def sharding_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[N
     place = seats(layouts, rates)
 
     def seconds(size_bytes: Number, operation: str) -> Number:
-        moved_s = collective_s(rates, layouts.dp, place.dp_per_node, place.dp_sharing, np.maximum(size_bytes, 1.0), operation)
+        moved_s = collective_s(
+            rates, layouts.replicas, place.replicas_per_node, place.replicas_sharing, np.maximum(size_bytes, 1.0), operation
+        )
         return np.where(size_bytes > 0, moved_s * rates.sharded_slowdown, 0.0)
 
     backward_s = seconds(block.gather_again_bytes, "all_gather") + seconds(block.scatter_bytes, "reduce_scatter")
@@ -158,6 +177,16 @@ def stage_layers(model: ModelConfig, layouts: Layout | Layouts) -> tuple[Number,
     return most, np.where(layers % pp == 0, most, np.floor(layers / pp))
 
 
+def _turns(layouts: Layout | Layouts, rates: Rates) -> Number:
+    """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to `schedule.simulate_in_turn`.
+
+    With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for each other.
+    """
+    chunks, waits = layouts.chunks, (layouts.tp > 1) | rates.host_executes
+    few = np.where(split(layouts), 0.8, 1.5)
+    return np.where(chunks > 1, chunks * np.where(waits, 3.5, 2.0), np.where(waits, 2.0, few))
+
+
 def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
     """Seconds of one training step in closed form."""
     parts, m, pp, v = times(model, layouts, rates), layouts.microbatches, layouts.pp, layouts.chunks
@@ -180,11 +209,15 @@ def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Numbe
         hidden = (v > 1) | (layouts.schedule == "gpipe")
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
+        if rates.one_in_flight:
+            turns = np.where(pp > 1, _turns(layouts, rates), 0.0) * message  # the model's ends have one neighbour, not two
+            ends_turns = np.where(split(layouts), turns, turns / 2)
+            busiest = np.maximum(slowest + ends_turns, np.where(pp > 1, lighter, 0.0) + turns)
     ramp = (model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
     # ZB-H1 (Qi et al. 2023): a stage's bubble shrinks by two weight gradients; a single microbatch can defer only its own
     deferred = (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0))
     ramp = ramp - np.where(split(layouts), np.minimum(deferred, ramp), 0.0)
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
     parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
-    end = tail(layouts, rates, parameters, most * per_layer[1], most * per_layer[0])
+    end = tail(layouts, rates, parameters, most * per_layer[1], most * per_layer[0], expert_numel(model, layouts, most))
     return pipeline + end.reduce_s + end.optimizer_s + end.gather_s

@@ -24,10 +24,12 @@ class Variable:
     also: tuple[str, ...] = ()  # other names of the same setting: where the user has exported one, ours stays unset
 
 
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"  # with sharded weights their gathers would wait behind the compute that they are to overlap
+
 _PYTORCH = (
     Variable("OMP_NUM_THREADS", "7", "the usable cores of a GCD's L3 region; the default would start 56 threads per rank", OLCF),
     Variable(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
+        ONE_QUEUE,
         "1",
         "kernels start in the order in which they are issued, so tp collectives overlap with the weight gradient",
         "Megatron-LM",
@@ -120,8 +122,8 @@ _NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 
 
-def environment(machine: str, nodes: int) -> list[Variable]:
-    """The variables that every rank of a job of `nodes` nodes needs on a machine; a name appears once.
+def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[Variable]:
+    """The variables that every rank of a job of `nodes` nodes needs on a machine; a name appears once. `shards_weights`: FSDP.
 
     Raises ConfigError for a machine that this file does not know.
     """
@@ -130,7 +132,7 @@ def environment(machine: str, nodes: int) -> list[Variable]:
         raise ConfigError(f"no environment is known for machine {machine!r}", fix, "machine")
     if machine == "local":
         return [Variable("OMP_NUM_THREADS", "1", "ranks share the cores of one computer", TORCH)]
-    chosen = {variable.name: variable for variable in _PYTORCH}
+    chosen = {variable.name: variable for variable in _PYTORCH if not (shards_weights and variable.name == ONE_QUEUE)}
     if machine in _ROCM_MACHINES:
         chosen.update({variable.name: variable for variable in _ROCM})
     if machine in _SLINGSHOT_MACHINES:

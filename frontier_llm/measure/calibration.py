@@ -8,8 +8,9 @@ from itertools import combinations, product
 
 import numpy as np
 
+from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.blueprint.layout import Layout, layout_of
-from frontier_llm.blueprint.work import FlashCore, Product, elementwise
+from frontier_llm.blueprint.work import elementwise
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
@@ -116,7 +117,7 @@ def _fit_attention(fitted: Rates, samples: Samples) -> Rates:
     forwards, backwards = [], []
     for B, heads, S, D, forward_s, backward_s in samples.attention:
         ideal = replace(fitted, flash_efficiency=1.0, flash_backward=1.0, kernel_s=0.0)
-        forward, backward = (flash_s(FlashCore(B, heads, S, D, backward), ideal) for backward in (False, True))
+        forward, backward = (flash_s(FlashCore(B, heads, S, S, D, backward), ideal) for backward in (False, True))
         forwards.append(forward / max(forward_s - fitted.kernel_s, 1e-9))
         backwards.append(backward / max(backward_s - 2 * fitted.kernel_s, 1e-9))
     efficiency = float(np.median(forwards))
@@ -124,7 +125,7 @@ def _fit_attention(fitted: Rates, samples: Samples) -> Rates:
 
 
 def _fit_elementwise(fitted: Rates, samples: Samples, model: ModelConfig, layout: Layout) -> Rates:
-    bare = memory_s(elementwise(model, layout, fitted)[0].moved_bytes, 0, fitted)
+    bare = memory_s(elementwise(model, layout, fitted, model.ffn_hidden)[0].moved_bytes, 0, fitted)
     measured = max(samples.elementwise_s - 6 * fitted.kernel_s, 1e-9)
     return replace(fitted, hbm_efficiency=float(min(bare / measured, 1.0)))
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from frontier_llm.comm.algorithms import Rule
 from frontier_llm.machine.affinity import link_gbps
 from frontier_llm.measure.links import LinkTime, Pair
+from frontier_llm.pages import Chart, figure, write_page
 
 PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
 SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named
@@ -89,17 +90,20 @@ def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: 
 
 
 def draw_pairs(path: Path, pairs: list[Pair]) -> None:
-    """A heat map of the bandwidth between all pairs of ranks."""
-    from matplotlib.figure import Figure
-
+    """A page with the heat map of the bandwidth between all pairs of ranks."""
     ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
     rates = {frozenset((pair.a, pair.b)): pair.gbps for pair in pairs}
-    figure = Figure(figsize=(6, 5), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow([[rates.get(frozenset((a, b)), float("nan")) for b in ranks] for a in ranks], cmap="viridis", vmin=0)
-    figure.colorbar(image, label="GB/s, one way")
-    axes.set(title="messages between pairs of ranks", xlabel="global rank", ylabel="global rank")
-    labels = [str(rank) for rank in ranks]
-    axes.set_xticks(range(len(ranks)), labels)
-    axes.set_yticks(range(len(ranks)), labels)
-    figure.savefig(path)
+    square = [[rates.get(frozenset((a, b))) for b in ranks] for a in ranks]
+    names = [str(rank) for rank in ranks]
+    colors = {"colorscale": "Viridis", "zmin": 0, "colorbar": {"title": {"text": "GB/s, one way"}}}
+    trace = {
+        "type": "heatmap",
+        "x": names,
+        "y": names,
+        "z": square,
+        **colors,
+        "hovertemplate": "ranks %{x} and %{y}: %{z:.3g} GB/s<extra></extra>",
+    }
+    layout = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "scaleanchor": "x"}}
+    chart = Chart("Messages between pairs of ranks", "global rank", "global rank", [trace], height_px=560, layout=layout)
+    write_page(path, "Links", f"{len(pairs)} pairs of {len(ranks)} ranks, one at a time.", [figure(chart)])

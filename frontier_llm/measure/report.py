@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import html
-import io
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from frontier_llm import log
 from frontier_llm.blueprint import StageSpec, matrix_parameters
-from frontier_llm.config import RunConfig
-from frontier_llm.errors import not_installed
-from frontier_llm.measure.latency import communication_section, table
+from frontier_llm.config import RunConfig, dump
+from frontier_llm.measure.latency import communication_section
 from frontier_llm.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
+from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
 from frontier_llm.schedule import build as build_schedule
-from frontier_llm.schedule import render_figure, simulate
+from frontier_llm.schedule import simulate, timeline_chart
 from frontier_llm.topology import Grid
 from frontier_llm.units import format_count
 
-COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
-CSS = """
-:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7b; --line: #d9e0e7; --card: #fff; --page: #f5f7f9 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --soft: #9aa8b5; --line: #33404c; --card: #1b232b; --page: #12181e } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto; max-width: 1080px; padding: 2rem }
-h1 { font-size: 1.6rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem } p.sub { color: var(--soft); margin: .2rem 0 1.5rem }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem }
-.tile, figure, table, pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
-.tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
-figure { margin: 0; padding: .6rem; background: #fff } figure svg { width: 100%; height: auto }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: .8rem }
-table { border-collapse: collapse; width: 100% } td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line) }
-tr:first-child td, tr:first-child th { border-top: 0 }
-pre { padding: .8rem 1rem; overflow-x: auto; white-space: pre-wrap }
-.mesh { display: flex; gap: .5rem; overflow-x: auto } .stage { flex: 1; border: 1px solid var(--line); border-radius: 8px; padding: .5rem;
- background: var(--card) }
-.rank { display: inline-block; border-radius: 5px; padding: .1rem .5rem; margin: .12rem; color: #fff; font-size: .85rem }
-"""
+# what each step records: key of metrics.jsonl, title, label of the vertical axis, factor
+CURVES = (
+    ("loss", "Loss", "nats per token", 1),
+    ("gradient_norm", "Gradient norm before clipping", "norm", 1),
+    ("tokens_per_s", "Throughput", "tokens per second", 1),
+    ("mfu", "Share of the device's peak (MFU)", "%", 100),
+    ("memory_gib", "Peak memory of rank 0", "GiB", 1),
+    ("learning_rate", "Learning rate", "per step", 1),
+)
 
 
 def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None) -> Path:
@@ -47,30 +34,21 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
     records = told_apart([read_run(run) for run in runs])
     first = records[0]
     parts = [
-        f"<h1>{_text(first.config.model.name)}</h1>",
-        f"<p class=sub>{_text(_model_line(first.config))}</p>",
         _tiles(records),
-        f"<h2>Curves</h2>{_curves(records)}",
+        f"<h2>Curves</h2>{figures(_curves(records))}",
         *(_layout(record, part) for record in records for part in record.parts),
         *(communication_section(_of_run(record, record.moved_on.name), record.operations) for record in records if record.operations),
-        _table(records),
+        _runs(records),
+        *(
+            f"<details><summary>Configuration of {text(record.name)}</summary><pre>{text(dump(record.config))}</pre></details>"
+            for record in records
+        ),
     ]
     if sample:
-        parts.append(f"<h2>A generated sample</h2><pre>{_text(sample)}</pre>")
+        parts.append(f"<h2>A generated sample</h2><pre>{text(sample)}</pre>")
     if next_command:
-        parts.append(f"<h2>Next</h2><pre>{_text(next_command)}</pre>")
-    body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(first.config.model.name)}</title>'
-    page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>{body}</body></html>\n'
-    output.write_text(page, encoding="utf-8")
-    if not _can_draw():
-        missing = not_installed("matplotlib")
-        log.warn(f"{output} has no figures: {missing.what} ({missing.fix})")
-    return output
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
+        parts.append(f"<h2>Next</h2><pre>{text(next_command)}</pre>")
+    return write_page(output, first.config.model.name, _model_line(first.config), parts)
 
 
 def _model_line(config: RunConfig) -> str:
@@ -82,68 +60,67 @@ def _model_line(config: RunConfig) -> str:
 
 def _tiles(records: Sequence[RunRecord]) -> str:
     first = records[0]
-    tiles = []
+    numbers = []
     if len(first.evaluations) > 1:
         before, after = first.evaluations[0], first.evaluations[-1]
         for key, what in (("loss", "held-out loss"), ("bits_per_byte", "bits per byte")):
             if key in after:
-                tiles.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
+                numbers.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
     if first.steps:
         last = first.steps[-1]
-        tiles.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
-        tiles.append((format_count(last["consumed_tokens"]), "tokens seen"))
+        numbers.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
+        numbers.append((format_count(last["consumed_tokens"]), "tokens seen"))
         since = first.parts[-1].after_step
         speeds = [step["tokens_per_s"] for step in first.steps if step["step"] > since]
         if speeds:
-            tiles.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
-    boxes = "".join(f"<div class=tile><b>{value}</b><span>{_text(what)}</span></div>" for value, what in tiles)
-    return f"<div class=tiles>{boxes}</div>"
+            numbers.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
+    return tiles(numbers)
 
 
-def _can_draw() -> bool:
-    return find_spec("matplotlib") is not None
+def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
+    for key, title, unit, factor in CURVES:
+        if any(key in step and step[key] is not None for record in records for step in record.steps):
+            yield _curve(records, key, title, unit, factor)
+    for record in records:
+        if any(step.get("phases_s") for step in record.steps):
+            yield _phases(record)
 
 
-def _curves(records: Sequence[RunRecord]) -> str:
-    if not _can_draw():
-        return f"<p class=sub>No figures: {_text(not_installed('matplotlib').what)}.</p>"
-    names = {"loss": "loss, nats per token", "gradient_norm": "gradient norm", "tokens_per_s": "tokens per second"}
-    figures = [_plot(records, key, title) for key, title in {**names, "learning_rate": "learning rate"}.items()]
-    return f"<div class=figures>{''.join(f'<figure>{svg}</figure>' for svg in figures)}</div>"
-
-
-def _plot(records: Sequence[RunRecord], key: str, title: str) -> str:
-    """One figure over all runs as inline SVG; the dots on the loss are held-out values."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.2))
-    axes = figure.subplots()
+def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor: float) -> Chart:
+    """One figure over all runs; the points on the loss are held-out values, vertical lines are changes of the layout."""
+    traces = []
     for index, record in enumerate(records):
-        color, style = COLORS[index % len(COLORS)], ("-", "--", ":", "-.")[index % 4]
-        marker = "." if len(record.steps) == 1 else ""  # a line of one point would not be seen
-        axes.plot(*_points(record.steps, key), style, marker=marker, color=color, label=record.name, linewidth=1.4)
-        if key == "loss" and record.evaluations:  # "_": not in the legend
-            label = "_" if index else "held out"
-            axes.plot(*_points(record.evaluations, key), "o", color=color, markersize=4, label=label)
-    for part in (part for record in records for part in record.parts if part.after_step):
-        axes.axvline(part.after_step, color="#888", linestyle=":", linewidth=1)
-        axes.text(part.after_step, 0.98, f" {part.name}", transform=axes.get_xaxis_transform(), rotation=90, va="top", fontsize=6)
-    axes.set(title=title, xlabel="step")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    return _svg(lambda file: figure.savefig(file, format="svg", bbox_inches="tight"))
+        rows = [step for step in record.steps if step.get(key) is not None]
+        seen = [f"{format_count(row['consumed_tokens'])} tokens" for row in rows]
+        values = [row[key] * factor for row in rows]
+        traces.append(line(record.name, _steps(rows), values, index, dash=DASHES[index % len(DASHES)], hover=seen))
+        if key == "loss":
+            losses = [row["loss"] for row in record.evaluations]
+            shape = SHAPES[index % len(SHAPES)]  # of several runs all are seen where they agree
+            traces.append(points(f"held out, {record.name}", _steps(record.evaluations), losses, index, shape=shape))
+    changes = [part for record in records for part in record.parts if part.after_step]
+    lines = [{"x0": part.after_step, "x1": part.after_step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for part in changes]
+    names = [{"x": part.after_step, "y": 1, "yref": "paper", "text": part.name, "textangle": 90, "showarrow": False} for part in changes]
+    return Chart(title, "step", unit, traces, layout={"shapes": lines, "annotations": names})
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps, and the values there."""
-    return [row["step"] for row in rows], [row[key] for row in rows]
+SHAPES = ("diamond", "circle-open", "square-open", "triangle-up-open")
+_THIN = {"color": "#888", "width": 1, "dash": "dot"}
 
 
-def _svg(write: Callable[[io.StringIO], object]) -> str:
-    buffer = io.StringIO()
-    write(buffer)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]  # without the XML prologue, which HTML has no place for
+def _phases(record: RunRecord) -> Chart:
+    """Where rank 0's time goes, stacked to the step."""
+    rows = [step for step in record.steps if step.get("phases_s")]
+    names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
+    traces = [
+        {**line(name, _steps(rows), [1e3 * row["phases_s"].get(name, 0.0) for row in rows], index), "stackgroup": "step"}
+        for index, name in enumerate(names)
+    ]
+    return Chart(f"Phases of the step on rank 0: {record.name}", "step", "milliseconds", traces)
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [row["step"] for row in rows]
 
 
 def _contents(piece: StageSpec) -> str:
@@ -152,9 +129,10 @@ def _contents(piece: StageSpec) -> str:
     return " + ".join(["embedding"] * piece.embedding + [layers] + ["head"] * piece.head)
 
 
-def _chip(grid: Grid, tp: int, dp: int, pp: int) -> str:
-    rank = grid.global_rank({"tp": tp, "dp": dp, "pp": pp})
-    return f'<span class=rank style="background:{COLORS[dp % len(COLORS)]}">rank {rank}: tp {tp} dp {dp}</span>'
+def _chip(grid: Grid, place: Mapping[str, int]) -> str:
+    axes = [axis for axis in ("tp", "cp", "dp") if axis != "cp" or grid.cp > 1]
+    where = " ".join(f"{axis} {place[axis]}" for axis in axes)
+    return f'<span class=rank style="background:{COLORS[place["dp"] % len(COLORS)]}">rank {grid.global_rank(place)}: {where}</span>'
 
 
 def _of_run(record: RunRecord, text: str) -> str:
@@ -169,18 +147,26 @@ def _layout(record: RunRecord, part: LayoutSpan) -> str:
     stages = []
     for pp in range(grid.pp):
         what = "; ".join(map(_contents, plan.stages_of(pp)))
-        rows = ["".join(_chip(grid, tp, dp, pp) for tp in range(grid.tp)) for dp in range(grid.dp)]
-        stages.append(f"<div class=stage><b>stage {pp}</b><br>{_text(what)}<br>{'<br>'.join(rows)}</div>")
+        rows = [
+            "".join(_chip(grid, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}) for tp in range(grid.tp))
+            for dp in range(grid.dp)
+            for cp in range(grid.cp)
+        ]
+        stages.append(f"<div class=stage><b>stage {pp}</b><br>{text(what)}<br>{'<br>'.join(rows)}</div>")
     schedule = build_schedule(plan.schedule, grid.pp, plan.microbatches, plan.chunks)
     timeline = simulate(schedule, lambda stage, action: 1.0 if action.kind.value == "F" else 2.0)
-    picture = f"<figure>{_svg(lambda file: render_figure(timeline, file, 'svg'))}</figure>" if grid.pp > 1 and _can_draw() else ""
-    note = "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units.</p>" if picture else ""
+    picture = figure(timeline_chart(timeline, "units of time")) if grid.pp > 1 else ""
+    note = (
+        "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units; grey is idle.</p>"
+        if picture
+        else ""
+    )
     when = f" after step {part.after_step}" if len(record.parts) > 1 or part.after_step else ""
     title = f"Layout{when}: {_of_run(record, plan.describe())}"
-    return f"<h2>{_text(title)}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
+    return f"<h2>{text(title)}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
 
 
-def _table(records: Sequence[RunRecord]) -> str:
+def _runs(records: Sequence[RunRecord]) -> str:
     head = ("run", "layout", "steps", "last loss", "held out", "skipped")
     rows = []
     for record in records:

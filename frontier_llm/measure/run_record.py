@@ -27,7 +27,8 @@ class LayoutSpan:
     def name(self) -> str:
         """'TP2 x PP2 x DP1'."""
         grid = self.plan.grid
-        return f"TP{grid.tp} x PP{grid.pp} x DP{grid.dp}"
+        context = f" x CP{grid.cp}" if grid.cp > 1 else ""
+        return f"TP{grid.tp}{context} x PP{grid.pp} x DP{grid.dp}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> Lay
 def _only_span(config: RunConfig, directory: Path) -> LayoutSpan:
     """A run from before layouts were written into metrics.jsonl: all that is known is the last."""
     grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
-    return LayoutSpan(0, 0, plan_as_given(config, grid["tp"] * grid["pp"] * grid["dp"]))
+    return LayoutSpan(0, 0, plan_as_given(config, grid["tp"] * grid.get("cp", 1) * grid["pp"] * grid["dp"]))
 
 
 def told_apart(records: list[RunRecord]) -> list[RunRecord]:

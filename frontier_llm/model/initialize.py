@@ -1,12 +1,14 @@
-"""Initial weights from (seed, parameter name, position), so that every layout starts from the same model.
+"""Initial weights from (seed, parameter name, position), so that every layout starts from the same model, on every device to the bit.
 
-Each element's value is a pure function of its flat index in the global tensor: a counter-based generator (Philox, Salmon et al.
-2011) is advanced to the rows that a rank owns. numpy rather than torch, because torch's streams differ between CPU and GPU.
+Each element's value is a pure function of its flat index in the global tensor: a counter-based generator (Philox 4x32-10, Salmon et al. 2011) and
+Box-Muller's transform. Drawn where the weights live, in torch's integer arithmetic and in fp64 by sums, products, quotients and roots alone, which
+are exact or correctly rounded everywhere: no library's logarithm or cosine, whose last digits differ from device to device.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,24 +18,72 @@ from torch import Tensor
 from frontier_llm.tensor_parallel import ShardedParameter
 from frontier_llm.topology import Rectangle, ShardSpec, contiguous_runs
 
-# One Philox block is 4 x 64 bits; each 64 bits give the two normals of one Box-Muller pair.
-_NORMALS_PER_BLOCK = 8
-# 4 M elements: 16 MiB of fp32 scratch however large the tensor is
-_CHUNK = 1 << 22
+_PER_BLOCK = 4  # normals: 4 x 32 bits make two pairs
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements at a time: few enough for a cache; enough to fill a GPU, with 0.1 GB of scratch
+_WORD = 0xFFFFFFFF
+_FRACTION, _BIAS = (1 << 52) - 1, 1023  # of a double's bits
+_ONE = _BIAS << 52
+_ROUNDS, _MULTIPLIERS, _WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
-def _normals(key: int, start: int, count: int) -> np.ndarray:
-    """Elements [start, start + count) of the normal stream of a key, fp32."""
-    first_block = start // _NORMALS_PER_BLOCK
-    skipped = start - first_block * _NORMALS_PER_BLOCK
-    pairs = -(-(skipped + count) // 2)
-    raw = np.random.Philox(key=key, counter=first_block).random_raw(pairs)
-    uniform = ((raw >> np.uint64(32)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    angle = (raw & np.uint64(0xFFFFFFFF)).astype(np.float32) * np.float32(2 * np.pi * 2.0**-32)
-    radius = np.sqrt(np.float32(-2.0) * np.log(np.minimum(uniform, np.float32(1.0))))
-    normals = np.empty(2 * pairs, np.float32)
-    normals[0::2], normals[1::2] = radius * np.cos(angle), radius * np.sin(angle)
-    return normals[skipped : skipped + count]
+def philox(counter: Tensor, key: int) -> list[Tensor]:
+    """The four 32-bit words of each block, as i64; `counter` holds block numbers below 2^63, `key` has 64 bits."""
+    c0, c1 = counter & _WORD, counter >> 32
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = key & _WORD, key >> 32
+    for _ in range(_ROUNDS):
+        # i64 products wrap around like unsigned ones; shifting them gives copies of the sign, which the mask takes away
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = ((second >> 32) & _WORD).bitwise_xor_(c1).bitwise_xor_(k0), ((first >> 32) & _WORD).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = second.bitwise_and_(_WORD), first.bitwise_and_(_WORD)
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+    """Horner's scheme, lowest power first, each product and each sum rounded by itself."""
+    value = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value.mul_(x).add_(coefficient)
+    return value
+
+
+_LOG = [2.0 / (2 * k + 1) for k in range(8)]  # ln m = s (2 + 2/3 s² + …) with s = (m - 1) / (m + 1); rest below 1e-11 for m in [√½, √2)
+_SIN = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(6)]  # sin 2πx over x, by x²; |x| <= 1/8
+_COS = [(-1) ** k * (2 * math.pi) ** (2 * k) / math.factorial(2 * k) for k in range(7)]
+
+
+def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Two standard normals, fp64, of two 32-bit words each: sqrt(-2 ln u) times cosine and sine of 2πv."""
+    # u = mantissa * 2^exponent by its bits: torch has no frexp on ROCm, and compiles it at run time on CUDA
+    bits = ((first.double() + 0.5) * 2.0**-32).view(torch.int64)
+    mantissa = ((bits & _FRACTION) | _ONE).view(torch.float64)
+    high = mantissa > math.sqrt(2)
+    mantissa, exponent = torch.where(high, mantissa * 0.5, mantissa), (bits >> 52) - _BIAS + high
+    s = (mantissa - 1) / (mantissa + 1)
+    log = exponent.double() * math.log(2) + s * _polynomial(s * s, _LOG)
+    radius = (log * -2.0).sqrt_()
+    # v = quarter / 4 + x with |x| <= 1/8
+    quarter = ((second + (1 << 29)) >> 30) & 3
+    x = (second - (((second + (1 << 29)) >> 30) << 30)).double() * 2.0**-32
+    square = x * x
+    sine, cosine = x * _polynomial(square, _SIN), _polynomial(square, _COS)
+    odd, back, down = (quarter & 1).bool(), (quarter == 1) | (quarter == 2), quarter >= 2
+    c, s = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
+    return radius * torch.where(back, -c, c), radius * torch.where(down, -s, s)
+
+
+def normals(key: int, starts_R: Tensor, count: int) -> Tensor:
+    """Elements [start, start + count) of a key's normal stream for each start, fp64, [R, count]."""
+    skipped_R = starts_R % _PER_BLOCK
+    aligned = not bool(skipped_R.any())
+    blocks = -(-(count + (0 if aligned else _PER_BLOCK - 1)) // _PER_BLOCK)
+    counter_Rb = (starts_R // _PER_BLOCK)[:, None] + torch.arange(blocks, device=starts_R.device)
+    w0, w1, w2, w3 = philox(counter_Rb, key)
+    values = torch.stack((*box_muller(w0, w1), *box_muller(w2, w3)), dim=-1).flatten(1)
+    if aligned:
+        return values[:, :count]
+    return values.gather(1, skipped_R[:, None] + torch.arange(count, device=starts_R.device))
 
 
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
@@ -48,13 +98,17 @@ def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
     if spec.init_std is None:
         out.fill_(spec.init_value)
         return
-    key = int.from_bytes(hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=16).digest(), "little")
+    if out.is_meta:
+        return
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest(), "little")
     whole = Rectangle((0,) * len(spec.global_shape), spec.global_shape)
     starts, run_length = contiguous_runs(whole, Rectangle(spec.offset, spec.shape))
-    flat = out.view(-1)
-    for index, start in enumerate(starts.tolist()):
-        for done in range(0, run_length, _CHUNK):
-            count = min(_CHUNK, run_length - done)
-            values = torch.from_numpy(_normals(key, start + done, count) * np.float32(spec.init_std))
-            position = index * run_length + done
-            flat[position : position + count].copy_(values)
+    chunk, values_RC = _CHUNK[out.device.type], out.view(len(starts), run_length)
+    rows = max(1, chunk // run_length)  # many short runs at a time, or a long one in pieces
+    for row in range(0, len(starts), rows):
+        starts_R = torch.from_numpy(np.ascontiguousarray(starts[row : row + rows])).to(out.device)
+        for column in range(0, run_length, chunk):
+            count = min(chunk, run_length - column)
+            drawn = normals(key, starts_R + column, count).mul_(spec.init_std)
+            # fp32 first, whatever the type: what fp32 and bf16 runs start from is then the same but for one rounding
+            values_RC[row : row + rows, column : column + count].copy_(drawn if out.dtype == torch.float64 else drawn.float())

@@ -18,7 +18,7 @@ class Positions:
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: (S, R), or (S, B, R) where positions restart
     alibi_slopes_a: Tensor | None
-    documents_BS: Tensor | None
+    documents_BS: Tensor | None  # of the whole sequence, whatever part of it this rank holds
 
 
 def within_document(documents_BS: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Fused ops under one face: a reference in plain torch, prebuilt back-ends, and the choice between them."""
 
+from .attention_table import AttentionShape
 from .dtypes import statistics_dtype, working_dtype
 from .reference import AdamWUpdate, Ops, Scores
 from .select import select_ops
 
-__all__ = ["AdamWUpdate", "Ops", "Scores", "select_ops", "statistics_dtype", "working_dtype"]
+__all__ = ["AdamWUpdate", "AttentionShape", "Ops", "Scores", "select_ops", "statistics_dtype", "working_dtype"]

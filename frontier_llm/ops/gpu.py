@@ -15,12 +15,20 @@ from frontier_llm.ops.kernel_table import NORM_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 
-# Rows whose partial sums of a weight's or bias' gradient one program keeps: enough programs to fill a GPU, few enough partial sums.
-_ROWS_PER_STRIP = 32
+_PROGRAMS = 240  # that fill a GPU: two for each of the 110 to 132 compute units of a GCD or a Hopper
+_MOST_ROWS = 32  # of a strip: then its partial sums are a 32nd of what it reads
 
 
 def _blocks(count: int, block: int) -> int:
     return -(-count // block)
+
+
+def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
+    """Rows whose partial sums of a weight's or bias' gradient one program keeps: fewer where rows are few, so that all compute units have work.
+
+    A microbatch of 2048 tokens over tp 8 with sequence parallelism has 256 rows: 128 programs of 2, not 8 of 32.
+    """
+    return max(1, min(_MOST_ROWS, _blocks(rows * column_blocks, _PROGRAMS)))
 
 
 def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
@@ -65,7 +73,8 @@ class GpuOps(DifferentiableOps):
         total, weight, mean, scale, kind, _ = saved
         grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
         columns, rows, kernels, has_grad_total = total.shape[-1], scale.numel(), self.kernels, int(grad_total is not None)
-        grad_x, strips = torch.empty_like(total), _blocks(rows, _ROWS_PER_STRIP)
+        strip = rows_per_strip(rows)
+        grad_x, strips = torch.empty_like(total), _blocks(rows, strip)
         partial = torch.empty(1 + kind.centred, strips, columns, dtype=torch.float32, device=total.device)
         long, variant = _norm_variant(kind, columns)
         if long:
@@ -76,13 +85,13 @@ class GpuOps(DifferentiableOps):
             grid = (_blocks(columns, kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
             kernels.launch(
                 "norm_weight_gradient_long", total.dtype, variant, grid, grad=grad, total=total, mean=mean, scale=scale, columns=columns,
-                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=_ROWS_PER_STRIP,
+                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=strip,
             )  # fmt: skip
         else:
             kernels.launch(
                 "norm_backward", total.dtype, variant, (strips, 1, 1), grad=grad, total=total, mean=mean, scale=scale, columns=columns,
                 grad_total=grad_total, weight=weight, grad_x=grad_x, has_grad_total=has_grad_total,
-                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=_ROWS_PER_STRIP,
+                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=strip,
             )  # fmt: skip
         sums = partial.sum(1)
         return grad_x, sums[0], sums[-1]
@@ -131,12 +140,14 @@ class GpuOps(DifferentiableOps):
         grad, x, variant = grad.contiguous(), x.contiguous(), "tanh" if approximate else "erf"
         columns, grad_x = x.shape[-1], torch.empty_like(x)
         rows = x.numel() // max(1, columns)
-        strips = _blocks(rows, _ROWS_PER_STRIP)
+        column_blocks = _blocks(columns, self.kernels.block("gelu_backward", variant, "BLOCK"))
+        strip = rows_per_strip(rows, column_blocks)
+        strips = _blocks(rows, strip)
         partial = torch.empty(0 if bias is None else strips, columns, dtype=torch.float32, device=x.device)
-        grid = (strips, _blocks(columns, self.kernels.block("gelu_backward", variant, "BLOCK")), 1)
+        grid = (strips, column_blocks, 1)
         self.kernels.launch(
             "gelu_backward", x.dtype, variant, grid, grad=grad, x=x, bias=bias, grad_x=grad_x, partial_bias=partial, rows=rows,
-            columns=columns, rows_per_program=_ROWS_PER_STRIP, has_bias=int(bias is not None),
+            columns=columns, rows_per_program=strip, has_bias=int(bias is not None),
         )  # fmt: skip
         return grad_x, partial.sum(0)
 
@@ -171,7 +182,9 @@ class GpuOps(DifferentiableOps):
 
     def adamw_(self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
         """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no synchronisation."""
-        grad_scale = torch.as_tensor(update.grad_scale, dtype=torch.float32, device=master.device)
+        scale = update.grad_scale
+        # a number is filled in by the device: copied from the host, the host would wait for all that the device has before it
+        grad_scale = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=master.device)
         alias = weights_out.data_ptr() == master.data_ptr()
         grid = (_blocks(master.numel(), self.kernels.block("adamw", "any", "BLOCK")), 1, 1)
         self.kernels.launch(

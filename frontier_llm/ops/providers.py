@@ -21,6 +21,7 @@ from frontier_llm.ops.reference import GROUPS, Op
 HALVES = frozenset({torch.bfloat16, torch.float16})
 LOW = HALVES | {torch.float32}
 ALL = LOW | {torch.float64}
+PARTS = frozenset({"attention_block", "attention_block_backward"})  # what an attention has that serves stretches of a sequence
 CPU, GPU = frozenset({"cpu"}), frozenset({"cuda"})  # "cuda" is also ROCm's name in torch
 
 
@@ -47,17 +48,20 @@ class Provider:
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
     build: str = ""  # what to run to get it
+    parts: bool = False  # its attention serves stretches of a sequence, which context parallelism needs
     required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
-    def refusal(self, group: str, device_type: str, dtype: torch.dtype) -> Refusal | None:
-        """Why this provider cannot serve `group` there."""
+    def refusal(self, group: str, device_type: str, dtype: torch.dtype, parts: bool = False) -> Refusal | None:
+        """Why this provider cannot serve `group` there; `parts`: attention over stretches of a sequence."""
         if group not in self.groups:
             return Refusal(f"{self.name} has no {group}")
         if device_type not in self.devices:
             return Refusal(f"{self.name} does not run on {device_type}")
         if dtype not in self.group_dtypes.get(group, self.dtypes):
             return Refusal(f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}")
+        if parts and group == "attention" and not self.parts:
+            return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's log-sum-exp")
         missing = self.missing()
         return missing if isinstance(missing, Refusal) else Refusal(missing, self.build) if missing else None
 
@@ -117,6 +121,12 @@ def _flash_attn_missing() -> str:
     return ""
 
 
+def _cudnn_missing() -> str:
+    if torch.version.hip:
+        return "cuDNN is NVIDIA's"
+    return "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
+
+
 def apex_missing() -> str:
     """NVIDIA's (or ROCm's) apex has compiled extensions beside it; the PyPI project of the same name is a web toolkit."""
     if importlib.util.find_spec("apex") is None:
@@ -137,8 +147,17 @@ def _package_version(name: str) -> str:
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider(name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference")),
+        Provider(name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=True),
         Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa")),
+        Provider(
+            name="cudnn",
+            groups=("attention",),
+            devices=GPU,
+            dtypes=HALVES,
+            load=_module("cudnn_provider"),
+            version=lambda: f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
+            missing=_cudnn_missing,
+        ),
         Provider(name="torch", groups=("linear",), devices=GPU, dtypes=LOW, load=_module("torch_linear")),
         Provider(
             name="cpu",

@@ -23,11 +23,14 @@ class Scores:
     """How a query scores the keys of its own and earlier positions: scale * q·k.
 
     ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). Positions see each other only within one document id.
+    Queries and keys may be two stretches of a sequence: query i then stands `offset` + i behind the first key.
     """
 
     scale: float
     alibi_slopes_a: Tensor | None = None
     documents_BS: Tensor | None = None
+    offset: int = 0
+    key_documents_BK: Tensor | None = None  # None = those of the queries
 
 
 @dataclass(frozen=True)
@@ -63,28 +66,72 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
 
     Query head i reads kv head i // (a // g).
     """
-    dtype = statistics_dtype(q_SBaD.dtype)
-    group = q_SBaD.shape[2] // k_SBgD.shape[2]
-    q_BaSD = q_SBaD.permute(1, 2, 0, 3).to(dtype)
-    k_BaSD = k_SBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(group, dim=1)
-    v_BaSD = v_SBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(group, dim=1)
-    scores_BaSS = scores.scale * (q_BaSD @ k_BaSD.transpose(-2, -1))
-    bias_BaSS = score_bias(q_SBaD.shape[0], scores, dtype, q_SBaD.device)
-    o_BaSD = torch.softmax(scores_BaSS + bias_BaSS, dim=-1) @ v_BaSD
+    logits_BaSS, v_BaSD = _logits(q_SBaD, k_SBgD, v_SBgD, scores)
+    o_BaSD = torch.softmax(logits_BaSS, dim=-1) @ v_BaSD
     return o_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype)
 
 
-def score_bias(sequence_length: int, scores: Scores, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores, broadcastable to [B, a, S, S]: -inf where the mask forbids, ALiBi's line elsewhere."""
-    position_S = torch.arange(sequence_length, device=device)
-    distance_SS = position_S[:, None] - position_S[None, :]
-    forbidden_BaSS = (distance_SS < 0)[None, None]
+def attention_block(q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """(o_SBaD, logsumexp_BaS) of queries to one stretch of keys, without a graph; the logarithms in fp32 (fp64).
+
+    Outputs over several stretches merge by their logarithms. A query that sees none of these keys has the output 0 and the logarithm -inf.
+    """
+    with torch.no_grad():
+        logits_BaSK, v_BaKD = _logits(q_SBaD, k_KBgD, v_KBgD, scores)
+        logsumexp_BaS = logits_BaSK.logsumexp(-1)
+        p_BaSK = _probabilities(logits_BaSK, logsumexp_BaS)
+        return (p_BaSK @ v_BaKD).permute(2, 0, 1, 3).to(q_SBaD.dtype), logsumexp_BaS
+
+
+def attention_block_backward(
+    grad_SBaD: Tensor, q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one stretch of keys adds to the gradient of the queries, and the queries to those of the keys and values.
+
+    `o` and `logsumexp` are those over all keys that the queries see, whichever stretch this is.
+    """
+    with torch.no_grad():
+        logits_BaSK, v_BaKD = _logits(q_SBaD, k_KBgD, v_KBgD, scores)
+        p_BaSK = _probabilities(logits_BaSK, logsumexp_BaS.to(logits_BaSK.dtype))
+        grad_BaSD, o_BaSD, q_BaSD = (x.permute(1, 2, 0, 3).to(p_BaSK.dtype) for x in (grad_SBaD, o_SBaD, q_SBaD))
+        delta_BaS = (grad_BaSD * o_BaSD).sum(-1)
+        ds_BaSK = scores.scale * p_BaSK * (grad_BaSD @ v_BaKD.transpose(-2, -1) - delta_BaS[..., None])
+        k_BaKD = _by_head(k_KBgD, q_SBaD.shape[2], p_BaSK.dtype)
+        grad_q_BaSD, grad_k_BaKD, grad_v_BaKD = ds_BaSK @ k_BaKD, ds_BaSK.transpose(-2, -1) @ q_BaSD, p_BaSK.transpose(-2, -1) @ grad_BaSD
+        kv_heads = k_KBgD.shape[2]
+        grad_k, grad_v = (x.unflatten(1, (kv_heads, -1)).sum(2).permute(2, 0, 1, 3) for x in (grad_k_BaKD, grad_v_BaKD))
+        return grad_q_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype), grad_k.to(k_KBgD.dtype), grad_v.to(v_KBgD.dtype)
+
+
+def _by_head(x_KBgD: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """[B, a, K, D]: a key/value head for each query head that reads it."""
+    return x_KBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(heads // x_KBgD.shape[2], dim=1)
+
+
+def _logits(q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """(masked scores [B, a, S, K], values [B, a, K, D]) in the type of the statistics."""
+    dtype, heads = statistics_dtype(q_SBaD.dtype), q_SBaD.shape[2]
+    k_BaKD, v_BaKD = _by_head(k_KBgD, heads, dtype), _by_head(v_KBgD, heads, dtype)
+    scores_BaSK = scores.scale * (q_SBaD.permute(1, 2, 0, 3).to(dtype) @ k_BaKD.transpose(-2, -1))
+    return scores_BaSK + score_bias(q_SBaD.shape[0], k_KBgD.shape[0], scores, dtype, q_SBaD.device), v_BaKD
+
+
+def _probabilities(logits_BaSK: Tensor, logsumexp_BaS: Tensor) -> Tensor:
+    """e^(logits - logsumexp), 0 where a row sees nothing."""
+    return (logits_BaSK - logsumexp_BaS.masked_fill(logsumexp_BaS == -math.inf, 0)[..., None]).exp()
+
+
+def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores, broadcastable to [B, a, S, K]: -inf where the mask forbids, ALiBi's line elsewhere."""
+    distance_SK = scores.offset + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+    forbidden_BaSK = (distance_SK < 0)[None, None]
     if (documents_BS := scores.documents_BS) is not None:
-        forbidden_BaSS = forbidden_BaSS | (documents_BS[:, None, :, None] != documents_BS[:, None, None, :])
-    bias_BaSS = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
+        documents_BK = documents_BS if scores.key_documents_BK is None else scores.key_documents_BK
+        forbidden_BaSK = forbidden_BaSK | (documents_BS[:, None, :, None] != documents_BK[:, None, None, :])
+    bias_BaSK = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
     if scores.alibi_slopes_a is not None:
-        bias_BaSS = -scores.alibi_slopes_a.to(device=device, dtype=dtype)[None, :, None, None] * distance_SS
-    return torch.where(forbidden_BaSS, -math.inf, bias_BaSS)
+        bias_BaSK = -scores.alibi_slopes_a.to(device=device, dtype=dtype)[None, :, None, None] * distance_SK
+    return torch.where(forbidden_BaSK, -math.inf, bias_BaSK)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -229,10 +276,12 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 class Ops:
     """One function per op, chosen once, with the parameters and the meaning of the one above: what model, tensor_parallel and optim call.
 
-    A trailing underscore says that the first argument is written in place; those ops take no part in autograd.
+    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks.
     """
 
     attention = _op("attention", attention)
+    attention_block = _op("attention", attention_block)
+    attention_block_backward = _op("attention", attention_block_backward)
     rms_norm = _op("norm", rms_norm)
     layer_norm = _op("norm", layer_norm)
     add_norm = _op("norm", add_norm)

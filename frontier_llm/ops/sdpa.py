@@ -18,7 +18,7 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
     q_BaSD, k_BgSD, v_BgSD = (tensor.permute(1, 2, 0, 3) for tensor in (q_SBaD, k_SBgD, v_SBgD))
     bias_BaSS: Tensor | None = None
     if scores.alibi_slopes_a is not None or scores.documents_BS is not None:
-        bias_BaSS = score_bias(q_SBaD.shape[0], scores, statistics_dtype(q_SBaD.dtype), q_SBaD.device).to(q_SBaD.dtype)
+        bias_BaSS = score_bias(q_SBaD.shape[0], k_SBgD.shape[0], scores, statistics_dtype(q_SBaD.dtype), q_SBaD.device).to(q_SBaD.dtype)
     o_BaSD = F.scaled_dot_product_attention(
         q_BaSD,
         k_BgSD,

@@ -11,6 +11,9 @@ import torch
 from frontier_llm import log
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError, Problem
+from frontier_llm.ops import reference
+from frontier_llm.ops.attention_table import AttentionShape, load_attention, rule_for
+from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.no_jit import forbid_jit
 from frontier_llm.ops.providers import PROVIDERS, Provider
@@ -35,26 +38,35 @@ class ChosenBackend:
 
 
 def choose(
-    group: str, wanted: str, device_type: str, dtype: torch.dtype, *, documents: bool = False, allow_fallback: bool = False
+    group: str,
+    wanted: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    documents: bool = False,
+    parts: bool = False,
+    allow_fallback: bool = False,
+    first: tuple[str, ...] = (),
 ) -> ChosenBackend | Problem:
     """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there.
 
     So it is when `auto` would pass over a back-end that is built with this package, for a slower one, without `allow_fallback`.
+    `auto` tries `first` before the others: what is known to be faster here.
     """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
-        refusal = provider.refusal(group, device_type, dtype)
+        refusal = provider.refusal(group, device_type, dtype, parts)
         if refusal is None:
             return ChosenBackend(group, provider, f"asked for by ops.{group}")
         return Problem(f"ops.{group}={wanted}", refusal.why, f"{refusal.build}, or ops.{group}=auto".removeprefix(", or "))
     if dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    order = _WITH_DOCUMENTS if documents and device_type == "cuda" else PREFERENCE[device_type]
+    order = dict.fromkeys((*first, *(_WITH_DOCUMENTS if documents and device_type == "cuda" else PREFERENCE[device_type])))
     for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
-        refusal = provider.refusal(group, device_type, dtype)
+        refusal = provider.refusal(group, device_type, dtype, parts)
         if refusal is None:
             return ChosenBackend(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
         if refusal.build and provider.required and not allow_fallback:
@@ -64,16 +76,26 @@ def choose(
     raise AssertionError("the reference serves everything")
 
 
-def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype, documents: bool = False) -> Ops:
+def select_ops(
+    config: OpsConfig,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    documents: bool = False,
+    parts: bool = False,
+    attention: AttentionShape | None = None,
+) -> Ops:
     """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
 
-    `documents`: attention will be masked at their boundaries. Raises BackendError, naming flag and build command, for every explicit choice
+    `documents`: attention will be masked at their boundaries; `parts`: over stretches of sequences (context parallelism); `attention`: its shape,
+    by which ops.attention_table chooses. Raises BackendError, naming flag and build command, for every explicit choice
     that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at once.
     """
     if config.no_jit:
         forbid_jit()
-    fallback = config.allow_fallback
-    outcomes = [choose(group, getattr(config, group), device_type, dtype, documents=documents, allow_fallback=fallback) for group in GROUPS]
+    wishes = {"documents": documents, "parts": parts, "allow_fallback": config.allow_fallback}
+    first = {"attention": _measured_first(config.attention_table, device_type, attention)} if attention and not parts else {}
+    outcomes = [choose(group, getattr(config, group), device_type, dtype, **wishes, first=first.get(group, ())) for group in GROUPS]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:
         raise BackendError(problems)
@@ -82,12 +104,24 @@ def select_ops(config: OpsConfig, device_type: str, dtype: torch.dtype, document
     for outcome in outcomes:
         assert isinstance(outcome, ChosenBackend)
         table = outcome.provider.load()
-        functions |= {op: table[op] for op in GROUPS[outcome.group]}
+        # attention that serves no stretches is never asked for them
+        functions |= {op: table.get(op, getattr(reference, op)) for op in GROUPS[outcome.group]}
         choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
         groups_by_choice.setdefault(choice, []).append(outcome.group)
     for choice, groups in groups_by_choice.items():
         log.info(f"ops {', '.join(groups)}: {choice}")
     return Ops(**functions)
+
+
+def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tuple[str, ...]:
+    """What the table of attention says of this device and shape; nothing where it has no row."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return ()
+    rule = rule_for(load_attention(table), architecture_of_device() if device_type == "cuda" else "cpu", shape)
+    if rule is None:
+        return ()
+    log.info(f"attention: {', then '.join(rule.order)} ({rule.tag}: {rule.source})")
+    return rule.order
 
 
 def backends(dtype_name: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import Bucket, OwnedRange, build_buckets
 from frontier_llm.optim.engines import build_update, gradient_destination
-from frontier_llm.optim.inputs import EngineInputs
+from frontier_llm.optim.inputs import EngineInputs, draw_masters
 from frontier_llm.optim.loss_scale import LossScaler, initial_loss_scale
 from frontier_llm.optim.lr_schedule import learning_rate
 from frontier_llm.optim.registry import Slice, SliceUpdate, register
@@ -26,6 +26,7 @@ __all__ = [
     "Zero",
     "build_buckets",
     "build_update",
+    "draw_masters",
     "gradient_destination",
     "initial_loss_scale",
     "learning_rate",

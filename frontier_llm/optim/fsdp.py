@@ -52,15 +52,15 @@ class FullySharded:
         """Shard the stage, which is on the meta device, and give it its initial weights. Collective over dp."""
         (self._stage,) = inputs.stages  # there is no pipeline
         config, mesh, device = inputs.config, inputs.mesh, inputs.device
-        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.dp.size > 1
+        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.replicas.size > 1
         self._formula, self._mesh, self._ops = slice_update(config.optimizer, inputs.ops), mesh, inputs.ops
         working, seed = working_dtype(config.precision.dtype), config.train.seed
         specs = _widen(self._stage)
-        _fully_shard(self._stage, mesh.dp, working, device, config.train.timeout_s)
+        _fully_shard(self._stage, mesh.replicas, working, device, config.train.timeout_s)
         self._stage.to_empty(device=device)
         self._shards = []
         for parameter, spec in zip(self._stage.parameters(), specs, strict=True):
-            rectangle, local = _initial_rectangle(parameter, spec, mesh.dp, working, seed)
+            rectangle, local = _initial_rectangle(parameter, spec, mesh.replicas, working, seed if inputs.draws else None)
             states = {name: torch.zeros_like(local) for name in self.rule.states(spec.parameter)}
             self._shards.append(_Shard(spec, rectangle, parameter, states))
 
@@ -147,13 +147,13 @@ def _fully_shard(stage: Stage, dp: Axis, working: torch.dtype, device: torch.dev
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _initial_rectangle(parameter: Any, spec: ShardSpec, dp: Axis, working: torch.dtype, seed: int) -> tuple[Rectangle, Tensor]:
-    """(this rank's rectangle of the global tensor, its master): initial weights rounded to the working precision, as every engine's."""
+def _initial_rectangle(parameter: Any, spec: ShardSpec, dp: Axis, working: torch.dtype, seed: int | None) -> tuple[Rectangle, Tensor]:
+    """(this rank's rectangle of the global tensor, its master): initial weights rounded to the working precision, as every engine's; without a seed none."""
     dim, local = _cut_dim(spec.shape, dp.size), parameter.detach().to_local()
     first = min(-(-spec.shape[dim] // dp.size) * dp.rank, spec.shape[dim])  # torch.chunk's cut
     offset = tuple(start + (first if index == dim else 0) for index, start in enumerate(spec.offset))
     rectangle = Rectangle(offset, tuple(local.shape))
-    if rectangle.numel:
+    if rectangle.numel and seed is not None:
         rounded = torch.empty(local.shape, dtype=working, device=local.device)
         initial_rows(replace(spec, offset=offset, shape=rectangle.shape), seed, rounded)
         local.copy_(rounded)

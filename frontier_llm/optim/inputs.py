@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from frontier_llm.blueprint.optimizers import OptimizerRule, optimizer_rule
+from frontier_llm.blueprint.optimizers import MASTER, OptimizerRule, optimizer_rule
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.model import Stage, initialize
+from frontier_llm.model import Stage, initial_rows, initialize
 from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
+from frontier_llm.optim.state import Optimizer
 from frontier_llm.tensor_parallel import ShardedParameter, WeightGradients
 from frontier_llm.topology import ParallelPlan
 
@@ -28,6 +29,7 @@ class EngineInputs:
     ops: Ops
     gradients: WeightGradients
     stages: Sequence[Stage]
+    draws: bool = True  # False: what a checkpoint is about to replace is not drawn (see `draw_masters`)
 
     @property
     def rule(self) -> OptimizerRule:
@@ -37,8 +39,19 @@ class EngineInputs:
     def fill(self, buckets: Sequence[Bucket]) -> list[ShardedParameter]:
         """Initial weights into the buckets, and autograd's gradients on their way there; returns the parameters."""
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        initialize(parameters, self.config.train.seed)
+        if self.draws:
+            initialize(parameters, self.config.train.seed)
         for parameter in parameters:
             if not parameter.layer_accumulates:
                 self.gradients.collect_from_autograd(parameter, self.ops.accumulate_)
         return parameters
+
+
+def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
+    """Initial weights after all, where no checkpoint could be read: the same that `fill` would have given. Collective over dp."""
+    for part in optimizer.state():
+        master = part.tensors[MASTER]
+        rounded = torch.empty(master.shape, dtype=working, device=master.device)
+        initial_rows(replace(part.spec, offset=part.rectangle.offset, shape=part.rectangle.shape), seed, rounded)
+        master.copy_(rounded)
+    optimizer.weights_from_masters()

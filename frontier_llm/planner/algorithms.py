@@ -66,19 +66,21 @@ def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
-    """Both prices of every collective over dp; empty where dp stays inside a node or the stack has one algorithm only."""
-    dp, place = plan.layout.dp, seats(plan.layout, rates)
-    per_node, sharing = int(place.dp_per_node), int(place.dp_sharing)
-    if not rates.hierarchical or dp <= per_node:
+    """Both prices of every collective over the replicas; empty where they stay inside a node or the stack has one algorithm only."""
+    replicas, place = plan.layout.replicas, seats(plan.layout, rates)
+    per_node, sharing = int(place.replicas_per_node), int(place.replicas_sharing)
+    if not rates.hierarchical or replicas <= per_node:
         return []
     choices = []
     for operation, size in bucket_bytes(plan, rates).items():
-        args = (rates, dp, per_node, sharing, size, operation)
+        args = (rates, replicas, per_node, sharing, size, operation)
         nodes, flat, staged = times_by_nodes(rates, per_node, sharing, size, operation)
         behind = np.flatnonzero(staged >= flat)
         after = 0 if len(behind) == 0 else behind[-1] + 1
         first = int(nodes[after]) if after < len(nodes) else None
-        choices.append(Choice(operation, dp, -(-dp // per_node), size, float(flat_s(*args)), float(hierarchical_s(*args)), first))
+        choices.append(
+            Choice(operation, replicas, -(-replicas // per_node), size, float(flat_s(*args)), float(hierarchical_s(*args)), first)
+        )
     return choices
 
 

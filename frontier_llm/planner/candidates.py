@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,17 @@ from frontier_llm.topology.plan import tp_limit
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
+MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
 
 # --fix key → the layout field it fixes, and what a word for it means where it is not a whole number
 BY_STAGE = {"0": "none", "1": "optimizer", "2": "gradients", "3": "weights"}
 FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "tensor": ("tp", None),
+    "context": ("cp", None),
     "pipeline": ("pp", None),
     "data": ("dp", None),
+    "expert": ("ep", None),
+    "imbalance": ("imbalance", None),
     "chunks": ("chunks", None),
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
@@ -42,6 +47,17 @@ def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
     return [tp for tp in divisors(tp_limit(model)) if tp <= limit and all(size % tp == 0 for size in sizes)]
 
 
+def context_degrees(model: ModelConfig, devices: int) -> list[int]:
+    """cp that cuts the sequence in 2 cp chunks, of MIN_CHUNK tokens or more where there are several ranks."""
+    length = model.sequence_length
+    return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
+
+
+def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
+    """ep that shares out the experts evenly among the ranks of a stage."""
+    return [1] if model.moe is None else [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
+
+
 def enumerate_layouts(
     model: ModelConfig, devices: int, global_batch: int, tp_max: int, fixed: Mapping[str, Any] | None = None, **shared: Any
 ) -> Layouts:
@@ -55,22 +71,23 @@ def enumerate_layouts(
     none = as_table([Layout()]).where(np.zeros(1, dtype=bool))
     rows: list[Mapping[str, np.ndarray]] = [vars(none)]
     for tp in tensor_degrees(model, tp_max):
-        for pp in divisors(devices // tp) if devices % tp == 0 else []:
-            if pp > model.layers:
-                break
-            dp = devices // (tp * pp)
-            wanted = all(fixed.get(axis, degree) == degree for axis, degree in (("tp", tp), ("pp", pp), ("dp", dp)))
-            if wanted and global_batch % dp == 0:
-                rows.append(_options(model, Layout(tp=tp, pp=pp, dp=dp), global_batch // dp, fixed))
+        rest = devices // tp if devices % tp == 0 else 0
+        for cp, pp in product(context_degrees(model, rest), divisors(rest)) if rest else ():
+            dp, beyond = divmod(rest, cp * pp)
+            degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+            wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
+            if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
+                degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
+                rows += [_options(model, Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep), global_batch // dp, fixed) for ep in degrees_of_experts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
     }
-    return Layouts(**columns, gradient_wire=fixed.get("gradient_wire", "full"), **shared)
+    return Layouts(**columns, gradient_wire=fixed.get("gradient_wire", "full"), imbalance=fixed.get("imbalance", 1.0), **shared)
 
 
 def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Columns of everything that is left to choose for one (tp, pp, dp)."""
-    tp, pp, dp = degrees.tp, degrees.pp, degrees.dp
+    """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
+    tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
     plays = [("1f1b", 1)]
     if pp > 1 or fixed.get("schedule") == "gpipe":  # without a pipeline all schedules are one
@@ -80,7 +97,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         plays += [("interleaved", v) for v in range(2, min(model.layers // pp, MAX_CHUNKS) + 1)]
     plays = [(name, v) for name, v in plays if fixed.get("chunks", v) == v and fixed.get("schedule", name) == name]
     # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
-    sharded = ["weights"] if pp == 1 and fixed.get("gradient_wire", "full") == "full" else []
+    sharded = ["weights"] if pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
 
     def left(field: str, values: Sequence[Any]) -> np.ndarray:
@@ -89,15 +106,18 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     choices = {
         "micro_batch": left("micro_batch", microbatches),
         "schedule": np.array([name for name, _ in plays], dtype=np.array(names()).dtype),
-        "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length % tp == 0 else [False]),
+        "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]),
         "recompute": left("recompute", RECOMPUTE),
-        "sharding": left("sharding", ["none", "optimizer", *sharded] if dp > 1 else ["optimizer"]),
+        "sharding": left("sharding", ["none", "optimizer", *sharded] if dp * cp > 1 else ["optimizer"]),
         "axis_order": left("axis_order", orders) if len(orders) > 1 else np.array(orders),
     }
     shape = [len(values) for values in choices.values()]
     picks = dict(zip(choices, np.indices(shape).reshape(len(shape), -1), strict=True))
     columns = {field: values[picks[field]] for field, values in choices.items()}
-    columns |= {axis: np.full(len(picks["schedule"]), degree) for axis, degree in (("tp", tp), ("pp", pp), ("dp", dp))}
+    columns |= {
+        axis: np.full(len(picks["schedule"]), degree)
+        for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
+    }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
     columns["microbatches"] = per_replica // columns["micro_batch"]
     return columns
@@ -115,7 +135,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
             continue
         field, meanings = FIXABLE[name]
         try:
-            fixed[field] = _whole(text) if meanings is None else meanings[text.lower()]
+            fixed[field] = float(text) if name == "imbalance" else _whole(text) if meanings is None else meanings[text.lower()]
         except (ValueError, KeyError):
             valid = ", ".join(meanings) if meanings and name != "zero" else "a whole number"
             problems.append(Problem(word, f"{text!r} is not a value of {name}", f"use {valid}"))

@@ -35,6 +35,10 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         **({"data_mode": "fsdp"} if layout.sharding == "weights" else {"zero": SHARDING[layout.sharding]}),
         "axis_order": layout.axis_order,
     }
+    if layout.cp > 1:
+        parallel["context"] = layout.cp
+    if layout.ep > 1:
+        parallel["expert"] = layout.ep
     if layout.chunks > 1:
         parallel["chunks"] = layout.chunks
     if layout.sequence_parallel:
@@ -65,7 +69,13 @@ def emit(path: Path, model_name: str, machine_name: str, machine: Machine, outco
         layout = best.layout
         mode = "fsdp" if layout.sharding == "weights" else "zero"
         sequence = layout.sequence_parallel
-        choice["parallel"] |= {"data": layout.dp, "chunks": layout.chunks, "sequence_parallel": sequence, "data_mode": mode}
+        choice["parallel"] |= {
+            "data": layout.dp,
+            "context": layout.cp,
+            "chunks": layout.chunks,
+            "sequence_parallel": sequence,
+            "data_mode": mode,
+        }
         content = {"base": _reference(run, path.parent), **choice}
     elif outcome.model.sequence_length == load_model(model_name).sequence_length:
         content = {"model": model_name, **choice}

@@ -21,8 +21,10 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
         links["tensor"] = _tensor(layout.tp, machine, rates)
     if layout.pp > 1:
         links["pipeline"] = _neighbours(machine, rates, place)
-    if layout.dp > 1:
-        links["data"] = _replicas(layout.dp, int(place.dp_per_node), int(place.dp_sharing), machine, rates)
+    if layout.cp > 1:
+        links["context"] = _context(layout.cp, int(place.cp_per_node), machine, rates)
+    if layout.replicas > 1:
+        links["data"] = _replicas(layout.replicas, int(place.replicas_per_node), int(place.replicas_sharing), machine, rates)
     return links
 
 
@@ -30,6 +32,13 @@ def _tensor(tp: int, machine: Machine, rates: Rates) -> str:
     if tp > rates.node_devices:
         return f"{tp} ranks over {-(-tp // rates.node_devices)} nodes: {_nics(machine, rates)} bound every layer"
     return f"{tp} ranks of a node: {_fabric(tuple(range(tp)), machine, rates)}"
+
+
+def _context(cp: int, inside: int, machine: Machine, rates: Rates) -> str:
+    if cp <= inside:
+        return f"{cp} ranks of a node hold a sequence: {float(fabric_bandwidth(rates, cp)) / 1e9:.0f} GB/s bus bandwidth between neighbours"
+    sharing = rates.node_devices // inside
+    return f"{inside} of {cp} ranks in each node, by rail: {_share(sharing, rates)} for each of {sharing} groups that share {_nics(machine, rates)}"
 
 
 def _neighbours(machine: Machine, rates: Rates, place: Seats) -> str:

@@ -14,11 +14,11 @@ import numpy as np
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.parameters import stage_columns, stage_numel
+from frontier_llm.costs.parameters import expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seconds import times
 from frontier_llm.costs.time import layer_s, p2p_s, tail
 from frontier_llm.machine.rates import Rates
-from frontier_llm.schedule import Action, Kind, Timeline, build, simulate
+from frontier_llm.schedule import Action, Kind, Timeline, build, simulate, simulate_in_turn
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
 
@@ -83,7 +83,7 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
     while True:
-        timeline = _contended(_simulate(name, pp, length, v, stage_s, message), layout, rates)
+        timeline = _contended(_simulate(name, pp, length, v, stage_s, message, _turns(layout, rates)), layout, rates)
         period = 0.0 if length == m else _period(timeline, stage_s, v, round_size)
         if period is not None:
             break
@@ -94,7 +94,8 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     layers, embeds, heads = stage_columns(stages)
     parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
     forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in stage_s]).T
-    end = tail(layout, rates, *(values.reshape(-1, pp).sum(axis=0) for values in (parameters, backward_s, forward_s)))
+    of_rank = (values.reshape(-1, pp).sum(axis=0) for values in (parameters, backward_s, forward_s, expert_numel(model, layout, layers)))
+    end = tail(layout, rates, *of_rank)
     return Played(
         timeline=timeline,
         pipeline_s=float(ends.max()),
@@ -108,7 +109,14 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     )
 
 
-def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float) -> Timeline:
+def _turns(layout: Layout, rates: Rates) -> str:
+    """How messages take turns: not, one after the other, or so that compute waits for each (collectives inside it take their turn too)."""
+    if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
+        return "many"
+    return "waiting" if rates.host_executes or layout.tp > 1 else "one"
+
+
+def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float, turns: str = "many") -> Timeline:
     seconds = {}
     for position, one in enumerate(times):
         seconds[Kind.FORWARD, position] = one.forward_s
@@ -119,7 +127,9 @@ def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...],
     def duration(stage: int, action: Action) -> float:
         return seconds[action.kind, action.position]
 
-    return simulate(build(name, pp, m, v, messages=False), duration, message)
+    if turns == "many":
+        return simulate(build(name, pp, m, v, messages=False), duration, message)
+    return simulate_in_turn(build(name, pp, m, v), duration, message, waits=turns == "waiting")
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
@@ -133,7 +143,7 @@ def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
     starts, ends = (np.sort(np.concatenate(times)) for times in (timeline.start_s, timeline.end_s))
     moments = np.unique(np.concatenate([[0.0], starts, ends]))
     busy = np.searchsorted(starts, moments, side="right") - np.searchsorted(ends, moments, side="right")
-    devices = busy * layout.tp * layout.dp
+    devices = busy * layout.tp * layout.replicas
     speed = np.where(devices > 0, np.interp(devices, counts, shares), 1.0)
     stretched = np.concatenate([[0.0], np.cumsum(np.diff(moments) * speed[:-1])])
 

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
+from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
 from frontier_llm.blueprint.layout import SHARDING
-from frontier_llm.blueprint.work import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS, block_work, embedding_work, head_work
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
 from frontier_llm.costs.time import layer_s
 from frontier_llm.machine import Machine, Rates, provenance
@@ -17,6 +20,7 @@ from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of
+from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.schedule import rule
 from frontier_llm.units import GIB, format_count, format_seconds, plural
@@ -29,6 +33,9 @@ SOURCES = {
     "attention": ("flash_efficiency", "peak_flops"),
     "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
     "tp communication": ("fabric_bytes_s", "fabric_latency_s"),
+    ROUTING: ("gemm_efficiency",),
+    EXPERTS: ("gemm_efficiency", "peak_flops"),
+    DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     "recompute": ("gemm_efficiency",),
     "launch-bound": ("launch_s",),
     "embedding": ("hbm_efficiency",),
@@ -47,8 +54,10 @@ def layout_words(plan: Plan) -> str:
     """'TP8 PP32 DP12, microbatch 1 x 800, zb-h1, sequence parallel, no recompute, ZeRO-1, tp-dp-pp'."""
     layout = plan.layout
     chunks = f" x {layout.chunks} chunks" if layout.chunks > 1 else ""
+    context = f" CP{layout.cp}" if layout.cp > 1 else ""
     parts = [
-        f"TP{layout.tp} PP{layout.pp}{chunks} DP{layout.dp}",
+        f"TP{layout.tp}{context} PP{layout.pp}{chunks} DP{layout.dp}",
+        f"EP{layout.ep} EDP{layout.edp}" if layout.ep > 1 else "",
         f"microbatch {layout.micro_batch} x {layout.microbatches}",
         layout.schedule if layout.pp > 1 else "",
         "sequence parallel" if layout.sequence_parallel else "",
@@ -80,7 +89,10 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     block = times(model, layout, rates).block
     parts: dict[str, float] = {}
     lists = (
-        (block_work(model, layout, rates, rule(layout.schedule).splits_backward), layers, PRODUCTS),
+        *(
+            (block_work(model, layout, rates, rule(layout.schedule).splits_backward, layer), layers * count / model.layers, PRODUCTS)
+            for layer, count in layer_kinds(model)
+        ),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
@@ -127,14 +139,14 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
 def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     """One line per plan; what binds it goes on a line of its own where `width` columns do not hold both."""
     head = (
-        f"  {'#':>2} {'TP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} "
+        f"  {'#':>2} {'TP':>3} {'CP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} "
         f"{'SP':2} {'recompute':9} {'Z':1} {'step':>9} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}"
     )
     rows = [f"{head}  bound by" if len(head) + 45 <= width else head]
     for index, plan in enumerate(plans, 1):
         layout, flag = plan.layout, "y" if plan.layout.sequence_parallel else "n"
         row = (
-            f"  {index:>2} {layout.tp:>3} {layout.pp:>3} {layout.chunks:>2} {layout.dp:>5} {layout.micro_batch:>3} {layout.microbatches:>5} "
+            f"  {index:>2} {layout.tp:>3} {layout.cp:>3} {layout.pp:>3} {layout.chunks:>2} {layout.dp:>5} {layout.micro_batch:>3} {layout.microbatches:>5} "
             f"{layout.schedule:11} {flag:2} {layout.recompute:9} {SHARDING[layout.sharding]:1} {step_words(plan.step_s):>9} "
             f"{plan.tokens_per_s_per_device:>9.1f} {100 * plan.played.bubble:>6.1f}% {plan.peak_bytes / GIB:>5.1f}"
         )
@@ -168,6 +180,7 @@ def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campa
         + ("  WARNING: within 5 % of the limit" if best.tight else ""),
         *(f"  {axis}: {link}" for axis, link in axis_links(best, machine, rates).items()),
         *gradient_words(best, rates),
+        *safety_words(best, machine, rates),
         "",
         table(outcome.plans, width),
     ]
@@ -247,6 +260,7 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
     layout = plan.layout
     return {
         "tensor": layout.tp,
+        "context": layout.cp,
         "pipeline": layout.pp,
         "data": layout.dp,
         "chunks": layout.chunks,
@@ -290,6 +304,7 @@ def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, 
         "fitting": outcome.fitting,
         "dominated": outcome.dominated,
         "simulated": True,
+        "cost_of_one_in_flight": cost_of_one(outcome.best, rates),
         "promise": promise_of(outcome.best, machine, stack).as_dict(outcome.best),
         "plans": [
             {

@@ -168,10 +168,10 @@ def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight:
             continue  # exact stages hold more than the even spread assumed
         spent += plan.played.timeline.schedule.length
         plans.append(plan)
-    return sorted(plans, key=_preference)
+    return sorted(plans, key=preference)
 
 
-def _preference(plan: Plan) -> float:
+def preference(plan: Plan) -> float:
     """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an estimate and
     not simulated, and a plan that fills memory to within 5 %, where an allocator's whim ends the run."""
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)

@@ -17,6 +17,7 @@ from frontier_llm.config import RunConfig, build
 from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import POINT_FILE
+from frontier_llm.units import strict_json
 
 WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
 
@@ -76,14 +77,18 @@ def read_sample(directory: Path) -> Sample:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read: {error}", "run the point again", str(directory / POINT_FILE)) from error
     rows = run_dir.steps(directory)
-    times = [float(row["step_time_s"]) for row in rows if "step_time_s" in row]
-    measured = tuple(times[min(WARMUP_STEPS, max(0, len(times) - 1)) :])
     if len(rows) >= point["steps"]:
-        return Sample(point, "ok", measured)
+        return Sample(point, "ok", tuple(step_times_s(directory)))
     last = next(reversed(run_dir.attempts(directory)), None)
     if last and last.cause not in ("finished", "interrupted"):
         return Sample(point, f"failed: {last.detail or last.cause}", ())
     return Sample(point, f"incomplete: {len(rows)} of {point['steps']} steps", ())
+
+
+def step_times_s(directory: Path) -> list[float]:
+    """Of a run's steps after warm-up, or of the last one where there are no more."""
+    times = [float(row["step_time_s"]) for row in run_dir.steps(directory) if "step_time_s" in row]
+    return times[min(WARMUP_STEPS, max(0, len(times) - 1)) :]
 
 
 def harvest(root: Path) -> list[Row]:
@@ -170,7 +175,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def as_json(rows: Sequence[Row]) -> str:
     """The table as a JSON array."""
-    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+    return strict_json([asdict(row) for row in rows]) + "\n"
 
 
 def as_text(rows: Sequence[Row]) -> str:

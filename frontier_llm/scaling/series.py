@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from frontier_llm.config import RunConfig, available, load_run
 from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
 from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
+from frontier_llm.units import strict_json
 
 Mode = Literal["weak", "strong"]
 MODES: tuple[Mode, ...] = ("weak", "strong")
@@ -58,8 +58,9 @@ class Point:
             "devices": self.devices,
             "repeat": self.repeat,
             "tensor": parallel.tensor,
+            "context": parallel.context,
             "pipeline": parallel.pipeline,
-            "data": self.devices // (parallel.tensor * parallel.pipeline),
+            "data": self.devices // parallel.model_ranks,
             "micro_batch": self.config.batch.micro_batch,
             "global_batch": self.config.batch.global_batch,
             "sequence_length": self.config.model.sequence_length,
@@ -87,7 +88,7 @@ def default_batch(mode: Mode, config: RunConfig) -> int:
 
 def make_point(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int, directory: Path, repeat: int = 1) -> Point:
     """One point: of `batch` samples per replica in a weak series, in all in a strong one. Its layout is not checked here."""
-    replicas = max(1, nodes * site.tasks_per_node // (config.parallel.tensor * config.parallel.pipeline))
+    replicas = max(1, nodes * site.tasks_per_node // config.parallel.model_ranks)
     global_batch = batch * replicas if mode == "weak" else batch
     own = config.model_copy(
         update={
@@ -134,7 +135,7 @@ def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
 
 
 def _node_fix(config: RunConfig, site: Site, nodes: int) -> str:
-    replica = config.parallel.tensor * config.parallel.pipeline
+    replica = config.parallel.model_ranks
     legal = [count for count in range(1, 4 * max(nodes, replica) + 1) if count * site.tasks_per_node % replica == 0]
     return f"use {' or '.join(map(str, nearest(nodes, legal)))} nodes: a replica takes {replica} devices"
 
@@ -155,4 +156,6 @@ def submission_problems(
 
 def announce(point: Point) -> None:
     """Write point.json into the point's run directory, before anything runs there."""
-    write_atomically(point.directory / POINT_FILE, json.dumps({**point.describe(), "config": point.config.model_dump(mode="json")}) + "\n")
+    write_atomically(
+        point.directory / POINT_FILE, strict_json({**point.describe(), "config": point.config.model_dump(mode="json")}, indent=None) + "\n"
+    )

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from frontier_llm.cluster.sites import Site, format_walltime
 from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.scaling.harvest import WARMUP_STEPS
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import Point
 from frontier_llm.units import format_seconds
 
 MARGIN = 1.5  # measured over simulated step: ORNL's 48 tokens/s per GCD of Frontier (175B) are 1.3 times below the planner's 63
 START_S = 600  # until the first step: environment, imports, rendezvous, weights
-MOST_STEPS, FEWEST_STEPS = 20, 2  # a point's own choice; the first step never counts
+MOST_STEPS = 20  # a point's own choice
+FEWEST_STEPS = WARMUP_STEPS + 5  # of any point: an efficiency of fewer measured steps is an anecdote
 
 
 def with_walltime(
@@ -21,9 +23,10 @@ def with_walltime(
 ) -> list[tuple[Point, int | None]]:
     """Every point with its steps and its minutes of walltime (None: the site states no limit).
 
-    `minutes` and `steps` are the user's. Without `steps` a point runs as many as fit, at most MOST_STEPS. Raises ConfigError naming each
-    point that does not fit, with the number of steps that would.
+    `minutes` and `steps` are the user's. Without `steps` a point runs as many as fit, at most MOST_STEPS. Raises ConfigError for fewer than
+    FEWEST_STEPS, and naming each point that does not fit, with the number of steps that would.
     """
+    refuse_few(steps)
     timed: list[tuple[Point, int | None]] = []
     problems: dict[int, Problem] = {}
     for point in points:
@@ -41,6 +44,19 @@ def with_walltime(
     if problems:
         raise ConfigError(problems.values())
     return timed
+
+
+def refuse_few(steps: int | None) -> None:
+    """Raise ConfigError for a number of steps that leaves too few to measure."""
+    if steps is not None and steps < FEWEST_STEPS:
+        what = f"{steps} steps leave {max(0, steps - WARMUP_STEPS)} to measure: the first {WARMUP_STEPS} do not count"
+        raise ConfigError(what, f"train.steps={FEWEST_STEPS} or more", "train.steps")
+
+
+def steps_of(point: Point, steps: int | None) -> Point:
+    """The point with the user's steps, else with FEWEST_STEPS: inside one allocation every node waits for the largest point."""
+    refuse_few(steps)
+    return _with_steps(point, steps or FEWEST_STEPS)
 
 
 def _with_steps(point: Point, steps: int) -> Point:

@@ -15,8 +15,8 @@ from frontier_llm.schedule.registry import (
     register,
     rule,
 )
-from frontier_llm.schedule.render import render_figure, render_text
-from frontier_llm.schedule.simulate import Timeline, simulate
+from frontier_llm.schedule.render import render_text, timeline_chart
+from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
 
 __all__ = [
     "FORWARD_ONLY",
@@ -37,10 +37,11 @@ __all__ = [
     "posted_ahead",
     "problems",
     "register",
-    "render_figure",
     "render_text",
     "round_robin",
     "rule",
     "simulate",
+    "simulate_in_turn",
+    "timeline_chart",
     "with_messages",
 ]

@@ -1,21 +1,20 @@
-"""A timeline for people: as text for terminals and docs, as PNG for reports."""
+"""A timeline for people: as text for terminals and docs, as a figure for pages."""
 
 from __future__ import annotations
 
 from itertools import islice
 from math import ceil
-from pathlib import Path
-from typing import IO
+from typing import Any
 
-from frontier_llm.errors import BackendError
-from frontier_llm.schedule.actions import Action, Kind, Placement
+from frontier_llm.pages import Chart
+from frontier_llm.schedule.actions import Action, Kind, Placement, Schedule
 from frontier_llm.schedule.simulate import Timeline
 from frontier_llm.units import plural
 
 COLORS = {
     Kind.FORWARD: "#4c78a8",
     Kind.BACKWARD: "#f58518",
-    Kind.BACKWARD_INPUT: "#f58518",
+    Kind.BACKWARD_INPUT: "#e45756",
     Kind.BACKWARD_WEIGHT: "#54a24b",
 }
 
@@ -44,49 +43,60 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
     return "\n".join([*lines, f"{size}: makespan {timeline.makespan_s:.4g}, bubble {timeline.bubble_fraction:.1%} of compute"])
 
 
-def _color(action: Action, placement: Placement) -> tuple[float, float, float]:
+def _color(action: Action, placement: Placement) -> str:
     """The kind's colour, lighter for a rank's later virtual stages."""
     lighter = 0.5 * (action.position * placement.chunks // len(placement.rank_of)) / placement.chunks
-    red, green, blue = (int(COLORS[action.kind][index : index + 2], 16) / 255 for index in (1, 3, 5))
-    return (red + (1 - red) * lighter, green + (1 - green) * lighter, blue + (1 - blue) * lighter)
+    parts = (int(COLORS[action.kind][index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * lighter):02x}" for part in parts)
 
 
-def render_figure(timeline: Timeline, path: Path | IO[str], file_format: str = "png") -> None:
-    """Write the timeline as a figure ("png", or "svg" into a text stream); bars carry the microbatch number where there is room.
+def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: int = 6000) -> Chart:
+    """The timeline as a figure: a row per pipeline rank, what is idle stays grey, bars carry the microbatch number where there is room.
 
-    Raises BackendError without matplotlib.
+    Of more than `most_actions` only the beginning is drawn.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendError("drawing needs matplotlib", "pip install matplotlib") from error
     schedule = timeline.schedule
-    figure = Figure(
-        figsize=(min(24.0, 4 + 0.02 * schedule.stages * schedule.microbatches + 8), 1.2 + 0.45 * schedule.stages),
-        dpi=110,
-        layout="constrained",
-    )
-    axes = figure.subplots()
+    rows: dict[Kind, list[tuple[Action, int, float, float]]] = {}
     for stage in range(schedule.stages):
-        spans = list(timeline.spans(stage))
-        axes.broken_barh(
-            [(start_s, end_s - start_s) for _, start_s, end_s in spans],
-            (stage - 0.45, 0.9),
-            facecolors=[_color(action, schedule.placement) for action, _, _ in spans],
-            edgecolors="white",
-            linewidth=0.4,
-        )
-        if len(spans) <= 80:
-            for action, start_s, end_s in spans:
-                axes.text((start_s + end_s) / 2, stage, str(action.microbatch), ha="center", va="center", fontsize=7, color="white")
-    axes.set(xlim=(0, timeline.makespan_s), ylim=(schedule.stages - 0.5, -0.5), xlabel="time", ylabel="stage")
-    axes.set_yticks(range(schedule.stages))
+        for action, start_s, end_s in islice(timeline.spans(stage), most_actions // schedule.stages):
+            rows.setdefault(action.kind, []).append((action, stage, start_s, end_s))
+    drawn_until_s = max(end_s for spans in rows.values() for *_, end_s in spans)
+    few = sum(map(len, rows.values())) <= 80 * schedule.stages
+    idle = {"base": [0.0] * schedule.stages, "x": [drawn_until_s] * schedule.stages, "y": list(range(schedule.stages))}
+    traces = [{"type": "bar", "orientation": "h", "name": "idle", "marker": {"color": "#8883"}, "hoverinfo": "skip", **idle}]
+    traces += [_bars(schedule, kind, spans, few) for kind, spans in sorted(rows.items(), key=lambda row: list(Kind).index(row[0]))]
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    axes.set_title(
-        f"{schedule.name}{chunks}, {plural(schedule.microbatches, 'microbatch')}: bubble {timeline.bubble_fraction:.1%} of compute"
-    )
-    for kind in COLORS:
-        if any(action.kind is kind for action in schedule.actions[0]):
-            axes.bar(0, 0, color=COLORS[kind], label=kind.name.lower().replace("_", " "))
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, format=file_format)
+    size = f"{schedule.name}{chunks}, {plural(schedule.microbatches, 'microbatch')}"
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.12,
+        "yaxis": {"autorange": "reversed", "dtick": max(1, schedule.stages // 16), "showgrid": False},
+        "xaxis": {"range": [0, drawn_until_s]},
+    }
+    title = f"{size}: bubble {timeline.bubble_fraction:.1%} of compute"
+    return Chart(title, unit, "pipeline rank", traces, height_px=150 + min(28 * schedule.stages, 480), layout=layout)
+
+
+def _bars(schedule: Schedule, kind: Kind, spans: list[tuple[Action, int, float, float]], labelled: bool) -> dict[str, Any]:
+    """All bars of one kind, as one trace that the legend toggles."""
+    name = kind.name.lower().replace("_", " ")
+    hover = [
+        f"{name}, microbatch {action.microbatch}" + (f", virtual stage {action.position}" if schedule.chunks > 1 else "")
+        for action, *_ in spans
+    ]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "base": [start_s for *_, start_s, _ in spans],
+        "x": [end_s - start_s for *_, start_s, end_s in spans],
+        "y": [stage for _, stage, *_ in spans],
+        "marker": {"color": [_color(action, schedule.placement) for action, *_ in spans], "line": {"width": 0.4, "color": "#fff"}},
+        "hovertext": hover,
+        "hovertemplate": "%{hovertext}<br>%{base:.4g} + %{x:.4g}<extra></extra>",
+        **(
+            {"text": [str(action.microbatch) for action, *_ in spans], "textposition": "inside", "insidetextanchor": "middle"}
+            if labelled
+            else {}
+        ),
+    }

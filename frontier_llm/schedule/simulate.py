@@ -52,6 +52,75 @@ def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0) -> 
     return Timeline(schedule, *play(schedule.placement, schedule.compute, duration, send_s))
 
 
+def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> Timeline:
+    """Play the schedule with one communication in flight on each rank (comm.in_flight: one), in the one order of its `actions`.
+
+    A message begins when both its ranks have ended what stands before it, compute and messages. With `waits` what stands behind it begins when it
+    has ended: where the host waits for each call, or where compute has collectives inside, which take their turn. Otherwise compute waits
+    only for what it needs. The schedule needs its messages.
+    """
+    return Timeline(schedule, *_Turns(schedule, duration, send_s, waits).play())
+
+
+class _Turns:
+    """State of such a simulation: per rank one clock of its compute, one of its communication, and a place in the list."""
+
+    def __init__(self, schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> None:
+        self.schedule, self.duration, self.waits = schedule, duration, waits
+        self.seconds = send_s if callable(send_s) else lambda source, target: send_s
+        self.compute_s, self.turn_s, self.place = [0.0] * schedule.stages, [0.0] * schedule.stages, [0] * schedule.stages
+        self.ready: dict[Action, tuple[int, float]] = {}  # a message by its send → the end that is there, and since when
+        self.ended: dict[Action, float] = {}
+        self.start_s: Times = tuple([] for _ in schedule.actions)
+        self.end_s: Times = tuple([] for _ in schedule.actions)
+
+    def play(self) -> tuple[Times, Times]:
+        """All ranks, each as far as it gets, until none is left."""
+        runnable = set(range(self.schedule.stages))
+        while runnable:
+            rank = runnable.pop()
+            actions = self.schedule.actions[rank]
+            while self.place[rank] < len(actions):
+                action = actions[self.place[rank]]
+                if action.kind.computes:
+                    self._compute(rank, action)
+                elif not self._message(rank, action, runnable):
+                    break
+                self.place[rank] += 1
+        return self.start_s, self.end_s
+
+    def _compute(self, rank: int, action: Action) -> None:
+        placement = self.schedule.placement
+        start_s: float = max(self.compute_s[rank], self.turn_s[rank] if self.waits else 0)
+        if receive := placement.received_by(action.kind, action.position):
+            start_s = max(start_s, self.ended[_sent(placement, Action(receive, action.microbatch, action.position))])
+        self.compute_s[rank] = end_s = start_s + self.duration(rank, action)
+        self.start_s[rank].append(start_s)
+        self.end_s[rank].append(end_s)
+
+    def _message(self, rank: int, action: Action, runnable: set[int]) -> bool:
+        """False while the other end is not there."""
+        message = _sent(self.schedule.placement, action)
+        if message not in self.ended:
+            now_s = max(self.compute_s[rank], self.turn_s[rank])
+            peer, since_s = self.ready.setdefault(message, (rank, now_s))
+            if peer == rank:
+                return False
+            source, target = (rank, peer) if action.kind.sends else (peer, rank)
+            self.ended[message] = max(now_s, since_s) + self.seconds(source, target)
+            runnable.add(peer)
+        self.turn_s[rank] = self.ended[message]
+        return True
+
+
+def _sent(placement: Placement, action: Action) -> Action:
+    """The send of a message, by either of its ends."""
+    if action.kind.sends:
+        return action
+    kind = Kind.SEND_FORWARD if action.kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD
+    return Action(kind, action.microbatch, placement.other_end(action.kind, action.position))
+
+
 def play(placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer = 0.0) -> tuple[Times, Times]:
     """(starts, ends) of the compute actions in `orders`, by rank; the lists end early where ranks wait for each other in a circle."""
     return _Player(placement, orders, duration, send_s).play()

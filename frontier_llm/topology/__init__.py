@@ -1,12 +1,14 @@
-"""rank ↔ (pp, dp, tp), groups as tuples of ranks, layers → stages, and what each rank owns."""
+"""rank ↔ (pp, dp, cp, tp), groups as tuples of ranks, layers → stages, and what each rank owns."""
 
-from frontier_llm.topology.grid import AXIS_ORDERS, Grid
+from frontier_llm.topology.grid import AXES, AXIS_ORDERS, Grid
 from frontier_llm.topology.plan import ParallelPlan, in_flight, make_plan, plan_as_given, plan_problems
 from frontier_llm.topology.rectangles import Rectangle, contiguous_runs, rectangles_of_run, spans
+from frontier_llm.topology.sequence import held_positions
 from frontier_llm.topology.shards import BUCKET_ALIGNMENT, ShardSpec, shard
 from frontier_llm.topology.stages import head_cost_in_layers, split_layers
 
 __all__ = [
+    "AXES",
     "AXIS_ORDERS",
     "BUCKET_ALIGNMENT",
     "Grid",
@@ -15,6 +17,7 @@ __all__ = [
     "ShardSpec",
     "contiguous_runs",
     "head_cost_in_layers",
+    "held_positions",
     "in_flight",
     "make_plan",
     "plan_as_given",

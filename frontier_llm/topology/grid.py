@@ -1,14 +1,20 @@
-"""global rank ↔ (pp, dp, tp): the bijection, and the groups that it implies, as plain tuples of ranks."""
+"""global rank ↔ (pp, dp, cp, tp): the bijection, and the groups that it implies, as plain tuples of ranks.
+
+Experts fold the ranks of one pipeline rank anew: where attention has tp x cp x dp, they have etp x ep x edp. The innermost of both are
+neighbours, so the ranks that share out the experts stay within a node for as long as they fit there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from frontier_llm.errors import ConfigError, suggest
 
-AXES = ("tp", "dp", "pp")
+AXES = ("tp", "cp", "dp", "pp")
+FOLDED = ("etp", "ep", "edp")  # innermost first
 AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 
@@ -17,13 +23,17 @@ class Grid:
     """The mesh of ranks. `order` is innermost first: ranks that differ in its first axis are neighbours.
 
     TP is always innermost, because its collectives run in every layer and must stay on a node's Infinity Fabric
-    (200/100/50 GB/s between GCDs against 12.5 GB/s per GCD through the NICs).
+    (200/100/50 GB/s between GCDs against 12.5 GB/s per GCD through the NICs). CP, which runs in every layer too, but moves only keys and
+    values, stands next to it whatever the order says of the others.
     """
 
     tp: int
     pp: int
     dp: int
     order: str = "tp-dp-pp"
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in AXIS_ORDERS:
@@ -32,39 +42,81 @@ class Grid:
             )
 
     @property
+    def _innermost_first(self) -> list[str]:
+        first, *others = self.order.split("-")
+        return [first, "cp", *others]
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> str:
+        """The joint axis of all ranks that hold the same weights: over it gradients are summed and optimizer state is shared out."""
+        return "dp.cp" if self.cp > 1 else "dp"
+
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert."""
+        return self.world_size // (self.pp * self.ep * self.etp)
 
     def degree(self, axis: str) -> int:
-        """Size of an axis by name."""
-        return int(getattr(self, axis))
+        """Size of an axis by name; of a joint axis like "dp.cp" the product."""
+        return prod(int(getattr(self, part)) for part in axis.split("."))
+
+    def plane(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same layers: all coordinates but pp's, innermost first."""
+        inner = [axis for axis in self._innermost_first if axis != "pp"]
+        place = self.coordinates(global_rank)
+        places = product(*(range(self.degree(axis)) for axis in reversed(inner)))
+        return tuple(self.global_rank({**place, **dict(zip(reversed(inner), values, strict=True))}) for values in places)
+
+    def folded(self, global_rank: int) -> dict[str, int]:
+        """{'etp': …, 'ep': …, 'edp': …} of a rank."""
+        position, place = self.plane(global_rank).index(global_rank), {}
+        for axis in FOLDED:
+            position, place[axis] = divmod(position, self.degree(axis))
+        return place
+
+    def experts_group(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold one copy of all experts, etp innermost: tokens travel among them."""
+        plane, size = self.plane(global_rank), self.etp * self.ep
+        first = plane.index(global_rank) // size * size
+        return plane[first : first + size]
+
+    def replicas_group(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of the same experts."""
+        plane, size = self.plane(global_rank), self.etp * self.ep
+        return plane[plane.index(global_rank) % size :: size]
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
-        """{'tp': …, 'dp': …, 'pp': …} of a rank."""
+        """{'tp': …, 'cp': …, 'dp': …, 'pp': …} of a rank."""
         place = {}
-        for axis in self.order.split("-"):
+        for axis in self._innermost_first:
             global_rank, place[axis] = divmod(global_rank, self.degree(axis))
         return place
 
     def global_rank(self, place: Mapping[str, int]) -> int:
         """The rank at the given coordinates."""
         rank, stride = 0, 1
-        for axis in self.order.split("-"):
+        for axis in self._innermost_first:
             rank += place[axis] * stride
             stride *= self.degree(axis)
         return rank
 
     def group(self, axis: str, global_rank: int) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `global_rank` but `axis`, ordered along that axis."""
-        place = self.coordinates(global_rank)
-        return tuple(self.global_rank({**place, axis: index}) for index in range(self.degree(axis)))
+        """The ranks that share every coordinate with `global_rank` but `axis`, ordered along that axis; along a joint one its first part is outermost."""
+        place, parts = self.coordinates(global_rank), axis.split(".")
+        indices = product(*(range(self.degree(part)) for part in parts))
+        return tuple(self.global_rank({**place, **dict(zip(parts, index, strict=True))}) for index in indices)
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups along an axis; they partition the world."""
-        others = [other for other in AXES if other != axis]
+        parts = axis.split(".")
+        others = [other for other in AXES if other not in parts]
         starts = [
-            self.global_rank({**dict(zip(others, place, strict=True)), axis: 0})
+            self.global_rank({**dict(zip(others, place, strict=True)), **dict.fromkeys(parts, 0)})
             for place in product(*(range(self.degree(other)) for other in others))
         ]
         return tuple(self.group(axis, start) for start in sorted(starts))

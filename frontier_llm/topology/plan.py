@@ -40,7 +40,11 @@ class ParallelPlan:
     def describe(self) -> str:
         """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        degrees = f"TP{self.grid.tp} x PP{self.grid.pp}{chunks} x DP{self.grid.dp}"
+        context = f" x CP{self.grid.cp}" if self.grid.cp > 1 else ""
+        degrees = f"TP{self.grid.tp}{context} x PP{self.grid.pp}{chunks} x DP{self.grid.dp}"
+        if self.grid.ep > 1 or self.grid.etp > 1:
+            split = f"ETP{self.grid.etp} x " if self.grid.etp > 1 else ""
+            degrees += f", experts {split}EP{self.grid.ep} x EDP{self.grid.edp}"
         sequence = ", sequence parallel" if self.sequence_parallel else ""
         return f"{degrees}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sequence}"
 
@@ -52,7 +56,9 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *optimizer_problems(config.optimizer),
         *_degree_problems(config, world_size),
         *_tensor_problems(config),
+        *_context_problems(config),
         *_tensor_chunk_problems(config),
+        *_expert_problems(config, world_size),
         *_pipeline_problems(config),
         *_engine_problems(config),
     ]
@@ -72,9 +78,17 @@ def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
 def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
     """The layout without looking for problems: of a run that has taken place."""
     parallel, batch = config.parallel, config.batch
-    dp = world_size // (parallel.tensor * parallel.pipeline)
+    dp = world_size // parallel.model_ranks
     return ParallelPlan(
-        grid=Grid(parallel.tensor, parallel.pipeline, dp, parallel.axis_order),
+        grid=Grid(
+            parallel.tensor,
+            parallel.pipeline,
+            dp,
+            parallel.axis_order,
+            parallel.context,
+            ep=parallel.expert,
+            etp=parallel.expert_tensor,
+        ),
         placement=schedule.rule(parallel.schedule).placement(parallel.pipeline, parallel.chunks),
         schedule=parallel.schedule,
         microbatches=batch.global_batch // (batch.micro_batch * dp),
@@ -98,13 +112,14 @@ def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:
         problems.append(
             Problem("parallel.axis_order", f"{parallel.axis_order!r} is not an order with tp innermost", f"use one of {list(AXIS_ORDERS)}")
         )
-    model_ranks = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.model_ranks
+    context = f"context {parallel.context} x " if parallel.context > 1 else ""
     if world_size % model_ranks:
         valid = nearest(world_size, range(model_ranks, 2 * world_size + model_ranks + 1, model_ranks))
         problems.append(
             Problem(
                 "world size",
-                f"{world_size} is not a multiple of tensor {parallel.tensor} x pipeline {parallel.pipeline} = {model_ranks}",
+                f"{world_size} is not a multiple of tensor {parallel.tensor} x {context}pipeline {parallel.pipeline} = {model_ranks}",
                 f"start {' or '.join(map(str, valid))} ranks, or change the degrees",
             )
         )
@@ -140,7 +155,9 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
         ("model.vocab_multiple", "the padded vocabulary", model.padded_vocab_size),
     ]
     if config.parallel.sequence_parallel:
-        rules.append(("model.sequence_length", "the sequence (sequence_parallel)", model.sequence_length))
+        rules.append(
+            ("model.sequence_length", "a rank's part of the sequence (sequence_parallel)", model.sequence_length // config.parallel.context)
+        )
 
     def every_rank_has_a_token(tp: int) -> bool:
         return model.padded_vocab_size - model.vocab_size < max(1, model.padded_vocab_size // tp)
@@ -159,6 +176,16 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
+def _context_problems(config: RunConfig) -> list[Problem]:
+    """parallel.context cuts each sequence in two chunks per rank."""
+    cp, length = config.parallel.context, config.model.sequence_length
+    if cp == 1 or length % (2 * cp) == 0:
+        return []
+    valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
+    what = f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
+    return [Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context")]
+
+
 def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
     """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
     chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
@@ -167,11 +194,48 @@ def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
     if tp == 1:
         what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
         return [Problem("comm.tensor_chunks", what, "set parallel.tensor=2 or comm.tensor_chunks=1")]
-    rows = length // tp if config.parallel.sequence_parallel else length
+    rows = length // config.parallel.context // (tp if config.parallel.sequence_parallel else 1)
     if rows % chunks:
         what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
         return [Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")]
     return []
+
+
+def _expert_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """The experts' own degrees, folded out of the ranks of one pipeline rank; and what models with experts cannot do."""
+    model, parallel, moe = config.model, config.parallel, config.model.moe
+    problems: list[Problem] = []
+    if moe is None:
+        for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
+            if degree > 1:
+                problems.append(Problem(key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe"))
+        return problems
+    plane = max(1, world_size // parallel.pipeline)
+    for key, what, size, degree in (
+        ("parallel.expert", "experts", moe.experts, parallel.expert),
+        ("parallel.expert_tensor", "an expert's width", model.expert_hidden, parallel.expert_tensor),
+    ):
+        if size % degree:
+            problems.append(Problem(key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}"))
+    ranks = parallel.expert * parallel.expert_tensor
+    if plane % ranks:
+        what = f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the {plane} ranks of a stage (tensor x data)"
+        fix = f"use one of {nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for expert, with expert_tensor=1"
+        problems.append(Problem("parallel.expert", what, fix))
+    if model.sequence_length % parallel.tensor:
+        what = f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part of the sequence"
+        fix = f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}"
+        problems.append(Problem("model.sequence_length", what, fix))
+    if parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed":
+        where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
+        what = f"{who} cuts all weights over the same ranks, and experts have replicas of their own"
+        problems.append(Problem(where, what, "use the native engine with data_mode=zero"))
+    if ranks > 1 and config.guard.recompute_interval > 0:
+        what = "replicas that share out experts have different ones, whose gradients cannot be compared"
+        problems.append(Problem("guard.recompute_interval", what, "set it to 0, or parallel.expert=1 and expert_tensor=1"))
+    if model.bias:
+        problems.append(Problem("model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"))
+    return problems
 
 
 def tp_limit(model: ModelConfig) -> int:

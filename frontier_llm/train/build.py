@@ -9,7 +9,7 @@ import torch
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.model import Stage, build_stages, losses
-from frontier_llm.ops import select_ops, working_dtype
+from frontier_llm.ops import AttentionShape, select_ops, working_dtype
 from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
 from frontier_llm.pipeline import ActivationSpec, Engine
 from frontier_llm.schedule import Schedule, forward_only
@@ -44,22 +44,32 @@ class TrainState:
         return _feed(self.config, self.mesh, self.device, self.stages, source)
 
 
-def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource) -> TrainState:
-    """One rank's part of the run, with initial weights. Raises BackendError when a chosen op is not there."""
-    dtype = working_dtype(config.precision.dtype)
-    ops = select_ops(config.ops, device.type, dtype, config.data.reset_at_documents)
-    gradients = gradient_destination(config)
-    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks)
-    specs, weights = plan.stages_of(mesh.pp.rank), config.train.loss_weights
-    stages = build_stages(config.model, specs, context, device, config.train.recompute, losses.select(weights))
-    sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages))
+def build_state(
+    config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource, draws: bool = True
+) -> TrainState:
+    """One rank's part of the run, with initial weights, unless a checkpoint will be loaded (`draws`).
 
-    sequence = config.model.sequence_length // (mesh.tp.size if plan.sequence_parallel else 1)
+    Raises BackendError when a chosen op is not there.
+    """
+    dtype = working_dtype(config.precision.dtype)
+    documents = config.data.reset_at_documents
+    shape = AttentionShape(config.model.dim_per_head, extras=documents or config.model.position == "alibi")
+    ops = select_ops(config.ops, device.type, dtype, documents=documents, parts=mesh.cp.size > 1, attention=shape)
+    gradients = gradient_destination(config)
+    context = LayerContext(
+        mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp
+    )
+    specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
+    stages = build_stages(config.model, specs, context, device, config.train.recompute, terms)
+    sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
+
+    sequence = config.model.sequence_length // mesh.cp.size // (mesh.tp.size if plan.sequence_parallel else 1)
     activation = ActivationSpec((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
 
     def engine(schedule: Schedule) -> Engine:
         overlap = config.comm.overlap_messages
-        return Engine(schedule, stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights)
+        weights, shapes = losses.weights(config), losses.shapes(config.model)
+        return Engine(schedule, stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights, shapes=shapes)
 
     schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     return TrainState(
@@ -80,4 +90,5 @@ def build_state(config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch
 
 def _feed(config: RunConfig, mesh: Mesh, device: torch.device, stages: list[Stage], source: BatchSource) -> Feed:
     is_end = any(stage.spec.embedding or stage.spec.head for stage in stages)
-    return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh.dp, device, is_end)
+    sequences = config.batch.global_batch
+    return Feed(source, sequences * config.model.sequence_length, mesh, device, is_end, sequences_per_step=sequences)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import Axis, all_reduce_
+from frontier_llm.comm import Mesh, all_reduce_
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.model import Microbatch
+from frontier_llm.topology import held_positions
 
 
 class BatchSource(Protocol):
@@ -27,41 +28,64 @@ class BatchSource(Protocol):
 class Feed:
     """One rank's batches on its device. Stages between the ends of the pipeline read nothing, unless documents cut attention."""
 
-    def __init__(self, source: BatchSource, targets_per_step: int, dp: Axis, device: torch.device, is_end: bool = True) -> None:
+    def __init__(
+        self,
+        source: BatchSource,
+        targets_per_step: int,
+        mesh: Mesh,
+        device: torch.device,
+        is_end: bool = True,
+        *,
+        sequences_per_step: int = 0,
+    ) -> None:
         """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds or has the head."""
+        self._sequences_per_step = sequences_per_step
         self.left_out_steps = 0  # of data, by a rewind: step k is fed what would have been step k + left_out_steps
-        self._source, self._targets_per_step, self._dp, self._device = source, targets_per_step, dp, device
+        self._source, self._targets_per_step, self._mesh, self._device = source, targets_per_step, mesh, device
         self._reads = is_end or source.reset_at_documents
 
     def step(self, step: int) -> Callable[[int], Microbatch]:
-        """The microbatches of a step by number. Collective over dp where documents are masked."""
+        """The microbatches of a step by number. Collective over the replicas where documents are masked."""
         targets = self.count_targets(step)
         return lambda index: self.microbatch(step, index, targets)
 
     def microbatch(self, step: int, index: int, global_targets: int | Tensor) -> Microbatch:
         """The microbatch with the sequence first."""
         if not self._reads:
-            return Microbatch(global_targets=global_targets)
+            return Microbatch(global_targets=global_targets, global_sequences=self._sequences_per_step)
         samples = self._source.microbatch(step + self.left_out_steps, index)
         tokens_S1B = samples.tokens_BS1.T
         return Microbatch(
-            self._tensor(tokens_S1B[:-1]),
-            self._tensor(tokens_S1B[1:]),
+            self._tensor(self._held(tokens_S1B[:-1])),
+            self._tensor(self._held(tokens_S1B[1:])),
             None if samples.documents_BS is None else self._tensor(samples.documents_BS),
-            None if samples.loss_mask_BS is None else self._tensor(samples.loss_mask_BS.T),
+            None if samples.loss_mask_BS is None else self._tensor(self._held(samples.loss_mask_BS.T)),
             global_targets,
+            self._sequences_per_step,
         )
 
     def count_targets(self, step: int) -> int | Tensor:
-        """Targets of the step's global batch that count in the loss. Collective over dp where documents are masked.
+        """Targets of the step's global batch that count in the loss. Collective over the replicas where documents are masked.
 
-        Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp.
+        Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp and cp.
         """
         if not self._source.reset_at_documents:
             return self._targets_per_step
         step += self.left_out_steps
-        mine = sum(self._source.microbatch(step, index).target_count for index in range(self._source.microbatches))
-        return all_reduce_(self._tensor(np.array([mine], np.int64)), self._dp)[0]
+        mine = sum(self._count(self._source.microbatch(step, index)) for index in range(self._source.microbatches))
+        return all_reduce_(self._tensor(np.array([mine], np.int64)), self._mesh.replicas)[0]
+
+    def _count(self, samples: SampleBatch) -> int:
+        """Targets that count among this rank's tokens."""
+        mask_BS = samples.loss_mask_BS
+        return samples.target_count // self._mesh.cp.size if mask_BS is None else int(self._held(mask_BS.T).sum())
+
+    def _held(self, rows: np.ndarray) -> np.ndarray:
+        """Of rows for a whole sequence those of this rank's tokens."""
+        cp = self._mesh.cp
+        if cp.size == 1:
+            return rows
+        return np.concatenate([rows[part.start : part.stop] for part in held_positions(len(rows), cp.size, cp.rank)])
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         """On the device; through pinned memory to a GPU, because from ordinary memory the host would wait for the copy's turn."""

@@ -21,7 +21,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine import load_machine
-from frontier_llm.machine.env import MACHINES, PRIVATE
+from frontier_llm.machine.env import MACHINES, ONE_QUEUE, PRIVATE
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.machine.precision import FLUSHING, fp16_note
 from frontier_llm.topology import ParallelPlan, in_flight, make_plan
@@ -56,12 +56,12 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
 
 
 @contextmanager
-def joined_state(config: RunConfig, place: RankEnv | None) -> Iterator[TrainState]:
-    """Join the job's ranks and build this rank's part of the run."""
+def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
+    """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint will replace."""
     with joined(config, place) as (plan, mesh, device):
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         assert batches is not None
-        state = build_state(config, plan, mesh, device, batches)
+        state = build_state(config, plan, mesh, device, batches, draws)
         yield state
         state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
 
@@ -102,7 +102,10 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
     if machine not in MACHINES:  # a file of the user's own
         machine = load_machine(config.machine).environment
     nodes = -(-place.world_size // place.local_world_size)
-    wanted = [variable for variable in machine_environment(machine, nodes) if not any(map(environ, variable.also))]
+    fsdp = config.parallel.data_mode == "fsdp"
+    wanted = [variable for variable in machine_environment(machine, nodes, fsdp) if not any(map(environ, variable.also))]
+    if fsdp and environ(ONE_QUEUE) == "1":
+        log.warn(f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: unset it")
     adopted = adopt({variable.name: variable.value.replace(PRIVATE, str(job.folder)) for variable in wanted})
     if "OMP_NUM_THREADS" not in adopted:
         torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
@@ -197,4 +200,5 @@ def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, device: torch
         timeout_s=timeout_s,
         comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
         ranks_per_node=place.local_world_size,
+        experts=config.model.moe is not None,
     )

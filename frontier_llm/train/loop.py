@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
 from frontier_llm import failpoints, log
-from frontier_llm.checkpoint import CheckpointManager
+from frontier_llm.checkpoint import CheckpointManager, is_there
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
+from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
-from frontier_llm.comm import StragglerWatch
+from frontier_llm.comm import StragglerWatch, maximum
 from frontier_llm.config import RunConfig, TrainConfig, dump
+from frontier_llm.data.identity import identities
 from frontier_llm.data.loader import open_batches
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
+from frontier_llm.ops import working_dtype
+from frontier_llm.optim import draw_masters
+from frontier_llm.train import observers
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, Saves, Skips, Watchdog, Wish, Wishes, provenance
@@ -25,6 +29,7 @@ from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, metrics_of
 from frontier_llm.train.progress import progress_of, restore
 from frontier_llm.train.step import StepResult, local_gradients, train_step
+from frontier_llm.units import strict_json
 
 START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
 
@@ -46,11 +51,13 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     hit("train.start")
     # torch's store waits for ever for a rank 0 that is stopped, and the watchdog begins when all have met
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
+    # 175B on 64 devices is 2.7 billion numbers for each: not drawn where a checkpoint replaces them
+    draws = not is_there(_checkpoints(config.train))
     try:
-        with joined_state(config, place) as state:
+        with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # sets the timer anew
-                return _Session(state, resume, watchdog, signals).run()
+                return _Session(state, resume, watchdog, signals, draws).run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -58,12 +65,15 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
 class _Session:
     """What one process of the run holds from start to end."""
 
-    def __init__(self, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher) -> None:
+    def __init__(self, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher, drawn: bool = True) -> None:
+        """`drawn`: the weights are initial ones; otherwise they are nothing yet."""
         self.state, self.config, self.resume, self.watchdog = state, state.config, resume, watchdog
+        self.drawn = drawn
         self.run_dir, world = Path(self.config.train.run_dir), state.mesh.world
         self.is_first = world.rank == 0
         self.validation = open_batches(self.config, state.mesh.dp.rank, state.mesh.dp.size, "validation")
         self.metrics: Metrics | None = None  # of rank 0
+        self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
         self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval)
@@ -74,20 +84,32 @@ class _Session:
         self.skips = Skips(self.config.guard, self.decisions, self.saves)
 
     def run(self) -> int:
+        """The whole of it, whatever happens told to the observers."""
+        try:
+            return self._run()
+        finally:
+            for observer in self.observers:
+                observer.close()
+
+    def _run(self) -> int:
         """Resume where the newest intact checkpoint stopped, and go on."""
         self._resume()
         if self.is_first:
             self._write_run_files()
-            self.metrics = metrics_of(self.state, self.manager.incarnation)
+            self.metrics = metrics_of(self.state, self.manager.incarnation, self.observers)
             if self.state.current_step >= self.config.train.steps:
                 log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
         with self.watchdog.section("save"):
-            if self.config.train.save_final or not finished:
+            if self.config.train.save_final or (not finished and self.config.train.save_interval):
                 self.saves.finish(progress_of(self.state, self.decisions.rewinds))
             self.saves.close(audit=finished)
         if self.metrics is not None:
             self.metrics.close()
+        if not finished and not environ("SLURM_JOB_ID"):  # a job's supervisor goes on by itself
+            stop = self.run_dir / STOP_FILE
+            first = f"delete {stop}, then " if stop.exists() else ""
+            log.info(f"step {self.state.current_step} of {self.config.train.steps} is saved; to go on: {first}the same command again")
         return 0 if finished else EXIT_INTERRUPTED
 
     def _resume(self) -> None:
@@ -95,6 +117,8 @@ class _Session:
             progress = self.saves.resume(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
+        elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
+            draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
         self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
 
     def _train_until_end(self) -> bool:
@@ -120,8 +144,12 @@ class _Session:
         """Returns what any rank has been asked for."""
         step = self.state.current_step
         hit("train.step")
+        for observer in self.observers:
+            observer.before_step(self.state)
         with self.stragglers.step() as stragglers:
             result = train_step(self.state, self.wishes.own)
+        for observer in self.observers:
+            observer.after_step(self.state, result)
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
@@ -173,7 +201,7 @@ class _Session:
 
     def _write_run_files(self) -> None:
         write_atomically(self.run_dir / "config.yaml", dump(self.config))
-        write_atomically(self.run_dir / "plan.json", json.dumps(asdict(self.state.plan), indent=1))
+        write_atomically(self.run_dir / "plan.json", strict_json(asdict(self.state.plan)))
 
 
 def _recompute(state: TrainState) -> Recompute:
@@ -184,16 +212,21 @@ def _recompute(state: TrainState) -> Recompute:
     return Recompute(lambda: local_gradients(state, feed), state.mesh)
 
 
+def _checkpoints(train: TrainConfig) -> Path:
+    return Path(train.run_dir) / "checkpoints"
+
+
 def _manager(state: TrainState, resume: Resume) -> CheckpointManager:
     train = state.config.train
     return CheckpointManager(
-        Path(train.run_dir) / "checkpoints",
+        _checkpoints(train),
         state.mesh,
         state.optimizer,
         config=state.config,
         keep=train.keep_checkpoints,
         keep_every=train.keep_every,
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
+        data=identities(state.config) if state.mesh.world.rank == 0 else {},
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
         incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),

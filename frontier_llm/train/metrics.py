@@ -1,14 +1,12 @@
-"""What a run writes down: one JSON line and one grep-able log line per logged step, and TensorBoard events."""
+"""What a run writes down: one JSON line and one grep-able log line per logged step; observers are told the same."""
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.machine import load_machine
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.clock import PhaseClock
+from frontier_llm.train.observers import Observer
 from frontier_llm.train.step import StepResult
-from frontier_llm.units import GIB, TERA, format_seconds
+from frontier_llm.units import GIB, TERA, format_seconds, strict_json
 
 
 @dataclass(frozen=True)
@@ -38,20 +37,21 @@ class Throughput:
 class Metrics:
     """Written by global rank 0, only ever appended to; each line carries the incarnation that wrote it.
 
-    A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it so, and TensorBoard
-    is told the same. It also says on which layout the steps after it run, as an attempt may have another than the one before.
+    A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it so, and
+    observers are told the same. It also says on which layout the steps after it run, as an attempt may have another than the one before.
     """
 
-    def __init__(self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int) -> None:
+    def __init__(
+        self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int, observers: Sequence[Observer] = ()
+    ) -> None:
         """Go on after `done_steps` steps in the run's directory."""
         self._config, self._world_size, self._clock, self._incarnation = config, world_size, clock, incarnation
         self._layout = layout_of(config, world_size)
         self._flops_per_token, self._peak_tflops = model_flops_per_token(config.model), peak_tflops(config)
         run_dir = Path(config.train.run_dir)
-        self._events = run_dir / "events" if config.train.tensorboard and find_spec("tensorboard") else None
+        self._observers = observers
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = open_lines(run_dir / "metrics.jsonl")
-        self._board: Any = None
         self._take_back("start", done_steps)
         self._since = self._started = time.perf_counter()  # when the steps since the last record began; when `_first_step` did
         self._steps_since, self._first_step, self._last_step = 0, done_steps, done_steps
@@ -78,7 +78,9 @@ class Metrics:
             "step",
             step + 1,
             {
-                **{name: value for name, value in asdict(result).items() if name != "wish" and value != {}},  # no further losses: no entry
+                **{
+                    name: value for name, value in asdict(result).items() if name != "wish" and value != {}
+                },  # no further losses, no experts: no entry
                 **asdict(speed),
                 "consumed_samples": samples,
                 "consumed_tokens": samples * self._config.model.sequence_length,
@@ -105,10 +107,7 @@ class Metrics:
         self._clock.take()
 
     def _take_back(self, kind: str, step: int) -> None:
-        self._close_board()
         self._write(kind, step, {"layout": self._layout})
-        if self._events is not None:
-            self._board = _summary_writer(self._events, step + 1)
 
     def communication(self) -> None:
         """Write down what has been communicated so far."""
@@ -120,34 +119,20 @@ class Metrics:
         """Write down what was communicated, flush and close."""
         self.communication()
         self._lines.close()
-        self._close_board()
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
         try:
-            self._lines.write((json.dumps(row) + "\n").encode())  # unbuffered: one write, so that a kill leaves a whole line or none
+            self._lines.write(
+                (strict_json(row, indent=None) + "\n").encode()
+            )  # unbuffered: one write, so that a kill leaves a whole line or none
         except OSError as error:  # as a failed save, a full disk does not end the run
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
-        try:
-            self._draw(kind, step, values)
-        except OSError as error:  # of TensorBoard's own writing thread, which has ended with it
-            log.warn(f"TensorBoard's events end at step {step}: {error.strerror}; metrics.jsonl goes on")
-            self._board = None
-
-    def _draw(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._board is None:
-            return
-        for name, value in values.items():
-            scalars = value if isinstance(value, dict) else {"": value}
-            for part, scalar in scalars.items():
-                if isinstance(scalar, int | float):
-                    self._board.add_scalar("/".join(filter(None, (kind, name, part))), scalar, step)
-
-    def _close_board(self) -> None:
-        if self._board is not None:
-            with suppress(OSError):  # a disk that has filled up since the last event
-                self._board.close()
-            self._board = None
+        for observer in self._observers:
+            try:
+                observer.record(kind, step, values)
+            except OSError as error:
+                log.warn(f"{type(observer).__name__} did not take the {kind} of step {step}: {error.strerror or error}")
 
     def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
         share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""
@@ -164,15 +149,15 @@ class Metrics:
 def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     """How the run is split over `world_size` ranks, in the words of its configuration."""
     parallel = config.parallel
-    data = world_size // (parallel.tensor * parallel.pipeline)
+    data = world_size // parallel.model_ranks
     return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
 
 
-def metrics_of(state: TrainState, incarnation: int) -> Metrics:
+def metrics_of(state: TrainState, incarnation: int, observers: Sequence[Observer]) -> Metrics:
     """From where the state is; its phases are timed from here on."""
     clock = PhaseClock(state.mesh.ledger)
     clock.attach(state)
-    return Metrics(state.config, state.mesh.world.size, clock, incarnation, state.current_step)
+    return Metrics(state.config, state.mesh.world.size, clock, incarnation, state.current_step, observers)
 
 
 def peak_tflops(config: RunConfig) -> float | None:
@@ -188,10 +173,3 @@ def memory_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
-def _summary_writer(directory: Path, first_step: int) -> Any:
-    """Events of an earlier writer from `first_step` on are taken back."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(directory), purge_step=first_step)

@@ -1,6 +1,6 @@
 # Modules and environment of local, sourced by launch/job.sh.
 # Rendered from slurm/sites/local.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 export FRONTIER_LLM_BIND=none
 export FRONTIER_LLM_NODE_LOCAL=/tmp
 export OMP_NUM_THREADS=1

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from frontier_llm.cluster import job_secret
 from frontier_llm.cluster.job_secret import JobSecret, private_folder
 from frontier_llm.cluster.launchers import RankEnv, free_port
-from frontier_llm.cluster.sites import root_dir
 from frontier_llm.comm import Meeting, door, host_memory
 from frontier_llm.comm.door import GREETING, give_proof
 from frontier_llm.comm.node_store import connect_across, send_parts
@@ -241,26 +239,3 @@ def test_shared_memory_of_somebody_else_is_not_opened(tmp_path: Path) -> None:
         for other in (f"/proc/{os.getpid()}/fd/{victim.fileno()}", str(tmp_path / "victim"), "/proc/self/fd/0", f"{path}/../../mem", ""):
             with pytest.raises(OSError, match="is no shared region"):
                 host_memory.open_memory(other)
-
-
-def test_the_broadcast_environment_lies_in_a_private_folder_that_nobody_can_foresee(tmp_path: Path) -> None:
-    def executable(path: Path, text: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(0o755)
-
-    executable(tmp_path / "bin" / "srun", 'while [[ "$1" == --* ]]; do shift; done; exec "$@"')
-    executable(tmp_path / "bin" / "sbcast", 'shift 2; cp "$1" "$2"')
-    executable(tmp_path / "env" / "bin" / "python", "echo mine")
-    subprocess.run(["tar", "-czf", "env.tar.gz", "-C", "env", "."], check=True, cwd=tmp_path)
-    (tmp_path / "local" / "frontier_llm_env_7").mkdir(parents=True)  # a neighbour's guess
-    env = {
-        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": "1",
-        "FRONTIER_LLM_NODE_LOCAL": f"{tmp_path}/local",
-    }
-    command = [str(root_dir() / "launch" / "broadcast_env.sh"), f"{tmp_path}/env.tar.gz"]
-    pythons = [Path(subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout.strip()) for _ in range(2)]
-    assert pythons[0] != pythons[1] and all(python.is_file() for python in pythons)
-    assert [python.parents[1].stat().st_mode & 0o777 for python in pythons] == [0o700, 0o700]

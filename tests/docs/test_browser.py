@@ -1,4 +1,5 @@
-"""The HTML that commands write, in a real browser: no console message, nothing fetched from elsewhere, nothing missing, not blank."""
+"""The HTML that commands write, in a real browser: no console message, nothing fetched from elsewhere, nothing missing, not blank,
+no wider than a phone's window, dark where the reader wants it dark."""
 
 from __future__ import annotations
 
@@ -22,18 +23,39 @@ def frontier_llm(*words: object) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def visit(page: Path, profile: Path) -> tuple[str, list[str]]:
+def visit(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
     """(the document after its scripts ran, everything that the console or the network log said); page.png beside the page."""
     done = subprocess.run(
         [
             str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
             "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--window-size=1200,1600", "--hide-scrollbars",
-            f"--screenshot={page.with_suffix('.png')}", "--dump-dom", page.as_uri(),
+            "--virtual-time-budget=8000", *flags, f"--screenshot={page.with_suffix('.png')}", "--dump-dom", page.as_uri(),
         ],
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+WIDTHS = (390, 800, 1400)  # a phone, half a screen, a screen
+SCHEMES = {"dark": 0, "light": 1}
+FRAMES = """<!doctype html><title>frames</title><script>
+onmessage = (event) => document.body.append(` wider than ${event.data.width} by ${event.data.excess};`)
+</script><body>"""
+MEASURE = """<script>setTimeout(() => {
+  parent.postMessage({ width: innerWidth, excess: document.documentElement.scrollWidth - innerWidth }, "*")
+}, 1500)</script></body>"""
+
+
+def look(page: Path, profile: Path, scheme: str) -> str:
+    """What the page says of its own width in frames of each width; the frames' picture beside the page."""
+    measured, frames = page.with_name("measured.html"), page.with_name(f"{page.stem}-{scheme}.html")
+    text = page.read_text(encoding="utf-8")
+    measured.write_text(MEASURE.join(text.rsplit("</body>", 1)), encoding="utf-8")
+    frames.write_text(FRAMES + "".join(f'<iframe src="measured.html" width={width} height=2600></iframe>' for width in WIDTHS))
+    document, messages = visit(frames, profile, "--window-size=2640,2700", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}")
+    assert messages == []
+    return document
 
 
 def not_blank(picture: Path) -> bool:
@@ -49,19 +71,28 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(page: Path, profile: Path, *expected: str) -> None:
     document, messages = visit(page, profile)
     assert messages == []
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").split("<script>")[0]  # Plotly's text names its own site; the browser resolves no name
     assert not re.search(r"""(src|href)=["']https?://""", text), "a page must work offline"
     for words in expected:
         assert words in document, words
     assert not_blank(page.with_suffix(".png"))
+    assert document.count('<svg class="main-svg"') > 1, "Plotly drew nothing"
+    brightness = {}
+    for scheme in SCHEMES:
+        widths = look(page, profile, scheme)
+        assert all(f"wider than {width} by 0;" in widths for width in WIDTHS), widths[-200:]
+        brightness[scheme] = float(
+            pytest.importorskip("matplotlib.image").imread(page.with_name(f"{page.stem}-{scheme}.png"))[..., :3].mean()
+        )
+    assert brightness["dark"] < 0.4 < 0.7 < brightness["light"]
 
 
 def test_report(tmp_path: Path, profile: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("plotly")
     run = tmp_path / "run.yaml"
     run.write_text(
         "model: llama-tiny\nbatch: {global_batch: 4}\ndata: {train: synthetic, validation: synthetic}\n"
-        f"train: {{run_dir: {tmp_path}/run, steps: 4, eval_samples: 4, device: cpu, tensorboard: false}}\n"
+        f"train: {{run_dir: {tmp_path}/run, steps: 4, eval_interval: 2, eval_samples: 4, device: cpu, tensorboard: false}}\n"
     )
     frontier_llm("train", run)
     frontier_llm("report", tmp_path / "run")
@@ -69,9 +100,17 @@ def test_report(tmp_path: Path, profile: Path) -> None:
 
 
 def test_plan(tmp_path: Path, profile: Path) -> None:
-    pytest.importorskip("matplotlib")
-    frontier_llm("plan", "gpt-22b", "--machine", "frontier", "--nodes", 16, "--figures", tmp_path / "plan")
-    check(tmp_path / "plan" / "index.html", profile, "gpt-22b on 16 nodes of frontier")
+    pytest.importorskip("plotly")
+    frontier_llm("plan", "gpt-22b", "--machine", "frontier", "--nodes", 16, "--figures", tmp_path / "plan.html")
+    check(tmp_path / "plan.html", profile, "gpt-22b on 16 nodes of frontier")
+
+
+def test_scaling(tmp_path: Path, profile: Path) -> None:
+    pytest.importorskip("plotly")
+    frontier_llm(
+        "scaling", "weak", "--model", "gpt-175b", "--nodes", "16,32", "--site", "frontier", "-A", "x", "--simulate", "--output", tmp_path
+    )
+    check(tmp_path / "report" / "scaling.html", profile, "Weak scaling: efficiency", "ORNL 175B (published)")
 
 
 def test_the_check_itself(tmp_path: Path, profile: Path) -> None:

@@ -10,11 +10,12 @@ import pytest
 from frontier_llm.cluster import run_dir
 from tests.faults.runs import Run
 from tests.faults.test_policies import decisions
+from tests.harness.marks import but_first
 
 LAYOUT = ("parallel.data=2", "parallel.tensor=2", "parallel.sequence_parallel=true")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", but_first(["bf16", "fp32"]))
 def test_same_seed_twice_is_bit_equal(dtype: str, tmp_path: Path) -> None:
     once, again = (Run(tmp_path / name, overrides=(*LAYOUT, f"precision.dtype={dtype}")) for name in ("once", "again"))
     assert once.finish()[0] == again.finish()[0] == 0
@@ -23,6 +24,7 @@ def test_same_seed_twice_is_bit_equal(dtype: str, tmp_path: Path) -> None:
     assert other.finish()[0] == 0 and other.losses() != once.losses()
 
 
+@pytest.mark.thorough
 def test_recomputing_changes_nothing_and_is_silent_in_a_clean_run(tmp_path: Path) -> None:
     without, checked = (
         Run(tmp_path / name, overrides=(*LAYOUT, *more)) for name, more in (("a", ()), ("b", ("guard.recompute_interval=1",)))
@@ -32,6 +34,7 @@ def test_recomputing_changes_nothing_and_is_silent_in_a_clean_run(tmp_path: Path
     assert not (checked.run_dir / "decisions.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_a_perturbed_result_is_classified_with_its_rank(tmp_path: Path) -> None:
     run = Run(tmp_path, overrides=("parallel.data=3", "batch.global_batch=6", "guard.recompute_interval=4"))
     code, output, _ = run.finish("train.recomputed@1#2=perturb")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.faults.runs import Run
 
 SPIKES = ("guard.spike_sigmas=0.7", "guard.spike_window=4")  # so tight that ordinary steps of a tiny run are spikes
@@ -14,6 +16,7 @@ def decisions(run: Run) -> list[dict]:
     return [json.loads(line) for line in (run.run_dir / "decisions.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_spikes_are_skipped_alike_in_an_interrupted_run(tmp_path: Path) -> None:
     whole, cut = (Run(tmp_path / name, steps=20, save_interval=4, overrides=SPIKES) for name in ("whole", "cut"))
     assert whole.finish()[0] == 0
@@ -36,6 +39,7 @@ def test_rewind_leaves_data_out_and_replays_bit_equal(tmp_path: Path) -> None:
     assert decisions(again) == decisions(once) and again.shards() == once.shards()
 
 
+@pytest.mark.thorough
 def test_a_run_that_only_skips_stops_with_a_diagnosis(tmp_path: Path) -> None:
     run = Run(tmp_path, steps=40, overrides=("optimizer.lr=1.0e+30", "optimizer.clip_norm=0", "guard.max_skips_in_row=5"))
     code, output, _ = run.finish()

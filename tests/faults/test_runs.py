@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import START_LIMIT_S, Run
+from tests.harness.marks import but_first, thorough
 
 TWO = ("parallel.data=2",)
 
@@ -28,7 +29,9 @@ def same_course(run: Run, undisturbed: Run) -> None:
     assert run.shards() == undisturbed.shards()
 
 
-@pytest.mark.parametrize("failpoint", ["train.step@1#8=kill", "checkpoint.shard_written@1#2=kill", "checkpoint.before_rename@0#2=kill"])
+@pytest.mark.parametrize(
+    "failpoint", but_first(["checkpoint.before_rename@0#2=kill", "train.step@1#8=kill", "checkpoint.shard_written@1#2=kill"])
+)
 def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run, tmp_path: Path) -> None:
     run, victim = Run(tmp_path, overrides=TWO), int(failpoint.partition("@")[2][0])
     code, output, _ = run.finish(failpoint)
@@ -55,7 +58,7 @@ def test_dead_peer_is_named_and_all_others_leave(tmp_path: Path) -> None:
     assert "it died or was stopped" in output and not any(map(alive, pids))
 
 
-@pytest.mark.parametrize("victim", [0, 1])  # rank 0 holds the store in which the others would look for the cause
+@pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 holds the store in which the others would look for the cause
 def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=6.0, overrides=TWO)
     process = run.start()
@@ -76,9 +79,9 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "where"),
     [
-        ("train.step@1#5=sleep:1000", "in hit"),  # as in a data loader or any other Python that never returns
+        thorough("train.step@1#5=sleep:1000", "in hit"),  # as in a data loader or any other Python that never returns
         ("train.step@1#5=hold:1000", "in hit"),  # in C, the interpreter lock held: no thread of this rank runs any more
-        ("checkpoint.shard_written@1#1=sleep:1000", "in write"),  # in the thread that writes; the main thread waits for it
+        thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),  # in the thread that writes; the main thread waits for it
     ],
 )
 def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_path: Path) -> None:
@@ -96,7 +99,7 @@ def test_first_cause_wins(tmp_path: Path) -> None:
     assert "RuntimeError: boom" in output.split("rank 0 on")[-1] and "rank 1 on" in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("which", ["one rank", "all ranks"])
+@pytest.mark.parametrize("which", but_first(["one rank", "all ranks"]))
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)
     process = run.start("train.step#6%=sleep:2")  # so slow that the signal meets a run that trains, also when this process is late
@@ -123,11 +126,13 @@ def test_stop_and_save_files(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not (run.run_dir / "SAVE").exists()
     (run.run_dir / "STOP").touch()
-    process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 75
+    assert f"is saved; to go on: delete {run.run_dir}/STOP, then the same command again" in output.splitlines()[-1]
     assert latest.read_text() == f"step_{max(run.losses()):08}\n"
 
 
+@pytest.mark.thorough
 def test_a_warning_during_the_last_save_does_not_lose_it(tmp_path: Path) -> None:
     run = Run(tmp_path, steps=3, save_interval=0)
     process = run.start("checkpoint.before_manifest=sleep:3")

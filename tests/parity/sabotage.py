@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from frontier_llm.comm import DONE, Axis, Mesh, single
-from frontier_llm.optim import GradientSync
+from torch import Tensor
+
+from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
+from frontier_llm.context_parallel import gather
+from frontier_llm.context_parallel.blocks import Query
+from frontier_llm.expert_parallel import Dispatch
+from frontier_llm.model import Stage
+from frontier_llm.ops import Scores
+from frontier_llm.optim import Bucket, GradientSync
 from frontier_llm.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology import ShardSpec
+from frontier_llm.train.feed import Feed
 
+dispatch = importlib.import_module("frontier_llm.expert_parallel.dispatch")  # the package has a function of that name
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
 
@@ -27,6 +38,39 @@ def sabotage(function: Callable[[], Iterator[None]]) -> Callable[[], AbstractCon
 def dropped_dp_sum() -> Iterator[None]:
     """Each replica keeps the gradient of its own samples."""
     with patch.object(GradientSync, "_start_sum", lambda self, bucket: DONE):
+        yield
+
+
+@sabotage
+def dropped_expert_sum() -> Iterator[None]:
+    """Each replica of an expert keeps the gradient of the tokens that came to it."""
+    honest = GradientSync._start_sum
+    with patch.object(GradientSync, "_start_sum", lambda self, bucket: DONE if bucket.dp.name == "edp" else honest(self, bucket)):
+        yield
+
+
+@sabotage
+def mean_over_expert_replicas() -> Iterator[None]:
+    """Experts' gradients are divided by their replicas, as if each had seen the whole batch."""
+    honest = GradientSync._start_sum
+
+    def start(self: GradientSync, bucket: Bucket) -> Pending:
+        if bucket.dp.name == "edp":
+            bucket.gradients.div_(bucket.dp.size)
+        return honest(self, bucket)
+
+    with patch.object(GradientSync, "_start_sum", start):
+        yield
+
+
+@sabotage
+def unsorted_scatter() -> Iterator[None]:
+    """What comes back from the experts is taken in the order in which it was sent, as if nobody had sorted it."""
+
+    def add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
+        return returned[: len(plan.place)].unflatten(0, (-1, fan)).sum(1)
+
+    with patch.object(dispatch, "_add_up", add_up):
         yield
 
 
@@ -89,6 +133,47 @@ def stale_activation() -> Iterator[None]:
         honest(self, action)
 
     with patch.object(Engine, "_send", send):
+        yield
+
+
+@sabotage
+def local_division() -> Iterator[None]:
+    """Each context-parallel rank divides by the targets of its own tokens, and the shares are averaged: as Megatron-LM does by default."""
+    honest = Feed.count_targets
+
+    def count(self: Feed, step: int) -> Any:
+        mesh, self._mesh = self._mesh, replace(self._mesh, replicas=self._mesh.dp)
+        own = honest(self, step)
+        self._mesh = mesh
+        return own * mesh.cp.size
+
+    with patch.object(Feed, "count_targets", count):
+        yield
+
+
+@sabotage
+def mask_by_own_index() -> Iterator[None]:
+    """Queries see keys by where they lie in the ranks' tensors, not by where they stand in the sequence."""
+    honest = Query.scores
+
+    def scores(self: Query, scores: Scores, keys: range) -> Scores:
+        return replace(honest(self, scores, keys), offset=self.rows.start)
+
+    with patch.object(Query, "scores", scores):
+        yield
+
+
+@sabotage
+def positions_by_own_index() -> Iterator[None]:
+    """Rotations are those of a token's place in the rank's tensors."""
+    with patch.object(Stage, "_given_positions", lambda self, batch: None):
+        yield
+
+
+@sabotage
+def keys_without_gradient() -> Iterator[None]:
+    """The gradients of keys and values stay where their queries are."""
+    with patch.object(gather, "start_reduce_scatter", lambda x, axis: (x.chunk(axis.size)[axis.rank], DONE)):
         yield
 
 

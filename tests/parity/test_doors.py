@@ -18,6 +18,7 @@ from frontier_llm.schedule import Action, Kind, Placement, ScheduleRule, build, 
 from frontier_llm.topology import make_plan
 from frontier_llm.train.step import train_step
 from tests.harness.dry_run import Call, Collectives, calls, check_order, steps
+from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case, pairwise
 from tests.parity.compare import differences, gather
@@ -57,8 +58,8 @@ def play_here(rank: int, case: Case) -> Played:
     return play(rank, case)._replace(traffic=[])
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize(("tp", "overlap"), [(1, True), (2, False)])
+@pytest.mark.parametrize("family", but_first(["gpt", "llama"]))
+@pytest.mark.parametrize(("tp", "overlap"), [thorough(1, True), (2, False)])
 def test_a_v_is_trained_as_one_rank_trains(ranks: RankPool, family: str, tp: int, overlap: bool) -> None:
     """Tied embeddings: one tensor on rank 0, no sum over pipeline ranks; and untied."""
     case = Case(family, tp=tp, pp=2, schedule="toy-v", overlap_messages=overlap, settings=("parallel.chunks=2",))
@@ -75,7 +76,7 @@ def play_with_term(rank: int, case: Case) -> tuple[Played, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}], ids=str
+    "parallel", but_first([{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}]), ids=str
 )
 def test_a_second_loss_is_trained_and_reported_as_one_rank_does(ranks: RankPool, parallel: dict) -> None:
     weights = ("train.loss_weights={small-activations: 0.5}",)
@@ -127,7 +128,10 @@ def learned(recorded: dict[int, Recorded]) -> Collectives:
     return Collectives(inside, instead, before, behind)
 
 
-@pytest.mark.parametrize("case", [case for case in pairwise() if case.world_size > 1], ids=str)
+PARALLEL = [case for case in pairwise() if case.world_size > 1]
+
+
+@pytest.mark.parametrize("case", [*PARALLEL[:20], *map(thorough, PARALLEL[20:])], ids=str)
 def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool, case: Case) -> None:
     plan = make_plan(case.config(), case.world_size)
     recorded = ranks.run(case.world_size, record, case)

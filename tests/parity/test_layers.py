@@ -36,6 +36,7 @@ from frontier_llm.tensor_parallel import (
     vocab_parallel_embedding,
 )
 from frontier_llm.topology import Grid
+from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.compare import Tensors, assemble
 from tests.parity.play import Piece, whole_piece
@@ -234,7 +235,7 @@ def unsharded(name: str, weights: Tensors) -> Whole:
     return Whole(y.detach().numpy(), None if name == "embedding" else x.grad.numpy(), weights, gradients)
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (2, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [thorough(2, False), thorough(2, True), thorough(4, False), (4, True)])
 @pytest.mark.parametrize("name", KINDS)
 def test_layer_equals_the_unsharded_one(ranks: RankPool, name: str, tp: int, sequence_parallel: bool) -> None:
     sharded = gathered(ranks, name, tp, sequence_parallel)

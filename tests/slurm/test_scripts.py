@@ -92,7 +92,7 @@ def test_a_failed_broadcast_ends_the_job(cluster: LocalSlurm, tmp_path: Path) ->
     job, text = job_sh(cluster, tmp_path, env)
     for left in Path("/tmp").glob(f"frontier_llm_env_{job['JobId']}_*"):
         left.rmdir()
-    assert job["JobState"] == "FAILED" and "sbcast ended with" in text and "python [" not in text
+    assert job["JobState"] == "FAILED" and "sbcast ended with 1" in text and "python [" not in text
 
 
 def test_unknown_site_and_missing_python_are_explained(cluster: LocalSlurm, tmp_path: Path) -> None:

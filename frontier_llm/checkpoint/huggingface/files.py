@@ -21,6 +21,7 @@ from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.checkpoint.shard import safetensors_head
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.packing import packed
+from frontier_llm.units import strict_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -140,5 +141,5 @@ def write_sharded(
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         content = {"metadata": {"total_size": size * sum(map(prod, shapes.values()))}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (directory / INDEX).write_text(strict_json(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return names

@@ -37,3 +37,27 @@ def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None
     for mistyped in ("optimizer.rl", "optimiser"):
         with pytest.raises(CheckpointError, match="is no key of a run"):
             check_allowed(changes, [mistyped], "step_10")
+
+
+def test_a_run_is_told_why_its_length_is_mathematics() -> None:
+    saved, longer = (load_run("bench", ["optimizer.schedule=cosine", f"train.steps={steps}"]).model_dump(mode="json") for steps in (10, 20))
+    with pytest.raises(
+        CheckpointError, match=r"train.steps: 10 → 20 \(the learning rate of every step follows .* optimizer.decay_steps is null"
+    ):
+        check_allowed(config_changes(saved, longer), [], "step_10")
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"), [("model.layers=2", False), ("model.norm_eps=1e-3", True), ("model.sequence_length=32", False)]
+)
+def test_a_flag_is_not_offered_where_it_cannot_work(change: str, fits: bool) -> None:
+    saved, other = (load_run("bench", words).model_dump(mode="json") for words in ([], [change]))
+    changes = config_changes(saved, other)
+    with pytest.raises(CheckpointError) as refused:
+        check_allowed(changes, [], "step_10")
+    assert ("--allow-change" in str(refused.value)) is fits
+    if fits:
+        check_allowed(changes, ["model"], "step_10")
+    else:
+        with pytest.raises(CheckpointError, match="the saved weights have other shapes"):
+            check_allowed(changes, ["model"], "step_10")

@@ -3,13 +3,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from frontier_llm import failpoints
 from frontier_llm.blueprint import Parameter, ParameterKind
 from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.inspect import check_resume
 from frontier_llm.cli.main import main
 from frontier_llm.config import RunConfig
+from frontier_llm.data.identity import identities
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import CheckpointError
 from frontier_llm.topology import shard
 from tests.unit.checkpoint.serial import CONFIG, Run, in_child
@@ -140,6 +144,42 @@ def test_changed_mathematics_must_be_allowed(tmp_path: Path, capfd: pytest.Captu
     assert allowed.manager.load_latest().step == 2
     said = capfd.readouterr().err
     assert "parallel.tensor: 1 → 2" in said and "torch: '2.10.0' → '2.13.0'" in said
+
+
+def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> None:
+    one, other = "1" * 64, "2" * 64
+
+    def resumes(data: dict[str, str], *allowed: str) -> bool:
+        run = Run(tmp_path, data=data, allow_changes=allowed)
+        try:
+            return run.manager.load_latest().step == 2
+        finally:
+            run.manager.close()
+
+    run = Run(tmp_path, data={"text": one, "more": one})
+    run.save(2)
+    run.manager.close()
+    assert resumes({"text": one, "moved": other})  # another path is another data.train
+    with pytest.raises(CheckpointError, match=r"'1{12}' → '2{12}' \(the tokens of more are others\)\n[\s\S]*--allow-change data.train"):
+        resumes({"text": one, "more": other})
+    assert resumes({"text": one, "more": other}, "data")
+
+
+def test_a_parent_looks_at_the_data_before_ranks_start(tmp_path: Path) -> None:
+    def write(last: int) -> None:
+        with IndexedWriter(tmp_path / "text", "uint16") as writer:
+            writer.add_document(np.array([5] * 1000 + [last]))
+
+    write(1)
+    config = changed(data={"train": str(tmp_path / "text")})
+    run = Run(tmp_path, config=config, data=identities(config))
+    run.save(2)
+    run.manager.close()
+    check_resume(tmp_path / "checkpoints", config, [])
+    write(2)
+    with pytest.raises(CheckpointError, match=r"the tokens of .*text are others"):
+        check_resume(tmp_path / "checkpoints", config, [])
+    check_resume(tmp_path / "checkpoints", config, ["data"])
 
 
 def resume_changed(change: dict, refused: bool, step: int, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from tests.unit.measure.test_report import make_run
 
-BLOCKED = ("torch", "matplotlib", "tensorboard", "transformers")
+BLOCKED = ("torch", "plotly", "tensorboard", "transformers")
 # every command, with what it writes in {d}; {run} is the directory of a run
 COMMANDS = {
     "plan --emit": "plan gpt-tiny --machine local --nodes 1 --emit {d}/x.yaml",
-    "plan --figures": "plan gpt-tiny --machine local --nodes 1 --figures {d}/figures",
+    "plan --figures": "plan gpt-tiny --machine local --nodes 1 --figures {d}/plan.html",
     "plan --chrome-trace": "plan gpt-tiny --machine local --nodes 1 --chrome-trace {d}/trace.json",
     "train": "train bench train.run_dir={d}/new train.steps=2",
     "train on ranks": "train bench train.run_dir={d}/new train.steps=2 parallel.data=2",
@@ -42,13 +42,8 @@ COMMANDS = {
     "calibrate": "calibrate bench --ranks 1 --output {d}/machine.yaml",
     "completion": "completion bash",
 }
-READERS = (
-    "calibrate",
-    "data tokenizer",
-    "evaluate",
-    "checkpoint import-hf",
-    "data inspect",
-)  # what they read is asked for first, or they would measure for long
+# what they read is asked for first, or they would measure for long
+READERS = ("calibrate", "data tokenizer", "evaluate", "checkpoint import-hf", "data inspect", "bench step", "bench comm")
 WRITERS = {name: words for name, words in COMMANDS.items() if "{d}" in words and name not in READERS}
 # one process for all of them: it is the start of Python that takes long
 _EACH = """
@@ -89,13 +84,13 @@ def test_a_bare_wheel(tmp_path: Path) -> None:
     results = run_each(tmp_path, tmp_path, COMMANDS, {"PYTHONPATH": path})
     for name in ("train", "train on ranks", "checkpoint list", "evaluate", "generate", "ops list", "bench step", "bench comm", "calibrate"):
         assert results[name][0] == 2 and "torch is not installed\n    fix: pip install torch" in results[name][1], results[name]
-    assert results["plan --figures"][0] == 2 and "pip install matplotlib" in results["plan --figures"][1]
+    assert results["plan --figures"][0] == 2 and "pip install plotly" in results["plan --figures"][1]
     assert not list((tmp_path / "new").glob("logs/*")), "no rank was started"
     for name in ("plan --emit", "plan --chrome-trace", "submit", "status", "data tokenize", "data inspect", "completion", "report"):
         assert results[name][0] == 0, results[name]
     page = (tmp_path / "report.html").read_text()
-    assert "no figures: matplotlib is not installed (pip install matplotlib)" in results["report"][1]
-    assert "No figures: matplotlib is not installed." in page and "4.100" in page and "<td>reduce_scatter</td>" in page
+    assert "no figures: plotly is not installed (pip install plotly)" in results["report"][1]
+    assert "No figures: plotly is not installed." in page and "4.100" in page and "<td>reduce_scatter</td>" in page
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
@@ -114,7 +109,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         with suppress(OSError), (full / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        results = run_each(tmp_path, full, {name: words for name, words in WRITERS.items() if name != "bench step"}, {})
+        results = run_each(tmp_path, full, WRITERS, {})
         assert "No space left on device" in results["plan --emit"][1]
     finally:
         subprocess.run(["umount", str(full)], check=True)

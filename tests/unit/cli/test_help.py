@@ -180,7 +180,7 @@ def test_whole_numbers() -> None:
     [
         (["bench", "ops", "--device", "cuda"], "torch sees no GPU"),
         (["bench", "ops", "--model", "nope"], "no model file 'nope'"),
-        (["plan", "gpt-22b", "--nodes", "16", "--figures", "/proc/x"], "/proc/x: No such file or directory"),
+        (["plan", "gpt-22b", "--nodes", "16", "--figures", "/proc/x.html"], "/proc/x.html: No such file or directory"),
         (["report", "/nonexistent"], "is not a run directory"),
         (["scaling", "report", "/nonexistent"], "holds no point of a series"),
         (["checkpoint", "list", "/nonexistent"], "holds no complete checkpoint"),

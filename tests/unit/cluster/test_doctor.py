@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def healthy(host: str) -> Facts:
-    return Facts(host, (64.0,) * 8, 56, (), "", "", {"python": "3.12", "HSA": "1"}, "", 0.1, 100 * GIB, "", 1000 * GIB)
+    return Facts(host, (64.0,) * 8, 0, 56, (), "", "", {"python": "3.12", "HSA": "1"}, "", 0.1, 100 * GIB, "", 1000 * GIB)
 
 
 def findings(changes: dict[str, object], skew_s: float = 0.0, needed_bytes: int = 0, host: str = "n1") -> list[tuple[str, tuple[str, ...]]]:
@@ -93,8 +93,19 @@ def plant(root: Path, gcds: int, memory_gib: int = 64) -> None:
 
 def test_gcds_are_counted_from_the_drivers_topology(tmp_path: Path) -> None:
     plant(tmp_path, 8)
-    assert gcd_memory_gib(tmp_path) == (64.0,) * 8
-    assert gcd_memory_gib(tmp_path / "none") == ()
+    assert gcd_memory_gib(tmp_path) == ((64.0,) * 8, 0)
+    assert gcd_memory_gib(tmp_path / "none") == ((), 0)
+
+
+def test_a_driver_that_refuses_to_be_read_is_no_node_without_gcds(tmp_path: Path) -> None:
+    plant(tmp_path, 8)
+    for properties in sorted((tmp_path / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))[-3:]:
+        properties.unlink()
+        properties.mkdir()  # reading it fails, for root too
+    assert gcd_memory_gib(tmp_path) == ((64.0,) * 5, 3)
+    fact = replace(healthy("n0"), gcd_memory_gib=(64.0,) * 5, gcds_refused=3)
+    (finding,) = judge(FRONTIER, {"n0": fact}, {}, ["n0"], 0)
+    assert not finding.fatal and finding.what.startswith("cannot tell: the driver shows 5 of 8 and refuses 3")
 
 
 def test_interfaces(tmp_path: Path) -> None:

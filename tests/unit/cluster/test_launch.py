@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.sites import root_dir
 
 LAUNCH = root_dir() / "launch"
@@ -55,6 +56,14 @@ def test_the_environment_active_at_sbatch_wins_over_the_modules(root: Path, tmp_
 def test_what_the_user_exported_wins_over_the_modules(root: Path, tmp_path: Path) -> None:
     done = job_sh(root, FRONTIER_LLM_PYTHON=sys.executable, NCCL_SOCKET_IFNAME="it's $mine")
     assert done.stdout == f"{sys.executable} it's $mine module\n", done.stderr
+
+
+def test_what_a_module_has_set_before_sbatch_is_not_the_users(root: Path) -> None:
+    site = root / "slurm" / "sites" / "fake.sh"
+    site.write_text(site.read_text() + 'FRONTIER_LLM_FROM_MODULES="$(export -p)"\nexport NCCL_SOCKET_IFNAME=ours NCCL_CROSS_NIC=ours\n')
+    before = {"FRONTIER_LLM_PYTHON": sys.executable, "NCCL_SOCKET_IFNAME": "module", "NCCL_CROSS_NIC": "mine"}
+    done = job_sh(root, **before)
+    assert done.stdout == f"{sys.executable} ours mine\n", done.stderr
 
 
 def test_a_python_without_the_package_is_explained(root: Path) -> None:
@@ -149,3 +158,61 @@ def test_local_ranks_start_without_slurm(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("logs/*/*")) == ["rank_0.log", "rank_1.log"]
     done = subprocess.run([LAUNCH / "local.sh", "two", "quickstart"], capture_output=True, text=True, env=env)
     assert done.returncode == 2 and "usage: launch/local.sh RANKS CONFIG" in done.stderr
+
+
+def broadcast(tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0) -> subprocess.CompletedProcess[str]:
+    """launch/broadcast_env.sh on n0 and n1; every command fails on the `dead` one, Slurm no longer has the one that is `gone`."""
+    bin_dir = tmp_path / "bin"
+    executable(
+        bin_dir / "srun",
+        'while [[ "$1" == --* ]]; do [[ "$1" != --nodelist=* ]] || nodes="${1#*=}"; shift; done\n'
+        'for node in ${nodes//,/ }; do [[ "$node" == "$DEAD" ]] || SLURMD_NODENAME="$node" "$@" || exit 1; done',
+    )
+    executable(bin_dir / "sbcast", 'shift 2; cp "$1" "$2"; [[ -z "$DEAD" ]]')
+    executable(bin_dir / "scontrol", r"printf 'n0\nn1\n'")
+    executable(bin_dir / "sinfo", 'echo "$GONE"')
+    if not (tmp_path / "env").exists():
+        executable(tmp_path / "env" / "bin" / "python", "echo mine")
+        subprocess.run(["tar", "-czf", "env.tar.gz", "-C", "env", "."], check=True, cwd=tmp_path)
+        (tmp_path / "local" / "frontier_llm_env_7").mkdir(parents=True)  # a neighbour's guess
+    env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "DEAD": dead, "GONE": gone}
+    env |= {"FRONTIER_LLM_NODE_LOCAL": f"{tmp_path}/local", "FRONTIER_LLM_SPARE_NODES": str(spares)}
+    command = [str(LAUNCH / "broadcast_env.sh"), f"{tmp_path}/env.tar.gz"]
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+def test_the_broadcast_environment_lies_in_a_private_folder_that_nobody_can_foresee(tmp_path: Path) -> None:
+    done = [broadcast(tmp_path, gone="n1", spares=1) for _ in range(2)]
+    pythons = [Path(one.stdout.splitlines()[0]) for one in done]
+    assert pythons[0] != pythons[1] and all(python.is_file() for python in pythons)
+    assert [python.parents[1].stat().st_mode & 0o777 for python in pythons] == [0o700, 0o700]
+
+
+def test_spares_stand_in_for_nodes_that_do_not_get_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = broadcast(tmp_path, dead="n1", spares=1)
+    assert done.returncode == 0 and done.stdout.splitlines()[1] == "n1", done.stderr
+    assert broadcast(tmp_path, gone="n0", spares=1).stdout.splitlines()[1] == "n0"
+    done = broadcast(tmp_path, dead="n1")
+    assert done.returncode == 1 and "n1 did not get the environment (sbcast ended with 1), 0 spares" in done.stderr and not done.stdout
+    monkeypatch.setenv("FRONTIER_LLM_BROKEN_NODES", "n1,n4")
+    monkeypatch.setattr(slurm, "ask", lambda command: "n0|idle\nn1|allocated\nn2|draining\n")
+    assert slurm.unhealthy(["n0", "n1", "n2"]) == ["n1", "n2"]
+
+
+def test_libraries_of_the_host_that_an_image_lacks_come_with_it(tmp_path: Path) -> None:
+    """Those of the five that this machine has; the user's own list stays."""
+    executable(tmp_path / "bin" / "apptainer", 'echo "libraries ${APPTAINER_CONTAINLIBS:-none}"')
+    here = [
+        path
+        for name in ("libcxi.so.1", "libjson-c.so.3", "libnl-3.so.200", "libjansson.so.4")
+        if (path := Path("/usr/lib64") / name).exists()
+    ] + [path for path in [Path("/lib64/libtinfo.so.6")] if path.exists()]
+    (tmp_path / "image.sif").touch()
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FRONTIER_LLM_CONTAINER": f"{tmp_path}/image.sif"}
+    command = [LAUNCH / "container_python.sh"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
+    assert done.stdout.split() == ["libraries", ",".join(map(str, here)) or "none"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**env, "APPTAINER_CONTAINLIBS": "/mine.so"}, cwd=tmp_path, check=True
+    )
+    assert done.stdout.split() == ["libraries", "/mine.so"]

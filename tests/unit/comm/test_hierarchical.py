@@ -111,6 +111,7 @@ def sixteen() -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 8), (4, 4), (8, 2)])
 def test_sixteen_ranks(sixteen: RankPool, nodes: int, per_node: int) -> None:
     replies = sixteen.run(16, _play, nodes, per_node, hierarchical.CHUNK_BYTES)

@@ -53,7 +53,7 @@ def asked() -> Iterator[SimpleNamespace]:
             stack.enter_context(patch.object(group if name.startswith("_") else dist, name, stand_in))
         stack.enter_context(patch.object(dist.distributed_c10d, "_get_default_store", dist.HashStore))
         stack.enter_context(patch.object(torch.cuda, "current_device", lambda: GPU))
-        stands_in["open_channels"] = stack.enter_context(patch.object(groups, "open_channels"))
+        stands_in |= {name: stack.enter_context(patch.object(groups, name)) for name in ("within", "warm_up")}
         yield SimpleNamespace(**{name.lstrip("_"): stand_in for name, stand_in in stands_in.items()})
 
 
@@ -82,7 +82,10 @@ def test_a_rank_makes_the_groups_that_it_is_in_and_no_other(asked: SimpleNamespa
     assert made[mesh.dp.ranks]["timeout"].total_seconds() == 7.0 and made[mesh.tp.ranks]["timeout"].total_seconds() == 600.0
     assert asked.new_group.call_count == 5 + len(mesh.channels) and len(mesh.channels) == 4
     assert all(isinstance(axis.group, TorchGroup) for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.world, *mesh.channels.values()))
-    assert asked.open_channels.call_args.args[2] == torch.device("cuda")
+    # each is used once at the start, on its device; pp itself carries nothing in training
+    assert [call.args[0] for call in asked.warm_up.call_args_list] == ["tp", "dp", "world"]
+    assert [call.args[1] for call in asked.within.call_args_list] == [axis.name for axis in mesh.channels.values()]
+    assert all(call.args[3] == torch.device("cuda") for call in asked.warm_up.call_args_list + asked.within.call_args_list)
 
 
 def test_mpi_makes_its_groups_by_all_ranks_at_once(asked: SimpleNamespace) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from frontier_llm.blueprint.items import Software
 from frontier_llm.blueprint.layout import layout_of
-from frontier_llm.blueprint.work import Software, block_work
+from frontier_llm.blueprint.work import block_work
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config.load import build, load_model
 from frontier_llm.config.schema import RunConfig

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontier_llm.blueprint import StageSpec, model_parameters, stage_parameters, total_parameters
+from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.work import FlashCore, Product, block_work
+from frontier_llm.blueprint.work import block_work
 from frontier_llm.config.load import load_model
 from frontier_llm.costs.collectives import flat_s, message_s, node_s, table_s
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
@@ -147,7 +148,7 @@ def test_kernels_know_shapes() -> None:
     assert good < ragged < 1.2 * good
     odd, even = Product(2048, 2048, 108, 64, aligned=False), Product(2048, 2048, 112, 64)
     assert product_s(odd, FRONTIER) > 1.5 * product_s(even, FRONTIER)
-    forward, backward = (flash_s(FlashCore(1, 16, 4096, 128, backward), FRONTIER) for backward in (False, True))
+    forward, backward = (flash_s(FlashCore(1, 16, 4096, 4096, 128, backward), FRONTIER) for backward in (False, True))
     assert 2 * forward < backward < 6 * forward
 
 

@@ -220,3 +220,24 @@ def test_any_damaged_byte_is_refused_or_harmless(tmp_path_factory: pytest.TempPa
         return
     read = [token for number in range(dataset.document_count) for token in dataset.document(number).tolist()]
     assert read == dataset.tokens.tolist()
+
+
+def test_other_tokens_have_another_identity_whatever_their_lengths(tmp_path: Path) -> None:
+    def identity(name: str, changed: int | None = None, lengths: tuple[int, ...] = (700, 900)) -> str:
+        tokens = np.arange(sum(lengths)) % 50
+        if changed is not None:
+            tokens[changed] += 1
+        with IndexedWriter(tmp_path / name, "uint16") as writer:
+            for document in np.split(tokens, np.cumsum(lengths)[:-1]):
+                writer.add_document(document)
+        return IndexedDataset(tmp_path / name).identity()
+
+    same = [identity(name) for name in ("a", "b")]
+    others = [identity("c", 0), identity("d", 1599), identity("e", lengths=(900, 700))]
+    assert same[0] == same[1] and len({same[0], *others}) == 4
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000, 10**6])
+def test_blocks_of_a_digest_reach_from_end_to_end(size: int) -> None:
+    starts = indexed._evenly(size, 1)
+    assert len(starts) == min(size, 256) and (starts[0], starts[-1]) == (0, size - 1)

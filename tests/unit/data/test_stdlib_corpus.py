@@ -62,6 +62,7 @@ def test_lossless_split_and_reused(library: Path, tmp_path: Path, monkeypatch: p
     assert prepare(tmp_path, 600, root=library, workers=1) == corpus
 
 
+@pytest.mark.thorough
 def test_another_vocabulary_makes_it_anew(library: Path, tmp_path: Path) -> None:
     first = prepare(tmp_path, 500, root=library, workers=1)
     second = prepare(tmp_path, 700, root=library, workers=1)

@@ -75,6 +75,7 @@ def test_options_reach_the_sampler(room: Path, capfd: pytest.CaptureFixture[str]
     assert text("--temperature=0", f"--stop={greedy[4:6]}") == greedy[: greedy.index(greedy[4:6])]
 
 
+@pytest.mark.thorough
 def test_local_ranks_give_the_same_text_and_the_same_loss(
     room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampling
 from frontier_llm.inference.score import Likelihood, score
 from frontier_llm.topology import Grid
+from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.unit.inference.models import NAMES, generate, prompts, tiny
 
@@ -77,7 +78,7 @@ def _score_on_layout(rank: int, name: str, layout: tuple[int, int, int], asked: 
     return score(tiny(name, "fp64", mesh, tensor, pipeline), asked, 2)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama-tiny", (2, 2, 2)), ("gpt-tiny", (4, 1, 1)), ("mpt-tiny", (1, 2, 2))])
+@pytest.mark.parametrize(("name", "layout"), [("llama-tiny", (2, 2, 2)), thorough("gpt-tiny", (4, 1, 1)), thorough("mpt-tiny", (1, 2, 2))])
 def test_every_layout_scores_the_same(ranks: RankPool, name: str, layout: tuple[int, int, int]) -> None:
     model = tiny(name)
     chosen = greedy_requests(model)

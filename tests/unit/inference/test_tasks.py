@@ -23,6 +23,7 @@ from frontier_llm.inference.evaluate import encode_pair, evaluate_task
 from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_plan
 from frontier_llm.inference.tasks import read_task, requests, solved
+from tests.harness.marks import thorough
 from tests.unit.inference.models import RandomWeights
 
 LINES: dict[str, list[dict[str, Any]]] = {
@@ -89,7 +90,7 @@ def write_local_tasks(lm_eval: Any, directory: Path) -> None:
         (directory / f"{name}.yaml").write_text(head + source + splits)
 
 
-@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("shots", [2, thorough(0)])
 def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
     exported: Path, shots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
         assert len(set(values["theirs"])) > len(LINES[name])
 
 
+@pytest.mark.thorough
 def test_lm_evals_own_command_line_finds_the_model(exported: Path, tmp_path: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     write_local_tasks(lm_eval, tmp_path)

@@ -1,8 +1,7 @@
-"""report.html: self-contained, complete, and drawn without errors by a real browser."""
+"""report.html: self-contained and complete; tests/docs/test_browser.py looks at it in a real browser."""
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from frontier_llm.errors import DataError
 from frontier_llm.measure.report import write_report
 from frontier_llm.topology import make_plan
 from frontier_llm.train.metrics import layout_of
-from tests.harness.system import require_program
 
 SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"
 
@@ -56,9 +54,21 @@ def page(tmp_path_factory) -> Path:
 
 
 def test_the_page_needs_nothing_from_elsewhere(page):
-    text = page.read_text()
-    assert not re.findall(r'(?:src|href)="(?!#)[^"]+"', text.replace('xlink:href="#', 'href="#'))
-    assert "<script" not in text, "the sample is text, not markup"
+    text = page.read_text().split("<script>")[0]  # where Plotly begins
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]+"', text)
+    assert "alert(1)</script>" not in text, "the sample is text, not markup"
+    assert text.count("class=figure>") == text.count("<div class=chart>") == 4 + 2 + 2  # curves, timelines, latencies
+
+
+def test_a_curve_with_gaps_is_strict_json(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        row = {"step": 41, "loss": float("nan"), "gradient_norm": float("inf"), "learning_rate": 0.0, "tokens_per_s": 1.0}
+        file.write("\n" + json.dumps({"kind": "step", "consumed_tokens": 1, "skipped_steps": 1, **row}) + "\n")
+    text = write_report([run], tmp_path / "report.html").read_text()
+    drawings = re.findall(r'<script type="application/json" class=figure>(.*?)</script>', text)
+    charts = [json.loads(drawing, parse_constant=lambda constant: pytest.fail(constant)) for drawing in drawings]
+    assert charts[0]["data"][0]["y"][-1] is None and charts[0]["data"][0]["y"][0] == 7.9
 
 
 def test_the_page_says_what_the_runs_did(page):
@@ -86,9 +96,9 @@ def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
     (tmp_path / "deeper").mkdir()
     runs = [make_run(tmp_path / "warm"), make_run(tmp_path / "cold")]
     text = write_report(runs, tmp_path / "report.html").read_text()
-    assert all(text.count(f"<!-- {name}, TP2 x PP2 x DP1 -->") == 4 for name in ("warm", "cold"))  # in the legend of each figure
+    assert all(text.count(f'"name": "{name}, TP2 x PP2 x DP1"') == 4 for name in ("warm", "cold"))  # in the legend of each figure
     runs.append(make_run(tmp_path / "deeper" / "cold"))
-    assert f"<!-- {runs[2]}, TP2 x PP2 x DP1 -->" in write_report(runs, tmp_path / "report.html").read_text()
+    assert f'"name": "{runs[2]}, TP2 x PP2 x DP1"' in write_report(runs, tmp_path / "report.html").read_text()
 
 
 def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
@@ -106,22 +116,11 @@ def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
     text = write_report([run], tmp_path / "report.html").read_text()
     assert "Layout after step 0: TP1 x PP2 x DP2, 1f1b, 4 microbatches" in text
     assert "Layout after step 30: TP2 x PP2 x DP1, 1f1b, 4 microbatches, sequence parallel" in text
-    assert text.count("<!--  TP2 x PP2 x DP1 -->") == text.count("<!-- 2 layouts -->") == 4  # each figure: at the change, in the legend
+    # each figure: at the change, in the legend
+    assert text.count('"text": "TP2 x PP2 x DP1"') == text.count('"name": "2 layouts"') == 4
     assert "<b>9,036</b><span>tokens/s (median since step 30)" in text
     assert "<td>TP1 x PP2 x DP2, then TP2 x PP2 x DP1</td>" in text
     assert "Communication TP1 x PP2 x DP2" in text  # which the first attempt has written
-
-
-def test_a_browser_draws_it_without_errors(page, tmp_path):
-    chromium = require_program("chromium", "chromium")
-    picture = tmp_path / "report.png"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1100,2600"]
-    command = [chromium, *flags, "--enable-logging=stderr", "--dump-dom", f"--screenshot={picture}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert picture.stat().st_size > 30_000, done.stderr
-    assert "CONSOLE" not in done.stderr, done.stderr
-    assert done.stdout.count("<svg") >= 6
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

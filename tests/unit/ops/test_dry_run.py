@@ -12,8 +12,8 @@ import torch
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, PrecisionConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.ops import Ops, torch_linear
-from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops import Ops, reference, torch_linear
+from frontier_llm.ops.gpu import GpuOps, rows_per_strip
 from frontier_llm.ops.kernel_table import all_kernels
 from frontier_llm.ops.providers import functions_of
 from frontier_llm.optim import inputs
@@ -43,7 +43,7 @@ class Source:
 def kernels(request, tmp_path_factory):
     """Behind the training's ops; what would need numbers is left out."""
     with fake_gpu(request.param, tmp_path_factory.mktemp("code")) as (kernels, *_), pytest.MonkeyPatch.context() as patch:
-        functions = functions_of(torch_linear) | functions_of(GpuOps(kernels))
+        functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))  # as `select_ops` fills up
         patch.setattr(build, "select_ops", lambda *_: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
         patch.setattr(inputs, "initialize", lambda *_: None)
@@ -84,3 +84,8 @@ def test_a_step_is_all_aligned_launches_on_one_device(kernels, model, micro_batc
     always = {name for name in all_kernels() if name.startswith(("attention", "cross_entropy", "adamw", "squares", "accumulate"))}
     for kind in always | kinds:
         assert any(kind in name for name, *_ in launched), kind
+
+
+@pytest.mark.parametrize(("rows", "column_blocks", "expected"), [(256, 1, 2), (100, 1, 1), (8192, 1, 32), (256, 48, 32), (4096, 1, 18)])
+def test_few_rows_are_shared_out_over_the_device(rows, column_blocks, expected):
+    assert rows_per_strip(rows, column_blocks) == expected

@@ -45,6 +45,35 @@ def test_attention_equals_the_formula(implementation, kv_heads, extras):
     assert gradcheck(lambda *qkv: implementation(*qkv, Scores(0.6, slopes, documents)), (q, k, v))
 
 
+@pytest.mark.parametrize("extras", ["none", "alibi", "documents", "both"])
+def test_stretches_of_keys_merge_to_the_whole(extras):
+    """Queries 3..7 of a sequence of 8 against keys 0..1, 2..4 and 5..7: outputs merge by their log-sum-exp, gradients add up."""
+    q, k, v = normal(8, 2, 4, 3), normal(8, 2, 2, 3), normal(8, 2, 2, 3)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras in ("alibi", "both") else None
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [3] * 8]) if extras in ("documents", "both") else None
+    whole = reference.attention(q, k, v, Scores(0.6, slopes, documents))[3:]
+    grad = normal(*whole.shape, grad=False)
+    expected = torch.autograd.grad(whole, (q, k, v), grad)
+
+    def scores(first: int, last: int) -> Scores:
+        ids = (None, None) if documents is None else (documents[:, 3:], documents[:, first:last])
+        return Scores(0.6, slopes, ids[0], offset=3 - first, key_documents_BK=ids[1])
+
+    stretches = [(0, 2), (2, 5), (5, 8)]
+    blocks = [reference.attention_block(q[3:], k[a:b], v[a:b], scores(a, b)) for a, b in stretches]
+    logsumexp = torch.stack([one for _, one in blocks]).logsumexp(0)
+    out = sum(o * (one - logsumexp).exp().permute(2, 0, 1)[..., None] for o, one in blocks)
+    torch.testing.assert_close(out, whole.detach())
+    assert all(torch.isfinite(o).all() for o, _ in blocks)
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for a, b in stretches:
+        parts = reference.attention_block_backward(grad, q[3:], k[a:b], v[a:b], out, logsumexp, scores(a, b))
+        for total, part, rows in zip(found, parts, (slice(3, 8), slice(a, b), slice(a, b)), strict=True):
+            total[rows] += part
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_attention_takes_views_of_one_fused_tensor():
     fused = normal(4, 2, 3, 5, 8, grad=False)
     q, k, v = fused.unbind(2)

@@ -113,10 +113,20 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
     elif name == "cpu":
         implementation = pytest.importorskip("frontier_llm.ops.cpu").CpuOps()
     else:
-        module = {"flash_attn": "flash_attn_provider", "apex": "apex_provider", "torch": "torch_linear"}.get(name, name)
+        module = {"flash_attn": "flash_attn_provider", "cudnn": "cudnn_provider", "apex": "apex_provider", "torch": "torch_linear"}.get(
+            name, name
+        )
         implementation = importlib.import_module(f"frontier_llm.ops.{module}")
     functions = providers.functions_of(implementation)
-    assert {op for group in providers.PROVIDERS[name].groups for op in GROUPS[group]} <= set(functions)
+    provider = providers.PROVIDERS[name]
+    wanted = {op for group in provider.groups for op in GROUPS[group]}
+    assert (wanted if provider.parts else wanted - providers.PARTS) <= set(functions)
+
+
+def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
+    with pytest.raises(BackendError, match="sdpa has no attention over part of a sequence"):
+        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, parts=True)
+    assert select_ops(OpsConfig(), "cpu", torch.float64, parts=True).attention_block is reference.attention_block
 
 
 def test_fp16_on_the_cpu_is_plain_torch_and_listed_so():

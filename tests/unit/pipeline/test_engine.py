@@ -77,10 +77,10 @@ class Add(Function):
 
 
 def mesh_of(rank: int, group: Neighbour) -> Mesh:
-    ones = [single(name) for name in ("tp", "dp", "world", "tied")]
+    ones = {name: single(name) for name in ("tp", "cp", "dp", "replicas", "world", "tied")}
     pp = Axis("pp", rank, STAGES, tuple(range(STAGES)))
     channels = {name: replace(pp, name=name, group=group) for name in ("forward", "backward")}  # type: ignore[arg-type]
-    return Mesh(ones[0], pp, *ones[1:], channels)
+    return Mesh(**ones, pp=pp, channels=channels)
 
 
 def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:

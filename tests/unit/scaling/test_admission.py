@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,27 @@ def test_a_run_without_a_final_checkpoint_ends_all_the_same(tmp_path: Path, monk
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=2"]
     assert main(["train", "train_small", *words, *layout, "optimizer.warmup_steps=0", "train.device=cpu"]) == 0
     assert run_dir.latest_step(tmp_path / "r") == 0 and len(run_dir.steps(tmp_path / "r")) == 2
+
+
+def test_a_benchmark_that_is_stopped_saves_nothing_unless_it_saves_in_between(tmp_path: Path) -> None:
+    words = ["train.steps=100000", "train.save_final=false", "model=gpt-tiny", "train.tensorboard=false", "train.device=cpu"]
+    layout = ["parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=2"]
+
+    def saves(interval: int) -> bool:
+        run = tmp_path / str(interval)
+        stop = threading.Thread(target=stop_after_a_step, args=(run,))
+        stop.start()
+        assert main(["train", "train_small", *words, *layout, f"train.run_dir={run}", f"train.save_interval={interval}"]) == 75
+        stop.join()
+        return run_dir.latest_step(run) > 0
+
+    assert not saves(0) and saves(99999)
+
+
+def stop_after_a_step(run: Path) -> None:
+    while not run_dir.steps(run):
+        time.sleep(0.02)
+    (run / run_dir.STOP_FILE).touch()
 
 
 def test_a_job_whose_run_writes_no_final_checkpoint_is_finished(allocation: None, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
-from frontier_llm.scaling.figure import PUBLISHED, page, write_report
+from frontier_llm.scaling.figure import PUBLISHED, write_report
 from frontier_llm.scaling.harvest import Row, as_csv, half_width, harvest, with_efficiency
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import Point, announce, make_series
@@ -64,7 +64,7 @@ def test_failed_and_unfinished_points_stay_in_the_table(tmp_path: Path, capsys: 
     assert [row.efficiency for row in rows] == [1.0, None, None]
     assert main(["scaling", "report", str(tmp_path)]) == 1
     assert "failed: rank 5" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.glob("scaling.*")} == {"scaling.csv", "scaling.json", "scaling.png", "scaling.html"}
+    assert {path.name for path in tmp_path.glob("scaling.*")} == {"scaling.csv", "scaling.json", "scaling.html"}
     assert len(list(csv.DictReader(io.StringIO((tmp_path / "scaling.csv").read_text())))) == 3
 
 
@@ -115,12 +115,12 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_the_page_is_self_contained_and_marks_what_is_simulated(tmp_path: Path) -> None:
     rows = simulated(tmp_path)
-    paths = write_report(rows, tmp_path / "out")
-    text = paths[3].read_text()
-    assert paths[2].read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64," in text and not re.search(r'(src|href)="(?!data:)', text)
-    assert text.count('class="simulated"') == 3 and "arXiv 2312.12705" in text
-    assert "<script>" not in page([Row(**{**vars(rows[0]), "status": "failed: <script>"})], b"")
+    broken = Row(**{**vars(rows[0]), "nodes": 4, "status": "failed: <b>oom</b>", "tokens_per_s": None})
+    text = write_report([*rows, broken], tmp_path / "out")[2].read_text()
+    assert not re.search(r'(src|href)="(?!#)', text.split("<script>")[0])
+    assert text.count("<tr class=simulated>") == 4 and "arXiv 2312.12705" in text
+    assert "failed: &lt;b&gt;oom" in text and "<b>oom" not in text
+    assert text.count("class=chart") == 2 and '"name": "ORNL 1T, batch 8016 (published)"' in text
     assert as_csv(rows).splitlines()[0].startswith("mode,model,site,kind,status,nodes,devices")
 
 

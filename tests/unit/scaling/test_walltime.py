@@ -19,7 +19,7 @@ def strong(nodes: list[int], batch: int = 8000) -> list[Point]:
 
 
 def test_every_point_fits_into_its_bin_with_a_margin() -> None:
-    timed = with_walltime(strong([16, 32, 64, 128]), FRONTIER)
+    timed = with_walltime(strong([64, 128]), FRONTIER)
     steps = [point.config.train.steps for point, _ in timed]
     assert steps == sorted(steps) and steps[0] >= FEWEST_STEPS and steps[-1] == MOST_STEPS
     for point, minutes in timed:
@@ -39,7 +39,7 @@ def test_wanted_steps_that_do_not_fit_are_refused_with_those_that_do() -> None:
 
 
 def test_a_step_longer_than_the_bin_names_another_partition() -> None:
-    with pytest.raises(ConfigError, match="2 of them do not fit into 02:00:00") as caught:
+    with pytest.raises(ConfigError, match="8 of them do not fit into 02:00:00") as caught:
         with_walltime(strong([8]), FRONTIER)
     assert "--partition extended" in str(caught.value)
     ((_, minutes),) = with_walltime(strong([8]), FRONTIER, "extended")
@@ -47,9 +47,15 @@ def test_a_step_longer_than_the_bin_names_another_partition() -> None:
 
 
 def test_the_users_time_is_kept_and_limits_the_steps() -> None:
-    ((few, minutes),) = with_walltime(strong([128]), FRONTIER, minutes=30)
-    assert minutes == 30 and few.config.train.steps < MOST_STEPS
+    ((few, minutes),) = with_walltime(strong([128]), FRONTIER, minutes=90)
+    assert minutes == 90 and few.config.train.steps < MOST_STEPS
 
 
 def test_a_site_without_limits_leaves_the_time_open() -> None:
-    assert with_walltime(strong([16]), load_site("generic"), steps=5)[0][1] is None
+    assert with_walltime(strong([16]), load_site("generic"), steps=8)[0][1] is None
+
+
+def test_fewer_than_five_measured_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="5 steps leave 2 to measure") as caught:
+        with_walltime(strong([128]), FRONTIER, steps=5)
+    assert caught.value.problems[0].fix == "train.steps=8 or more"

@@ -33,10 +33,10 @@ from frontier_llm.schedule import (
     posted_ahead,
     register,
     registry,
-    render_figure,
     render_text,
     round_robin,
     simulate,
+    timeline_chart,
     with_messages,
 )
 from tests.harness.dry_run import check, in_flight, waiting
@@ -436,8 +436,13 @@ def test_long_text_is_cut_and_says_so() -> None:
     assert all(line.endswith("…") and len(line) == len("stage 0 |") + 60 for line in lines[:3])
 
 
-def test_png_is_written(tmp_path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "timeline.png"
-    render_figure(simulate(build("interleaved", 2, 4, 2), lambda _, action: UNIT[action.kind]), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_the_figure_shows_every_action_and_what_is_idle() -> None:
+    chart = timeline_chart(simulate(build("interleaved", 2, 4, 2), lambda _, action: UNIT[action.kind]))
+    idle, *kinds = chart.traces
+    assert [trace["name"] for trace in chart.traces] == ["idle", "forward", "backward"]
+    assert idle["y"] == [0, 1] and idle["x"][0] == max(
+        base + x for trace in kinds for base, x in zip(trace["base"], trace["x"], strict=True)
+    )
+    assert [len(trace["x"]) for trace in kinds] == [16, 16]  # 4 microbatches, 2 chunks, 2 ranks
+    assert kinds[0]["hovertext"][0] == "forward, microbatch 0, virtual stage 0"
+    assert len(set(kinds[0]["marker"]["color"])) == 2, "a rank's second chunk is lighter"

@@ -7,16 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontier_llm.errors import ConfigError
-from frontier_llm.topology import AXIS_ORDERS, Grid
+from frontier_llm.topology import AXES, AXIS_ORDERS, Grid
 
-AXES = ("tp", "dp", "pp")
-grids = st.builds(Grid, tp=st.integers(1, 8), pp=st.integers(1, 6), dp=st.integers(1, 6), order=st.sampled_from(AXIS_ORDERS))
+grids = st.builds(
+    Grid, tp=st.integers(1, 8), pp=st.integers(1, 6), dp=st.integers(1, 6), order=st.sampled_from(AXIS_ORDERS), cp=st.integers(1, 4)
+)
 
 
 @given(grids)
 def test_coordinates_are_a_bijection(grid: Grid) -> None:
     places = [grid.coordinates(rank) for rank in range(grid.world_size)]
-    assert len({tuple(sorted(place.items())) for place in places}) == grid.world_size == grid.tp * grid.pp * grid.dp
+    assert len({tuple(sorted(place.items())) for place in places}) == grid.world_size == grid.tp * grid.cp * grid.pp * grid.dp
     for rank, place in enumerate(places):
         assert all(0 <= place[axis] < grid.degree(axis) for axis in AXES)
         assert grid.global_rank(place) == rank
@@ -55,3 +56,11 @@ def test_an_order_without_tp_innermost_is_refused() -> None:
     with pytest.raises(ConfigError, match="tp-dp-pp") as caught:
         Grid(1, 1, 1, "dp-tp-pp")
     assert caught.value.problems[0].where == "parallel.axis_order"
+
+
+def test_context_stands_beside_tensor_and_replicas_are_both() -> None:
+    grid = Grid(tp=2, pp=2, dp=2, cp=3)
+    assert grid.group("cp", 0) == (0, 2, 4) and grid.group("dp", 0) == (0, 6) and grid.group("pp", 0) == (0, 12)
+    assert grid.replicas == "dp.cp" and grid.group("dp.cp", 2) == (0, 2, 4, 6, 8, 10) and grid.degree("dp.cp") == 6
+    assert sorted(rank for group in grid.groups("dp.cp") for rank in group) == list(range(24))
+    assert Grid(2, 1, 2).replicas == "dp"

@@ -174,3 +174,11 @@ def test_all_violations_are_reported_at_once() -> None:
     }  # fmt: skip
     assert all(problem.fix for problem in caught.value.problems)
     assert all(problem.where in str(caught.value) for problem in caught.value.problems)
+
+
+def test_context_parallel_ranks_need_two_equal_chunks_each() -> None:
+    problem = only(config(context=3), 3, "model.sequence_length")
+    assert "2 x context 3" in problem.what and "60 or 66" in problem.fix
+    plan = make_plan(config(context=4, tensor=2), 16)
+    assert (plan.grid.cp, plan.grid.dp) == (4, 2) and plan.describe().startswith("TP2 x CP4 x PP1 x DP2")
+    assert "context 4" in plan_problems(config(context=4, tensor=2), 12)[0].what

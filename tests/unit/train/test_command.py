@@ -100,6 +100,7 @@ def test_every_problem_is_reported_at_once(run_file, tmp_path):
         assert words in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(run_file, f"train.run_dir={whole}").returncode == 0
@@ -151,6 +152,7 @@ def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
     assert sorted(losses(tmp_path / "run")) == [1, 2]
 
 
+@pytest.mark.thorough
 def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):
     run_dir = tmp_path / "run"
     overrides = [f"train.run_dir={run_dir}", "train.steps=100000", "parallel.pipeline=2", "train.log_interval=100"]

@@ -45,6 +45,7 @@ def losses(run_file: Path, name: str, *overrides: str) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "step"]
 
 
+@pytest.mark.thorough
 def test_no_engine_compiles_anything(run_file: Path) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     native = losses(run_file, "native")

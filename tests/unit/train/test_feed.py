@@ -31,7 +31,7 @@ class Source:
 
 
 def feed(source: Source, is_end: bool) -> Feed:
-    return Feed(source, 8, serial_mesh().dp, torch.device("cpu"), is_end)
+    return Feed(source, 8, serial_mesh(), torch.device("cpu"), is_end)
 
 
 def test_an_end_gets_tokens_and_the_next_ones_sequence_first() -> None:
@@ -57,7 +57,7 @@ def test_targets_are_counted_without_reading_unless_some_are_masked() -> None:
 def test_a_step_is_fed_without_reading_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the host would wait there for all that is queued; a tensor without memory refuses."""
     monkeypatch.setattr(Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device))
-    batch = Feed(Source(True), 8, serial_mesh().dp, torch.device("meta")).step(0)(1)
+    batch = Feed(Source(True), 8, serial_mesh(), torch.device("meta")).step(0)(1)
     assert isinstance(batch.global_targets, torch.Tensor) and batch.global_targets.is_meta and batch.global_targets.shape == ()
 
 

@@ -78,6 +78,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, config: RunConfig, flush: bool, ste
     return [result.loss for result in results], [result.gradient_norm for result in results]
 
 
+@pytest.mark.thorough
 def test_the_loss_scale_decides_what_flushing_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """2^-8 per token is what 65536, the usual start, is for a batch of 16 M tokens; ours is 1024. Figures: docs/numerics.md."""
     exact, kept, lost, ours = (
@@ -115,6 +116,9 @@ def test_a_run_on_such_a_device_is_told_once(
     for name, function in {**pretended, "get_device_properties": lambda index: SimpleNamespace(gcnArchName=architecture)}.items():
         monkeypatch.setattr(torch.cuda, name, function)
     for rank in range(2):
-        assert join._device(configuration(dtype), RankEnv(rank, 8, rank, 8, 0, "n0", "n0", 23456, "slurm")).index == rank
+        assert (
+            join._device(configuration(dtype), SimpleNamespace(place=RankEnv(rank, 8, rank, 8, 0, "n0", "n0", 23456, "slurm"))).index
+            == rank
+        )
     said = capsys.readouterr().err
     assert said.count("precision.dtype=bf16 is as fast") == warned

@@ -64,6 +64,17 @@ def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean:
     assert environ("PYTORCH_HIP_ALLOC_CONF") == "max_split_size_mb:512"
 
 
+def test_fsdp_keeps_its_queues(clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """With one queue its gathers would wait behind the compute that they are to overlap."""
+    for setting, value in (("parallel.data_mode=zero", "1"), ("parallel.data_mode=fsdp", None)):
+        clean.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        set_environment(load_run("bench", ["machine=h200", setting]))
+        assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == value
+    clean.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    set_environment(load_run("bench", ["machine=h200", "parallel.data_mode=fsdp"]))
+    assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and "keeps FSDP's gathers behind" in capfd.readouterr().err
+
+
 def test_threads_are_those_that_are_claimed(clean: pytest.MonkeyPatch) -> None:
     """torch has read OMP_NUM_THREADS when it was imported."""
     torch.set_num_threads(3)

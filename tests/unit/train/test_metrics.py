@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from frontier_llm.cluster import run_dir
 from frontier_llm.comm import Ledger
 from frontier_llm.config import load_run
+from frontier_llm.train import observers
 from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.metrics import Metrics
 from frontier_llm.train.step import StepResult
@@ -20,7 +21,7 @@ from frontier_llm.train.step import StepResult
 
 def metrics(directory: Path, incarnation: int, done_steps: int, *layout: str) -> Metrics:
     config = load_run("quickstart", ["train.steps=100", "train.log_interval=1", f"train.run_dir={directory}", *layout])
-    return Metrics(config, 4, PhaseClock(Ledger()), incarnation, done_steps)
+    return Metrics(config, 4, PhaseClock(Ledger()), incarnation, done_steps, observers.make(config, 0))
 
 
 def steps(writer: Metrics, start: int, stop: int, loss: float) -> None:
@@ -54,6 +55,8 @@ def test_a_rewind_takes_back_too_and_tensorboard_agrees(tmp_path: Path) -> None:
     second = metrics(tmp_path, 2, 4)
     steps(second, 4, 7, loss=1.0)
     second.close()
+    for writer in (first, second):
+        writer._observers[0].close()
     expected = [(1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 1.0), (6, 1.0), (7, 1.0)]
     assert [row[:2] for row in course(tmp_path)] == expected
     events = EventAccumulator(str(tmp_path / "events"))
@@ -140,9 +143,11 @@ def test_tensorboard_on_a_full_disk_ends_its_events_not_the_run(
         close = add_scalar
 
     writer = metrics(tmp_path, 1, 0)
-    writer._board = Full()
+    (events,) = writer._observers
+    events._writer = Full()
     steps(writer, 0, 2, loss=3.0)
     assert capsys.readouterr().err.count("TensorBoard's events end at step 1: No space left on device; metrics.jsonl goes on") == 1
-    writer._board = Full()
+    events._writer = Full()
     writer.close()
+    events.close()
     assert course(tmp_path) == [(1, 3.0, 1), (2, 3.0, 1)]

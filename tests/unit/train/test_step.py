@@ -14,6 +14,7 @@ from frontier_llm.topology import make_plan
 from frontier_llm.train.build import build_state
 from frontier_llm.train.guard import Wish
 from frontier_llm.train.step import train_step
+from tests.harness.marks import but_first
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.play import Source
@@ -37,7 +38,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "mpt"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", but_first(["full", "none"]))
 def test_the_host_reads_the_device_once(family: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(family, recompute=recompute)
     config, source = case.config("fp32"), Source(case, 0)

@@ -1,0 +1,84 @@
+"""frontier-llm bench comm RUN --hang-test: which modes of comm.in_flight are safe on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from frontier_llm.cli.arguments import show
+
+if TYPE_CHECKING:
+    from frontier_llm.config import RunConfig
+    from frontier_llm.measure.hang import Verdict
+
+
+def hang_test(args: argparse.Namespace) -> int:
+    """Exit code 0 when a mode is safe. Started alone it tries each mode in local ranks; with --mode it is what tries one."""
+    from frontier_llm.cli.checks import check
+    from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
+    from frontier_llm.cluster.rank_env import discover, environment
+    from frontier_llm.config import load_run
+    from frontier_llm.errors import LayoutError
+    from frontier_llm.measure import hang
+
+    config, place = load_run(args.run, args.overrides), discover()
+    world_size = local_world_size(config)
+    if args.mode:
+        if place is None:
+            return start_local_ranks(config, world_size, args.typed)
+        hang.run_steps(config, place, args.times, Path(config.train.run_dir) / "progress")
+        return 0
+    if place is not None:
+        fix = (
+            "start it once on the node, without a launcher's ranks: srun -N1 -n1 --gpus-per-node=8 frontier-llm bench comm RUN --hang-test"
+        )
+        raise LayoutError("the hang test starts and ends ranks of its own", fix, "--hang-test")
+    if world_size < 2:
+        raise LayoutError("a layout of one rank communicates nothing", "add e.g. parallel.pipeline=2", "--hang-test")
+
+    check(load_run(args.run, [*args.overrides, *hang.settings_of(config, "many")]), world_size, saves=False)
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="hang-test-") as folder:
+        for mode in hang.MODES:
+            run_dir = Path(folder, mode)
+            run_dir.mkdir()
+            words = ["bench", "comm", args.run, *args.overrides, *hang.settings_of(config, mode), f"train.run_dir={run_dir}"]
+            words += ["--hang-test", "--mode", mode, "--times", str(args.times)]
+            command = [sys.executable, "-P", "-m", "frontier_llm.cli.main", *words]
+            verdict = hang.watch(command, _environment(environment()), mode, args.times, args.step_limit, run_dir)
+            print(verdict.describe(), file=sys.stderr, flush=True)
+            verdicts.append(verdict)
+    return _report(args, config, verdicts)
+
+
+def _environment(variables: dict[str, str]) -> dict[str, str]:
+    """This package for the ranks too, wherever it was imported from."""
+    import os
+
+    root = str(Path(__file__).parents[2])
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, (root, variables.get("PYTHONPATH"))))}
+
+
+def _report(args: argparse.Namespace, config: RunConfig, verdicts: list[Verdict]) -> int:
+    import platform
+
+    from frontier_llm import log
+    from frontier_llm.measure.hang import in_flight_of
+    from frontier_llm.measure.machine_file import write_machine
+
+    mode, parallel = in_flight_of(verdicts), config.parallel
+    layout = f"TP{parallel.tensor} x PP{parallel.pipeline} x DP{parallel.data or 1}"
+    outcomes = ", ".join(f"{verdict.mode} {verdict.steps} of {verdict.wanted}" for verdict in verdicts)
+    source = f"bench comm --hang-test on {platform.node()}, {layout}, {parallel.schedule}: {outcomes} steps"
+    if args.machine_file and mode:
+        content = {"base": config.machine, "title": f"{config.machine}, hang test passed"}
+        write_machine(args.machine_file, {**content, "in_flight": {"mode": mode, "tag": "measured", "source": source}})
+        log.info(f"wrote {args.machine_file}: machine={args.machine_file} makes comm.in_flight=auto mean {mode}")
+    rows: list[dict[str, Any]] = [{**asdict(verdict), "safe": verdict.safe} for verdict in verdicts]
+    last = f"comm.in_flight: {mode}" if mode else "no mode is safe here: see the ranks' last lines above"
+    show(args, {"modes": rows, "in_flight": mode, "source": source}, lambda: "\n".join([*(v.describe() for v in verdicts), last]))
+    return int(mode is None)

@@ -1,0 +1,154 @@
+"""frontier-llm tune RUN --budget-node-hours H: find the fastest layout by running it, beginning with the planner's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frontier_llm.cli.arguments import JSON, aligned, command, natural, option, positive, run_options, show
+
+if TYPE_CHECKING:
+    from frontier_llm.scaling.launch import Launcher
+    from frontier_llm.tuning.search import Tuner
+
+DIRECTORY = "runs/tune"
+
+
+@command(
+    *run_options(),
+    option(
+        "--budget-node-hours", type=float, required=True, metavar="H", help="what all trials together may use; 0: only write the report"
+    ),
+    option("--nodes", type=positive, metavar="N", help="nodes of a trial (default: the allocation's, less the spares)"),
+    option("--spares", type=natural, default=0, metavar="N", help="nodes of the allocation to keep in hand (default: 0)"),
+    option("--ranks", type=positive, metavar="N", help="outside an allocation: ranks on this machine (default: its devices)"),
+    option("--steps", type=positive, default=10, metavar="N", help="of a trial; the first three do not count (default: %(default)s)"),
+    option("--trials", type=positive, metavar="N", help="at most so many (default: as many as the budget and the gain allow)"),
+    option("--fix", action="append", default=[], metavar="KEY=VALUE", help="search around a choice, as for `plan`; may be repeated"),
+    option("--layouts", type=positive, default=256, metavar="N", help="the planner's best so many are the space (default: %(default)s)"),
+    option("--within", type=float, default=2.0, metavar="X", help="of which predicted within X times the best (default: %(default)s)"),
+    option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
+    option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
+    option("--seed", type=natural, default=0, metavar="N", help="of what is chosen at random (default: 0)"),
+    option("--output", metavar="DIR", help=f"trials, table and report; the same directory goes on (default: {DIRECTORY}/RUN)"),
+    option("--emit", type=Path, metavar="FILE", help="the fastest layout as a run file (default: best.yaml in the output)"),
+    option("--emit-machine", type=Path, metavar="FILE", help="a machine file with the constants that the trials have changed"),
+    option("--preflight", action="store_true", help="`doctor` on every node of the allocation first"),
+    option("--dry-run", action="store_true", help="show the space and what a trial costs, run nothing"),
+    JSON,
+    about="Find the fastest layout of a run by running it: trials of a few steps by srun inside an allocation (slurm/tune.sbatch), or "
+    "on this machine. The first is the planner's choice; a model of the planner's error then chooses. Each trial has a time limit; one that "
+    "runs out of memory, hangs or has no finite loss is told apart and counts as slow. After a walltime the same command goes on.",
+    examples=(
+        "frontier-llm tune train_small --ranks 4 --budget-node-hours 0.2",
+        "frontier-llm tune train_22b --nodes 16 --budget-node-hours 40 --dry-run",
+        "sbatch -A PROJECT --nodes=17 slurm/tune.sbatch --spares 1 --budget-node-hours 40",
+    ),
+)
+def tune(args: argparse.Namespace) -> int:
+    """Exit code 0 when a layout was measured."""
+    from frontier_llm import log
+    from frontier_llm.tuning.measure import Bench
+    from frontier_llm.tuning.search import Limits, run_search
+    from frontier_llm.tuning.trials import TRIALS_FILE, write_trials
+
+    root = Path(args.output or Path(DIRECTORY) / Path(args.run).stem).resolve()
+    launcher, overrides = _launcher(args)
+    search = _search(args, overrides, launcher, root)
+    log.info(_cost(search, launcher.nodes, args))
+    if args.dry_run:
+        show(args, _plan_rows(search), lambda: aligned([list(_plan_rows(search)[0]), *(list(row.values()) for row in _plan_rows(search))]))
+        return 0
+    if args.preflight:
+        launcher.preflight(root)
+    bench = Bench(launcher, args.run, overrides, args.steps, root)
+    why = run_search(
+        search,
+        args.steps,
+        Limits(args.budget_node_hours, launcher.nodes, args.trials, launcher.time_left_s),
+        lambda proposal, limit_s: bench.measure(search, proposal, limit_s),
+        lambda trials: write_trials(root / TRIALS_FILE, trials),
+    )
+    log.info(f"the search ends: {why}")
+    return _conclude(args, search, overrides, root)
+
+
+def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
+    """Where trials run, and the words of the run: inside an allocation for its site's machine."""
+    from frontier_llm.cluster.rank_env import environ
+    from frontier_llm.cluster.sites import load_site
+    from frontier_llm.config import load_run
+    from frontier_llm.errors import ConfigError
+    from frontier_llm.machine import load_machine
+    from frontier_llm.scaling.launch import AllocationRanks, LocalRanks
+
+    if environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST"):
+        site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
+        return AllocationRanks(site, args.nodes, args.spares), [f"machine={site.machine}", *args.overrides]
+    devices = load_machine(load_run(args.run, args.overrides).machine).devices_per_node
+    nodes = args.nodes or 1
+    if nodes > 1 and not args.dry_run:
+        fix = f"sbatch --nodes={nodes} slurm/tune.sbatch --budget-node-hours {args.budget_node_hours:g}; --dry-run shows the space"
+        raise ConfigError(f"{nodes} nodes, and this is no allocation", fix, "--nodes")
+    return LocalRanks(nodes * (args.ranks or devices), nodes), list(args.overrides)
+
+
+def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, root: Path) -> Tuner:
+    """The space and what has been tried of it."""
+    from frontier_llm.config import load_run
+    from frontier_llm.machine import load_machine, own_stack, rates
+    from frontier_llm.planner.candidates import parse_fixed
+    from frontier_llm.tuning.search import Everything, Tuner
+    from frontier_llm.tuning.space import make_space
+    from frontier_llm.tuning.trials import TRIALS_FILE, read_trials
+
+    config = load_run(args.run, overrides)
+    machine = load_machine(config.machine)
+    numbers = rates(machine, own_stack(machine))
+    tp_max = launcher.devices if args.allow_cross_node_tp else min(numbers.node_devices, launcher.devices // launcher.nodes)
+    space = make_space(config, numbers, launcher.devices, tp_max, parse_fixed(args.fix), args.layouts, args.within)
+    trials = read_trials(root / TRIALS_FILE, space.plans[0].layout)
+    return (Everything if args.exhaustive else Tuner)(space, trials, args.seed)
+
+
+def _cost(search: Tuner, nodes: int, args: argparse.Namespace) -> str:
+    """The space, and what is about to be spent."""
+    from frontier_llm.tuning.search import START_S
+    from frontier_llm.units import format_seconds, plural
+
+    plans, used = search.space.plans, sum(trial.node_hours for trial in search.trials)
+    trial_s = START_S + args.steps * plans[0].step_s
+    return (
+        f"{plural(len(plans), 'layout')} of {search.space.legal} that fit, {format_seconds(plans[0].step_s)} to "
+        f"{format_seconds(max(plan.step_s for plan in plans))} per step (predicted)\n"
+        f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} while starts are not yet measured, "
+        f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.budget_node_hours:.3g} node-hours are used"
+    )
+
+
+def _plan_rows(search: Tuner) -> list[dict[str, str]]:
+    from frontier_llm.planner.report import layout_words
+    from frontier_llm.units import GIB
+
+    return [
+        {"step_s": f"{plan.step_s:.4g}", "gib": f"{plan.peak_bytes / GIB:.1f}", "layout": layout_words(plan)} for plan in search.space.plans
+    ]
+
+
+def _conclude(args: argparse.Namespace, search: Tuner, overrides: list[str], root: Path) -> int:
+    """The report and the files that were asked for."""
+    from frontier_llm import log
+    from frontier_llm.tuning.constants import write_machine
+    from frontier_llm.tuning.report import summary, write_best, write_report
+
+    best = search.best
+    written = [write_report(search, root)] if search.trials else []
+    if best is not None:
+        written.append(write_best(args.emit or root / "best.yaml", args.run, overrides, search))
+    if args.emit_machine and best is not None:
+        written.append(write_machine(args.emit_machine, search))
+    show(args, summary(search), lambda: "\n".join(f"{key}: {value}" for key, value in summary(search).items()))
+    if written:
+        log.info(f"wrote {', '.join(map(str, written))}")
+    return 0 if best is not None else 1

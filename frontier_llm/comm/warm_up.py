@@ -1,0 +1,57 @@
+"""Every group is used once at the start, one after the other, each within a time limit.
+
+A communicator is made at its first use, and there things hang: on LUMI the first collective of a second group in 13 of 17 starts, always where
+several groups met for the first time at once. Found here, the group has a name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from frontier_llm.comm.group import Group, listed
+from frontier_llm.errors import RankFailure
+from frontier_llm.failpoints import hit
+
+LIMIT_S = 180.0  # of one group, or nine tenths of its own time-out: the back-end would end the process then, without naming the group
+_REMEDY = (
+    "start again: such hangs come and go. Again the same group: leave out a node that is in it (slurm --exclude), see that the network's plugin "
+    "is loaded (frontier-llm doctor), and on Slingshot that FI_MR_CACHE_MONITOR is what docs/lumi.md says; LIMIT: train.timeout_s"
+)
+
+
+def within(limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]) -> None:
+    """Do the first communication of a group. Raises RankFailure naming it where that takes longer than `limit_s`.
+
+    It is done in a thread, because making a communicator blocks the host where nothing can interrupt it.
+    """
+    errors: list[BaseException] = []
+    gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread begins with the first
+
+    def run() -> None:
+        try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            hit(f"comm.warm_up.{name}")
+            work()
+            if gpu is not None:
+                torch.cuda.synchronize(gpu)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"warm-up of {name}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        what = f"the first communication of axis {name} among {listed(ranks)} did not end within {limit_s:.0f} s"
+        raise RankFailure(what, fix=_REMEDY.replace("LIMIT", f"a limit of more than {limit_s:.0f} s"))
+    if errors:
+        raise errors[0]
+
+
+def warm_up(name: str, ranks: Sequence[int], group: Group, device: torch.device, timeout_s: float) -> None:
+    """One element summed over the group."""
+    one = torch.zeros(1, device=device)
+    within(min(LIMIT_S, 0.9 * timeout_s), name, ranks, device, lambda: group.start_all_reduce_(one, "sum").wait())

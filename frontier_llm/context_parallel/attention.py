@@ -1,0 +1,21 @@
+"""One face for attention, whoever holds the tokens: this rank's queries, keys and values in, this rank's output out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from frontier_llm.comm import Axis
+from frontier_llm.context_parallel.gather import gathered_attention
+from frontier_llm.ops import Ops, Scores
+
+# (q_SBaD, k_SBgD, v_SBgD, scores) → o_SBaD. S: this rank's tokens in the order of `topology.held_positions`; the document ids in `scores`
+# are those of the whole sequence.
+Core = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
+
+
+def attention_core(ops: Ops, cp: Axis) -> Core:
+    """How the ranks of `cp` attend."""
+    return ops.attention if cp.size == 1 else partial(gathered_attention, ops=ops, cp=cp)

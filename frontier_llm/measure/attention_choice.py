@@ -1,0 +1,66 @@
+"""`ops tune`: every attention back-end that is here, timed at a model's shapes, taking turns; the order is what `ops.attention: auto` then follows."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from frontier_llm.config.schema import ModelConfig
+from frontier_llm.measure.op_cases import CASES, Shapes
+from frontier_llm.measure.timing import kernel_s
+from frontier_llm.ops import working_dtype
+from frontier_llm.ops.attention_table import BACKENDS, AttentionRule
+from frontier_llm.ops.driver import architecture_of_device
+from frontier_llm.ops.providers import PROVIDERS
+
+
+def tune(model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rounds: int = 5) -> tuple[list[AttentionRule], dict[str, Any]]:
+    """(a rule without and one with ALiBi, what each back-end took or why it did not run)."""
+    architecture = architecture_of_device() if device == "cuda" else "cpu"
+    shapes, rules, report = Shapes(model, micro_batch, working_dtype(dtype_name), torch.device(device)), [], {}
+    for extras, name in ((False, "attention"), (True, "attention_alibi")):
+        seconds, faults = _timed(name, shapes, device, rounds)
+        order = tuple(sorted(seconds, key=lambda backend: seconds[backend]))
+        report[name] = {"seconds": {backend: seconds[backend] for backend in order}, "not_run": faults}
+        if order:
+            what = (
+                f"B {micro_batch}, S {model.sequence_length}, {model.heads}/{model.num_kv_heads} heads, {dtype_name}, forward and backward"
+            )
+            times = ", ".join(f"{backend} {seconds[backend] * 1e3:.3g} ms" for backend in order)
+            source = f"frontier-llm ops tune on {platform.node()}, torch {torch.__version__}: {what}: {times}"
+            rules.append(AttentionRule(architecture, model.dim_per_head, extras, order, "measured", source))
+    return rules, report
+
+
+def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Best seconds by back-end; what could not run, and why."""
+    best: dict[str, float] = {}
+    faults: dict[str, str] = {}
+    runs = {}
+    for name in BACKENDS:
+        provider = PROVIDERS[name]
+        if refusal := provider.refusal("attention", device, shapes.dtype):
+            faults[name] = str(refusal)
+        else:
+            runs[name] = CASES[case](_Attention(provider.load()["attention"]), shapes).ways()["ours"]  # type: ignore[arg-type]
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            if name in faults:
+                continue
+            try:
+                seconds = kernel_s(run, device)
+            except Exception as error:
+                faults[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                best.pop(name, None)
+            else:
+                best[name] = min(best.get(name, float("inf")), seconds) if turn else float("inf")  # the first turn warms up
+    return best, faults
+
+
+class _Attention:
+    """The one op that a case of attention asks of the face."""
+
+    def __init__(self, function: Any) -> None:
+        self.attention = function

@@ -1,0 +1,205 @@
+"""The look of every page that this program writes: one style sheet, light and dark, and figures to hover, zoom and toggle.
+
+A page is one file that needs nothing from elsewhere. Its figures are drawn by Plotly, whose script (4.8 MB) the page carries; without the
+`plotly` package a page has its texts and tables, and says what is missing. Plotly's Python classes are not used: a figure is its JSON, which
+starts in no time.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from frontier_llm import log
+from frontier_llm.errors import not_installed
+from frontier_llm.files import write_atomically
+
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
+DASHES = ("solid", "dash", "dot", "dashdot")
+# Plotly writes colours into each element; only the style sheet knows whether the page is light or dark
+CSS = """
+:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7b; --line: #d9e0e7; --card: #fff; --page: #f5f7f9 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --soft: #9aa8b5; --line: #33404c; --card: #1b232b; --page: #12181e } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto; max-width: 1120px; padding: 2rem 1rem }
+h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; overflow-wrap: anywhere }
+p.sub { color: var(--soft); margin: .2rem 0 1rem }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem }
+.tile, figure, .wide, pre, details { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
+.tile { padding: .7rem 1rem } .tile b { display: block; font-size: 1.35rem } .tile span { color: var(--soft); font-size: .85rem }
+figure { margin: 0 0 .8rem; padding: .3rem; min-width: 0 } .figures figure { margin: 0 }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: .8rem }
+figcaption { font-weight: 600; font-size: .9rem; padding: .3rem .5rem 0; overflow-wrap: anywhere }
+.wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+td, th { padding: .35rem .8rem; text-align: left; border-top: 1px solid var(--line); white-space: nowrap }
+td:last-child { white-space: normal; min-width: 6rem } tr:first-child td, tr:first-child th { border-top: 0 }
+tr.bad td { background: #d9303030 } tr.simulated td { font-style: italic; opacity: .75 }
+pre { padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px } details { padding: .5rem 1rem } details pre { border: 0; padding: 0 }
+.mesh { display: flex; gap: .5rem; overflow-x: auto }
+.stage { flex: 1; border: 1px solid var(--line); border-radius: 8px; padding: .5rem; background: var(--card) }
+.rank { display: inline-block; border-radius: 5px; padding: .1rem .5rem; margin: .12rem; color: #fff; font-size: .85rem; white-space: nowrap }
+.chart text { fill: var(--ink) !important } .chart .bars text { fill: #fff !important }
+.chart .gridlayer path, .chart .zerolinelayer path { stroke: var(--line) !important }
+.chart .legend .bg, .chart .modebar-group { fill: transparent !important; background: transparent !important }
+.chart .modebar-btn path { fill: var(--soft) !important }
+.chart .hoverlayer text { fill: #fff !important }
+"""
+DRAW = """
+for (const source of document.querySelectorAll("script.figure")) {
+  const { data, layout } = JSON.parse(source.textContent);
+  const buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]];
+  Plotly.newPlot(source.previousElementSibling, data, layout, { responsive: true, displaylogo: false, modeBarButtons: buttons });
+}
+"""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure: traces in Plotly's JSON on axes that say what they show and in which unit."""
+
+    title: str
+    x: str
+    y: str
+    traces: Sequence[Mapping[str, Any]]
+    log_x: bool = False
+    log_y: bool = False
+    height_px: int = 320
+    layout: Mapping[str, Any] = field(default_factory=dict)  # whatever else Plotly shall know
+
+
+def line(
+    name: str, x: Iterable[Any], y: Iterable[Any], index: int = 0, *, marks: str = "", dash: str = "", hover: Sequence[str] = ()
+) -> dict[str, Any]:
+    """One curve in the colour of series `index`; `marks` draws points of that shape too, `hover` adds a text to each point."""
+    look, places = {"color": COLORS[index % len(COLORS)]}, list(x)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if marks or len(places) == 1 else "lines",  # a line of one point would not be seen
+        "name": name,
+        "x": places,
+        "y": list(y),
+        "line": {**look, "width": 1.6, "dash": dash or "solid"},
+        "marker": {**look, "size": 7, "symbol": marks or "circle"},
+        **({"text": list(hover)} if hover else {}),
+    }
+
+
+def points(
+    name: str, x: Iterable[Any], y: Iterable[Any], index: int = 0, *, shape: str = "circle", hover: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Points without a line between them."""
+    return {**line(name, x, y, index, marks=shape, hover=hover), "mode": "markers"}
+
+
+def level(name: str, y: float, x: Sequence[float]) -> dict[str, Any]:
+    """A grey horizontal line over the range of `x`: a limit, or an ideal."""
+    ends = [min(x), max(x)]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": ends,
+        "y": [y, y],
+        "line": {"color": "#888", "width": 1.2, "dash": "dash"},
+    }
+
+
+def figures(charts: Iterable[Chart]) -> str:
+    """HTML of several charts side by side where there is room; '' without Plotly, of which the page's head then speaks."""
+    drawn = "".join(map(figure, charts))
+    return f"<div class=figures>{drawn}</div>" if drawn else ""
+
+
+def figure(chart: Chart) -> str:
+    """HTML of one chart; '' without Plotly."""
+    if not can_draw():
+        return ""
+    grid = {"automargin": True, "gridcolor": "#8884", "zerolinecolor": "#8884"}
+    legend = sum(bool(trace.get("showlegend", True)) for trace in chart.traces) > 1
+    layout = {
+        "xaxis": {**grid, "title": {"text": text(chart.x)}, **(_powers(chart) if chart.log_x else {})},
+        "yaxis": {**grid, "title": {"text": text(chart.y)}, **({"type": "log"} if chart.log_y else {})},
+        "legend": {"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
+        "margin": {"l": 50, "r": 12, "t": 30, "b": 90 if legend else 45},
+        "height": chart.height_px,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 12},
+        "showlegend": legend,
+    }
+    for name, value in chart.layout.items():
+        old = layout.get(name)
+        layout[name] = {**old, **value} if isinstance(old, dict) else value
+    content = json.dumps({"data": _finite(chart.traces), "layout": layout}, allow_nan=False).replace("</", "<\\/")
+    return f'<figure><figcaption>{text(chart.title)}</figcaption><div class=chart></div><script type="application/json" class=figure>{content}</script></figure>'
+
+
+def _powers(chart: Chart) -> dict[str, Any]:
+    """A logarithmic axis labelled with some eight of the values that occur, such as counts of devices."""
+    values = sorted({value for trace in chart.traces for value in trace["x"]})
+    shown = [_finite(value) for value in values[:: len(values) // 9 + 1]]
+    return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a point without a value is a gap."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence):
+        return [_finite(part) for part in value]
+    if hasattr(value, "item"):  # numpy's
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Iterable[str] = ()) -> str:
+    """An HTML table of texts, with a scroll bar of its own where the window is narrow; `classes` styles the rows."""
+
+    def row(tag: str, cells: Iterable[object], name: str = "") -> str:
+        return f"<tr{f' class={name}' if name else ''}>" + "".join(f"<{tag}>{text(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    names = [*classes]
+    body = "".join(row("td", cells, names[index] if names else "") for index, cells in enumerate(rows))
+    return f"<div class=wide><table>{row('th', head)}{body}</table></div>"
+
+
+def tiles(numbers: Iterable[tuple[object, object]]) -> str:
+    """(value, what it is), each in a box."""
+    boxes = "".join(f"<div class=tile><b>{text(value)}</b><span>{text(what)}</span></div>" for value, what in numbers)
+    return f"<div class=tiles>{boxes}</div>"
+
+
+def text(value: object) -> str:
+    """As a page may show it."""
+    return html.escape(str(value))
+
+
+def can_draw() -> bool:
+    """Whether Plotly's script is here."""
+    return find_spec("plotly") is not None
+
+
+def write_page(path: Path, title: str, subtitle: str, parts: Iterable[str]) -> Path:
+    """Write a self-contained page and return `path`; warns where it lacks its figures."""
+    body = "\n".join(parts)
+    script = ""
+    if not can_draw():
+        missing = not_installed("plotly")
+        log.warn(f"{path} has no figures: {missing.what} ({missing.fix})")
+        subtitle = f"{subtitle} No figures: {missing.what}."
+    elif "class=chart" in body:
+        plotly = (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+        script = f"<script>{plotly}</script><script>{DRAW}</script>"
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{text(title)}</title>'
+    top = f"<h1>{text(title)}</h1><p class=sub>{text(subtitle)}</p>"
+    page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>{top}\n{body}{script}</body></html>\n'
+    write_atomically(path, page)
+    return path

@@ -1,0 +1,163 @@
+"""What scripts/first_gpu.sh runs: the stages, each in a process group of its own with a time limit, and the page. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import page
+import rehearsal
+import wheels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`limit_s` is of nine minutes; more minutes give all stages more."""
+
+    name: str
+    limit_s: float
+    about: str
+
+
+# in the order of what is wanted most, should the time run out
+STAGES = (
+    Stage("machine", 30, "driver, versions, devices"),
+    Stage("build", 150, "C++ parts and kernels, built again with this machine's assembler where the driver refuses them"),
+    Stage("checks", 60, "every op against float64"),
+    Stage("ceilings", 30, "matrix products and copies, by torch"),
+    Stage("ops", 80, "each op beside eager torch and the best SDPA"),
+    Stage("attention", 40, "which attention is fastest here: a table for ops.attention_table"),
+    Stage("step_1b", 60, "a 1B model's step; the same losses twice"),
+    Stage("step_3b", 60, "a 3B model's step"),
+    Stage("reference", 60, "100 steps against the CPU reference"),
+    Stage("hang_test", 90, "which orders of communication are safe here"),
+    Stage("layout", 90, "tensor x pipeline x data parallel against one device"),
+    Stage("addresses", 90, "every op under an address checker"),
+    Stage("compiled", 90, "each op through torch.compile"),
+)
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+
+
+def run_limited(command: list[str], limit_s: float, log: Path, environment: dict[str, str]) -> str:
+    """'' or what went wrong. A late command is ended with all that it has started: it would keep the GPU."""
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"not ready after {limit_s:.0f} s"
+        finally:  # also what a stage that has ended left behind, and after an interrupt from the keyboard, which reaches no other session
+            _end_group(process)
+    return f"exit code {code}" if code else ""
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + GRACE_S
+        while number == signal.SIGTERM and time.monotonic() < deadline:
+            if process.poll() is not None:
+                break
+            time.sleep(0.05)
+
+
+def run_stage(stage: Stage, limit_s: float, out: Path, python: str, environment: dict[str, str]) -> dict[str, Any]:
+    """Run one stage; what went wrong becomes its result, beside what it had written until then."""
+    result_path, log = out / f"{stage.name}.json", out / "logs" / f"{stage.name}.log"
+    result_path.unlink(missing_ok=True)
+    partial = out / f"{stage.name}.partial.json"
+    partial.unlink(missing_ok=True)
+    begin = time.monotonic()
+    command = [python, str(ROOT / "scripts" / "first_gpu" / "stages.py"), stage.name, str(out)]
+    fault = run_limited(command, limit_s, log, environment) if limit_s > 0 else "no time was left for it"
+    result = _read(result_path)
+    if fault:
+        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:] if log.is_file() else []
+        result = {**result, "state": "failed" if limit_s > 0 else "skipped", "why": fault, "log_tail": tail, "until_then": _read(partial)}
+    result = {"stage": stage.name, "about": stage.about, **result, "seconds": round(time.monotonic() - begin, 1), "limit_s": round(limit_s)}
+    result_path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    partial.unlink(missing_ok=True)
+    return result
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def main() -> int:
+    """Exit code 0 when no stage failed."""
+    parser = argparse.ArgumentParser(prog="scripts/first_gpu.sh", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "first_gpu", metavar="DIR", help="results (default: %(default)s)")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this Python may lack")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together (default: 9)")
+    parser.add_argument("--stages", default=",".join(stage.name for stage in STAGES), help="only these (default: all)")
+    parser.add_argument("--rehearse", action="store_true", help="play every stage on the CPU or a fake driver, in a bare environment")
+    parser.add_argument("--collect-wheels", type=Path, metavar="DIR", help="download wheels for another machine, and end")
+    parser.add_argument("--python", default="3.12", help="that machine's Python (default: 3.12)")
+    parser.add_argument(
+        "--platform", action="append", default=[], help="a platform tag of wheels that it takes; may be given several times"
+    )
+    args = parser.parse_args()
+    if args.collect_wheels:
+        return wheels.collect(args.collect_wheels, args.python, args.platform)
+    unknown = set(args.stages.split(",")) - {stage.name for stage in STAGES}
+    if unknown:
+        parser.error(f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in STAGES)}")
+
+    begin, out = time.monotonic(), args.out.absolute()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    python, wheels_folder = sys.executable, args.wheels
+    if args.rehearse:
+        if wheels_folder is None:
+            wheels_folder = out / "wheels"
+            wheels.from_installed(rehearsal.LACKING, wheels_folder)
+        python = str(rehearsal.bare_environment(out / "bare"))
+        if not wheels.imports(python, out / "nothing"):
+            raise SystemExit("error: the rehearsal's environment is not bare: it imports pydantic")
+        used = wheels.unpack(wheels_folder, rehearsal.LACKING, out / "site")
+    else:
+        used = wheels.provide(wheels_folder, out / "site", python)
+    path = [str(out / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")] if not args.rehearse else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    environment |= {"FIRST_GPU_DEVICE": "rehearsal"} if args.rehearse else {}
+    environment.pop("FRONTIER_LLM_LAUNCHER", None)
+    for name in [name for name in environment if name.startswith(("SLURM_", "PMI_", "OMPI_"))]:
+        environment.pop(name)  # ranks are started here, not by the launcher that started this
+
+    total_s, results = 60 * args.minutes, []
+    for stage in STAGES:
+        if stage.name in args.stages.split(","):
+            left_s = total_s - (time.monotonic() - begin)
+            result = run_stage(stage, min(stage.limit_s * args.minutes / 9, left_s - GRACE_S), out, python, environment)
+            results.append(result)
+            print(f"{stage.name:<10} {result['state']:<8} {result['seconds']:6.1f} s  {result.get('why', '')}", file=sys.stderr, flush=True)
+            if stage.name == "machine" and result["state"] == "failed":
+                break
+    summary = {"rehearsal": args.rehearse, "wheels": used, "seconds": round(time.monotonic() - begin, 1), "stages": results}
+    (out / "page.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    text, machine = page.render(summary)
+    (out / "page.md").write_text(text, encoding="utf-8")
+    if machine:
+        (out / "machine.yaml").write_text(machine, encoding="utf-8")
+    print(text)
+    return int(any(result["state"] == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

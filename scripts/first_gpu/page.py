@@ -1,0 +1,158 @@
+"""One page of what the stages of first_gpu.sh found: Markdown, and the constants as a machine file. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+TERA = 1e12
+GOALS = {"memory": 0.85, "attention": 0.9, "mfu": 0.6}  # shares of copy bandwidth, of SDPA's best back-end, of the measured product rate
+_BASES = {"gfx90a": "frontier", "gfx942": "mi300x", "sm_80": "selene"}
+
+
+def base_machine(architecture: str, name: str) -> str:
+    """The shipped machine file that is nearest to this device."""
+    return ("eos" if "H100" in name else "h200") if architecture == "sm_90" else _BASES.get(architecture, "local")
+
+
+def render(summary: dict[str, Any]) -> tuple[str, str]:
+    """(the page, a machine file or '' where too little was measured)."""
+    results = {stage["stage"]: stage.get("result") or stage.get("until_then") or {} for stage in summary["stages"]}
+    machine = results.get("machine", {})
+    kind = "rehearsal on a CPU, sizes are tiny and times mean nothing" if summary["rehearsal"] else machine.get("device", "?")
+    lines = [f"# First run: {kind}", "", *_machine_lines(machine), "", *_stage_lines(summary), ""]
+    ceiling = results.get("ceilings", {})
+    copy, gemm = ceiling.get("copy_bytes_per_s"), ceiling.get("gemm_flops_per_s")
+    if copy and gemm:
+        lines += [
+            "## Ceilings",
+            "",
+            f"Copies {copy / 1e9:,.0f} GB/s (read and written), bf16 products {gemm / TERA:,.1f} TFLOP/s, both by torch.",
+            "",
+        ]
+    timings = [timing for stage in ("ops", "compiled") for timing in results.get(stage, {}).get("timings", [])]
+    if timings and copy and gemm:
+        lines += ["## Ops", "", *_op_lines(timings, copy, gemm), ""]
+    for stage in ("step_1b", "step_3b"):
+        if "step_s" in results.get(stage, {}):
+            lines += [f"## {stage}", "", *_step_lines(results[stage]), ""]
+    for stage in ("attention", "reference", "hang_test", "layout"):
+        if results.get(stage):
+            lines += [f"## {stage}", "", "```json", json.dumps(results[stage], indent=1), "```", ""]
+    content = "" if summary["rehearsal"] else _machine_file(machine, results, timings)
+    if content:
+        lines += ["## Constants for a machine file (machine.yaml)", "", "```yaml", content.rstrip(), "```", ""]
+    return "\n".join(lines), content
+
+
+def _machine_lines(machine: dict[str, Any]) -> Iterator[str]:
+    packages = ", ".join(f"{name} {version}" for name, version in machine.get("packages", {}).items() if version)
+    yield f"{machine.get('devices')} x {machine.get('device')} ({machine.get('architecture')}), driver: {machine.get('driver')}"
+    yield f"Python {machine.get('python')}, {packages}; CUDA {machine.get('cuda')}, HIP {machine.get('hip')}; {machine.get('cores')} cores"
+
+
+def _stage_lines(summary: dict[str, Any]) -> Iterator[str]:
+    yield "| stage | | seconds | of at most | |"
+    yield "|---|---|--:|--:|---|"
+    for stage in summary["stages"]:
+        why = str(stage.get("why", "")).replace("|", "/").replace("\n", " ")
+        yield f"| {stage['stage']}: {stage['about']} | {stage['state']} | {stage['seconds']} | {stage['limit_s']} | {why} |"
+    yield ""
+    yield f"{summary['seconds']:.0f} s together."
+    for stage in summary["stages"]:
+        if stage.get("log_tail"):
+            yield f"\n`{stage['stage']}` ended with:\n\n```text\n" + "\n".join(stage["log_tail"]) + "\n```"
+
+
+def _op_lines(timings: list[dict[str, Any]], copy: float, gemm: float) -> Iterator[str]:
+    """One table row per op: all ways, and ours as a share of the ceiling."""
+    by_op: dict[str, dict[str, dict[str, Any]]] = {}
+    for timing in timings:
+        by_op.setdefault(timing["op"], {})[timing["way"]] = timing
+    yield "| op | ours | eager | compiled | best SDPA | ours: share of the ceiling |"
+    yield "|---|--:|--:|--:|--:|---|"
+    for op, ways in by_op.items():
+        fastest = best_sdpa(ways)
+        ours = ways.get("ours", ways.get("all", {}))
+        share = _share(ours, copy, gemm, ways[fastest]["seconds"] if fastest else None) if ours.get("seconds") else "failed"
+        sdpa = f"{_ms(ways[fastest])} ({fastest.removeprefix('sdpa-')})" if fastest else "-"
+        yield f"| {op} | {' | '.join(_ms(ways.get(way)) for way in ('ours', 'eager', 'compiled'))} | {sdpa} | {share} |"
+    yield ""
+    for timing in timings:
+        if timing["error"]:
+            yield f"- {timing['op']}, {timing['way']}: {timing['error']}"
+
+
+def best_sdpa(ways: dict[str, dict[str, Any]]) -> str:
+    """The fastest of SDPA's back-ends that ran, or ''."""
+    ran = [way for way, timing in ways.items() if way.startswith("sdpa-") and timing["seconds"]]
+    return min(ran, key=lambda way: ways[way]["seconds"], default="")
+
+
+def _share(ours: dict[str, Any], copy: float, gemm: float, sdpa_s: float | None) -> str:
+    if not ours["flops"]:
+        return f"of copy bandwidth {_verdict(ours['bytes_moved'] / ours['seconds'] / copy, GOALS['memory'])}"
+    rate = ours["flops"] / ours["seconds"]
+    text = f"{rate / TERA:.1f} TFLOP/s, {rate / gemm:.0%} of the product rate"
+    return f"{text}; of SDPA's best {_verdict(sdpa_s / ours['seconds'], GOALS['attention'])}" if sdpa_s else text
+
+
+def _verdict(share: float, goal: float) -> str:
+    return f"{share:.0%} ({'meets' if share >= goal else 'misses'} {goal:.0%})"
+
+
+def _ms(timing: dict[str, Any] | None) -> str:
+    return f"{timing['seconds'] * 1e3:.3f} ms" if timing and timing["seconds"] else "-"
+
+
+def _step_lines(step: dict[str, Any]) -> Iterator[str]:
+    mfu, idle = step["mfu_of_measured_gemm_rate"], step["device_idle_share"]
+    yield (
+        f"{step['tokens_per_s']:,.0f} tokens/s, {step['step_s'] * 1e3:.1f} ms per step of 2 microbatches of {step['micro_batch']}, recompute "
+        f"{step['recompute']}; {step['model_flops_per_s'] / TERA:.1f} model TFLOP/s"
+        + (f", MFU of the measured product rate {_verdict(mfu, GOALS['mfu'])}" if mfu else "")
+        + f"; {step['memory_gib']:.1f} GiB; ready after {step['start_s']:.1f} s."
+    )
+    if idle is not None:
+        yield f"The device waits for the host (or for nothing) {idle:.0%} of a step; {step['launches_per_step']:,.0f} launches per step."
+    if "bitwise_equal" in step:
+        yield f"{len(step['losses'])} losses twice: {'equal to the bit' if step['bitwise_equal'] else 'NOT EQUAL'}."
+    yield "\n| kernel | ms per step | share | calls per step |\n|---|--:|--:|--:|"
+    for row in step["kernels"]:
+        name = row["kernel"].replace("|", "/")
+        share = row["seconds_per_step"] / step["step_s"]
+        yield f"| `{name}` | {row['seconds_per_step'] * 1e3:.2f} | {share:.1%} | {row['calls_per_step']:.0f} |"
+
+
+def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: list[dict[str, Any]]) -> str:
+    """YAML of what a plan for this machine should know; JSON numbers and strings are YAML."""
+    ceiling = results.get("ceilings", {})
+    if not ceiling.get("gemm_flops_per_s"):
+        return ""
+    where = f"scripts/first_gpu.sh on {machine['device']}, torch {machine['packages']['torch']}"
+
+    def number(value: float) -> str:
+        return json.dumps({"value": float(f"{value:.4g}"), "tag": "measured", "source": where})
+
+    # the peaks are what was reached: efficiencies are then of those
+    lines = [
+        f"base: {base_machine(machine['architecture'], machine['device'])}",
+        f"title: {json.dumps(machine['device'] + ', first measurements')}",
+        "device:",
+        f"  peak_tflops: {number(ceiling['gemm_flops_per_s'] / TERA)}",
+        f"  memory_gbps: {number(ceiling['copy_bytes_per_s'] / 1e9)}",
+        *([f"  memory_gib: {number(machine['memory_gib'])}"] if machine.get("memory_gib") else []),
+    ]
+    if (safe := results.get("hang_test", {})).get("in_flight"):
+        source = json.dumps(safe["source"])
+        lines.append(f"in_flight: {{mode: {safe['in_flight']}, tag: measured, source: {source}}}")
+    ours = {timing["op"]: timing for timing in timings if timing["way"] == "ours" and timing["seconds"]}
+    stack = ["    gemm_efficiency: " + number(1.0)]
+    if "attention" in ours:
+        rate = ours["attention"]["flops"] / ours["attention"]["seconds"] / ceiling["gemm_flops_per_s"]
+        stack += ["    flash_efficiency: " + number(rate), "    flash_backward: " + number(1.0)]
+    shares = [one["bytes_moved"] / one["seconds"] / ceiling["copy_bytes_per_s"] for one in ours.values() if one["bytes_moved"]]
+    if shares:
+        stack.append("    hbm_efficiency: " + number(min(sorted(shares)[len(shares) // 2], 1.0)))
+    return "\n".join([*lines, "stacks:", "  frontier-llm:", *stack]) + "\n"

@@ -1,0 +1,27 @@
+"""A bare environment on this machine, to rehearse in: this Python's packages without those that a machine with a GPU may lack. Standard library only."""
+
+from __future__ import annotations
+
+import sysconfig
+import venv
+from importlib import metadata
+from pathlib import Path
+
+LACKING = ["pydantic", "pydantic-core", "annotated-types", "typing-inspection", "pyelftools"]
+
+
+def bare_environment(folder: Path) -> Path:
+    """The python of a virtual environment that has links to all packages of this one but LACKING."""
+    python = folder / "bin" / "python"
+    venv.EnvBuilder(symlinks=True, clear=True).create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    left_out = set()
+    for name in LACKING:
+        distribution = metadata.distribution(name)
+        left_out |= {file.parts[0] for file in distribution.files or []}
+    for library in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
+        for path in Path(library).iterdir():
+            ours = path.name.startswith(("frontier_llm", "__editable__", "distutils-precedence"))  # the checkout's own is on PYTHONPATH
+            if path.name not in left_out and not ours and not (site / path.name).exists():
+                (site / path.name).symlink_to(path)
+    return python

@@ -1,0 +1,315 @@
+"""One stage of first_gpu.sh, in its own process: `stages.py NAME OUT` writes OUT/NAME.json. On a CPU with FIRST_GPU_DEVICE=rehearsal, at tiny sizes.
+
+A stage returns its result; a result with `wrong` has failed, one with `skipped` says why there was nothing to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).resolve().parents[2]
+REHEARSAL = os.environ.get("FIRST_GPU_DEVICE") == "rehearsal"
+DEVICE = "cpu" if REHEARSAL else "cuda"
+CLI = [sys.executable, "-m", "frontier_llm.cli.main"]
+
+# Llama's shapes with head dim 128, so that attention is what larger models have: 1.1 and 3.1 billion parameters
+MODELS: dict[str, dict[str, Any]] = {
+    "1b": {"hidden": 2048, "layers": 20, "heads": 16, "kv_heads": 16, "ffn_hidden": 5632, "sequence_length": 2048, "vocab_size": 32000},
+    "3b": {"hidden": 3072, "layers": 26, "heads": 24, "kv_heads": 24, "ffn_hidden": 8192, "sequence_length": 2048, "vocab_size": 32000},
+}
+
+
+class Skipped(Exception):
+    """Nothing to do here; the text says why."""
+
+
+def machine(_out: Path) -> dict[str, Any]:
+    """Driver, versions, devices, tools."""
+    import torch
+
+    if not REHEARSAL and not torch.cuda.is_available():
+        raise RuntimeError(f"{sys.executable} has no torch that sees a GPU: set PYTHON, or try first_gpu.sh --rehearse")
+    tools = {name: shutil.which(name) for name in ("nvidia-smi", "rocm-smi", "nvcc", "hipcc", "ptxas", "compute-sanitizer", "c++")}
+    count = torch.cuda.device_count()
+    packages = {name: _version(name) for name in ("torch", "triton", "numpy", "pydantic", "flash_attn", "apex")}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "packages": packages,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "tools": {name: path for name, path in tools.items() if path},
+        "device": torch.cuda.get_device_name() if count else "cpu",
+        "architecture": _architecture(),
+        "devices": count,
+        "memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if count else None,
+        "driver": _driver(tools),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver(tools: dict[str, str | None]) -> str:
+    if tools["nvidia-smi"]:
+        return _said(["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"])
+    return _said(["rocm-smi", "--showdriverversion", "--showproductname"]) if tools["rocm-smi"] else "none"
+
+
+def _said(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+
+
+def _architecture() -> str:
+    if REHEARSAL:
+        return "sm_90"  # whose kernels are compiled and given to the fake driver
+    from frontier_llm.ops.driver import architecture_of_device
+
+    return architecture_of_device()
+
+
+def build(_out: Path) -> dict[str, Any]:
+    """The C++ parts, then this GPU's kernels; built again with the machine's own assembler where the driver refuses them."""
+    result: dict[str, Any] = {"architecture": _architecture()}
+    native = subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=False)
+    result["native"] = "built" if native.returncode == 0 else "not built: a C++ compiler and torch's headers are wanted (logs/build.log)"
+    if REHEARSAL:
+        return result | _rehearsed_build()
+    for assembler in (None, shutil.which("ptxas")):
+        if not (fault := _kernels_fault()):
+            return result | _built(result["architecture"])
+        print(fault, flush=True)
+        environment = {**os.environ, **({"TRITON_PTXAS_PATH": assembler} if assembler else {})}
+        command = [sys.executable, "setup.py", "--quiet", "build_ops", "--arch", result["architecture"]]
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        result["built_with"] = assembler or "Triton's assembler"
+        if done.returncode:
+            break
+        if not torch_is_nvidia():
+            break
+    fault = _kernels_fault()
+    return result | (_built(result["architecture"]) if not fault else {"wrong": fault})
+
+
+def torch_is_nvidia() -> bool:
+    import torch
+
+    return bool(torch.version.cuda)
+
+
+def _kernels_fault() -> str:
+    """Why this GPU's kernels cannot be used, or ''; in another process, for a refused code object stays with its own."""
+    code = "from frontier_llm.ops.prebuilt import kernels_of_this_gpu as k; k()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def _built(architecture: str) -> dict[str, Any]:
+    from frontier_llm.ops.manifest import read_manifest
+
+    manifest = read_manifest(architecture)
+    spilled = [f"{line['kernel']} {line['variant']}" for line in manifest["kernels"] if line["spills"] and line["dtype"] == "bf16"]
+    return {"kernels": len(manifest["kernels"]), "triton": manifest["tools"]["triton"], "spilled_bf16": sorted(set(spilled))}
+
+
+def _rehearsed_build() -> dict[str, Any]:
+    """Two kernels by Triton, where it is; all of them as the fake driver takes them."""
+    from frontier_llm.ops.aot.build import Build, compile_one
+    from tests.unit.ops.fake_gpu import fake_gpu
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        compiled = [compile_one(Build("sm_90", *kind, True), Path(folder)).symbol for kind in (("accumulate", "bf16", "any"),)]
+        with fake_gpu("sm_90", Path(folder)) as (kernels, *_):
+            kernels.load_any()
+    return {"kernels": len(kernels._variants), "compiled": compiled, "triton": _version("triton"), "spilled_bf16": []}
+
+
+def checks(_out: Path) -> dict[str, Any]:
+    """Every op at odd shapes, forward and backward; on a CPU its own ops."""
+    from frontier_llm.ops import reference
+    from frontier_llm.ops.check import DTYPES, check
+
+    if REHEARSAL:
+        results = list(check(reference, "cpu", ["bf16"]))  # type: ignore[arg-type]
+    else:
+        from frontier_llm.ops.gpu import GpuOps
+        from frontier_llm.ops.prebuilt import kernels_of_this_gpu
+
+        results = list(check(GpuOps(kernels_of_this_gpu()), "cuda", list(DTYPES)))
+    return _summed(asdict(result) | {"ok": result.ok} for result in results)
+
+
+def _summed(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    listed = list(cases)
+    bad = [f"{case['op']} {case['dtype']} {case['shape']}: {case['fault'] or case['error']}" for case in listed if not case["ok"]]
+    worst = max((case["error"] / case["limit"] for case in listed if case["ok"]), default=0.0)
+    return {"cases": len(listed), "worst_of_its_limit": worst, **({"wrong": "; ".join(bad)} if bad else {})}
+
+
+def addresses(out: Path) -> dict[str, Any]:
+    """Every op in bf16 where each access to memory is checked. ROCm has no such tool for code objects that are there already."""
+    if REHEARSAL:
+        return _fake_addresses()
+    checker = shutil.which("compute-sanitizer")
+    if checker is None:
+        raise Skipped(
+            "no compute-sanitizer here; gfx90a's kernels were executed with checked addresses by scripts/check_gfx90a.py (simulated)"
+        )
+    log = out / "logs" / "compute-sanitizer.log"
+    command = [checker, "--tool", "memcheck", "--error-exitcode", "86", "--log-file", str(log), *CLI, "ops", "check", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
+    last = found[-1] if found else done.stderr.strip()[-300:]
+    if done.returncode == 0:
+        return {"checker": checker, "said": last}
+    return {"checker": checker, "wrong" if "ERROR SUMMARY" in last else "skipped": last}
+
+
+def _fake_addresses() -> dict[str, Any]:
+    """Each launch's pointers are looked at before the fake driver gets them (ops/prebuilt.py)."""
+    from frontier_llm.ops.check import check
+    from frontier_llm.ops.gpu import GpuOps
+    from tests.unit.ops.fake_gpu import fake_gpu
+
+    with tempfile.TemporaryDirectory() as folder, fake_gpu("sm_90", Path(folder)) as (kernels, _, record):
+        faults = [result.fault for result in check(GpuOps(kernels), "cpu", ["bf16"]) if result.fault]
+        return {"checker": "fake driver", "launches": record.launches, **({"wrong": "; ".join(faults)} if faults else {})}
+
+
+def ceilings(_out: Path) -> dict[str, Any]:
+    """Copy bandwidth and bf16 product rate of this device, by torch."""
+    import torch
+
+    from frontier_llm.measure.ops import copy_bandwidth, gemm_rate
+
+    sizes = (128,) if REHEARSAL else (4096, 8192, 16384)
+    rates = {size: gemm_rate(DEVICE, torch.bfloat16, size) for size in sizes}
+    return {
+        "copy_bytes_per_s": copy_bandwidth(DEVICE, 2**20 if REHEARSAL else 4 * 2**30),
+        "gemm_flops_per_s": max(rates.values()),
+        "gemm_by_size": rates,
+    }
+
+
+def ops(out: Path) -> dict[str, Any]:
+    """Ours, eager and SDPA's back-ends in turns, nothing compiled."""
+    from frontier_llm.config.schema import OpsConfig
+    from frontier_llm.ops import select_ops, working_dtype
+
+    dtype = working_dtype("bf16")
+    return _timed(out, "ops", select_ops(OpsConfig(no_jit=True), DEVICE, dtype), 3, None)
+
+
+def compiled(out: Path) -> dict[str, Any]:
+    """Eager torch through torch.compile; on a CPU through Dynamo alone, which needs no compiler."""
+    import torch
+
+    from frontier_llm.config.schema import OpsConfig
+    from frontier_llm.ops import select_ops, working_dtype
+
+    compiler = (lambda function: torch.compile(function, backend="eager")) if REHEARSAL else torch.compile
+    return _timed(out, "compiled", select_ops(OpsConfig(), DEVICE, working_dtype("bf16")), 2, compiler)
+
+
+def _timed(out: Path, stage: str, chosen: Any, rounds: int, compiler: Callable[..., Any] | None) -> dict[str, Any]:
+    """All timings; what is there so far is in a file, should the stage be stopped."""
+    import torch
+
+    from frontier_llm.measure.ops import compare
+
+    timings: list[dict[str, Any]] = []
+    for timing in compare(chosen, model_of("1b"), 2 if REHEARSAL else 8, torch.bfloat16, DEVICE, rounds=rounds, compiler=compiler):
+        timings.append(asdict(timing) | ({"seconds": None} if timing.error else {}))
+        (out / f"{stage}.partial.json").write_text(json.dumps({"timings": timings}), encoding="utf-8")
+    return {"timings": timings}
+
+
+def model_of(name: str) -> Any:
+    from frontier_llm.config.load import load_model
+
+    return load_model("llama-tiny", {}) if REHEARSAL else load_model("llama-2-7b", MODELS[name])
+
+
+def attention(out: Path) -> dict[str, Any]:
+    """Every attention back-end at the 1B model's shapes; the steps take the fastest."""
+    from frontier_llm.measure.attention_choice import tune
+    from frontier_llm.measure.machine_file import write_yaml
+
+    rules, report = tune(model_of("1b"), 2 if REHEARSAL else 8, "bf16", DEVICE, rounds=3)
+    write_yaml(out / "attention.yaml", {"title": "measured", "rules": [{**asdict(rule), "order": list(rule.order)} for rule in rules]})
+    return report
+
+
+def step_1b(out: Path) -> dict[str, Any]:
+    """Speed, memory and time by kernel of a step; ten losses twice, equal to the bit."""
+    import steps
+
+    return steps.speed("1b", out, twice=True)
+
+
+def step_3b(out: Path) -> dict[str, Any]:
+    """The same of a larger model."""
+    import steps
+
+    return steps.speed("3b", out, twice=False)
+
+
+def reference(out: Path) -> dict[str, Any]:
+    """A small model's steps on this device and in plain torch on the CPU."""
+    import steps
+
+    return steps.against_cpu(out)
+
+
+def hang_test(out: Path) -> dict[str, Any]:
+    """frontier-llm bench comm --hang-test over this machine's devices."""
+    import steps
+
+    return steps.hang_test(out)
+
+
+def layout(out: Path) -> dict[str, Any]:
+    """The same run on one device and on several."""
+    import steps
+
+    return steps.layout(out)
+
+
+STAGES = (machine, build, checks, ceilings, ops, attention, step_1b, step_3b, reference, hang_test, layout, addresses, compiled)
+
+
+def main() -> int:
+    name, out = sys.argv[1], Path(sys.argv[2])
+    run = next(stage for stage in STAGES if stage.__name__ == name)
+    try:
+        result = run(out)
+    except Skipped as reason:
+        result = {"skipped": str(reason)}
+    state = "failed" if "wrong" in result else "skipped" if "skipped" in result else "passed"
+    why = {"why": str(result.get("wrong") or result["skipped"])} if state != "passed" else {}
+    (out / f"{name}.json").write_text(json.dumps({"state": state, **why, "result": result}), encoding="utf-8")
+    return int(state == "failed")
+
+
+if __name__ == "__main__":
+    import stages  # as `steps` imports it: one class Skipped
+
+    raise SystemExit(stages.main())

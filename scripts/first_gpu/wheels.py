@@ -1,0 +1,105 @@
+"""Python packages that a bare machine lacks: fetched beforehand where there is a network, unpacked where there is none. Standard library only."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata, util
+from pathlib import Path
+
+# distribution → the module that shows that it is there. torch and Triton are the machine's own; the last two compile and read kernels.
+NEEDED = {
+    "numpy": "numpy",
+    "PyYAML": "yaml",
+    "typing-extensions": "typing_extensions",
+    "annotated-types": "annotated_types",
+    "typing-inspection": "typing_inspection",
+    "pydantic-core": "pydantic_core",
+    "pydantic": "pydantic",
+    "rich": "rich",
+    "markdown-it-py": "markdown_it",
+    "mdurl": "mdurl",
+    "pygments": "pygments",
+    "safetensors": "safetensors",
+    "setuptools": "setuptools",
+    "msgpack": "msgpack",
+    "pyelftools": "elftools",
+}
+MOST_BYTES = 64 * 2**20
+PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]  # pip takes each name by itself
+
+
+def normal(name: str) -> str:
+    """A distribution's name as it is compared."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def missing() -> list[str]:
+    """Distributions that this Python has not."""
+    return [name for name, module in NEEDED.items() if util.find_spec(module) is None]
+
+
+def unpack(wheels: Path, names: list[str], site: Path) -> list[str]:
+    """The wheels of these distributions, unpacked where PYTHONPATH will look first; returns the names of their files."""
+    site.mkdir(parents=True, exist_ok=True)
+    wanted = set(map(normal, names))
+    chosen = [path for path in sorted(wheels.glob("*.whl")) if normal(path.name.split("-")[0]) in wanted]
+    for path in chosen:
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(site)
+    return [path.name for path in chosen]
+
+
+def provide(wheels: Path | None, site: Path, python: str) -> list[str]:
+    """Give `python` what it lacks; returns the wheels used. SystemExit, with what to do, where it still cannot import the package's needs.
+
+    First only what is missing. Where that does not import (a pydantic that wants another pydantic-core), all that there is.
+    """
+    lacking, used = missing(), []
+    if lacking and wheels is not None:
+        used = unpack(wheels, lacking, site)
+        if imports(python, site):
+            used = unpack(wheels, list(NEEDED), site)
+    if fault := imports(python, site):
+        raise SystemExit(
+            f"error: this Python cannot import what the package needs: {fault}\n"
+            f"  fix: where there is a network: scripts/first_gpu.sh --collect-wheels DIR --python {sys.version_info[0]}.{sys.version_info[1]}"
+            ", then here: scripts/first_gpu.sh --wheels DIR"
+        )
+    return used
+
+
+def imports(python: str, site: Path) -> str:
+    """The last line of what goes wrong when `python` imports the package's needs, or ''."""
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); import {', '.join(NEEDED.values())}"
+    done = subprocess.run([python, "-c", code, str(site)], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def collect(folder: Path, python: str, platforms: list[str]) -> int:
+    """Download the wheels for another machine's Python, pydantic's core in the version that its pydantic wants."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tags = [word for platform in platforms or PLATFORMS for word in ("--platform", platform)]
+    options = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", *tags, "--dest", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *options, *NEEDED], check=True)
+    files = sorted(folder.glob("*.whl"))
+    size = sum(path.stat().st_size for path in files)
+    print(f"{len(files)} wheels, {size / 2**20:.1f} MiB, in {folder}: scripts/first_gpu.sh --wheels {folder}")
+    if size > MOST_BYTES:
+        print(f"error: more than {MOST_BYTES >> 20} MiB\n  fix: empty {folder} first", file=sys.stderr)
+    return int(size > MOST_BYTES)
+
+
+def from_installed(names: list[str], folder: Path) -> None:
+    """Wheels of packages that are installed here, for a rehearsal without a network."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        distribution = metadata.distribution(name)
+        tag = (distribution.read_text("WHEEL") or "").split("Tag: ")[1].split()[0]
+        path = folder / f"{normal(name).replace('-', '_')}-{distribution.version}-{tag}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for file in distribution.files or []:
+                if ".." not in file.parts and file.suffix != ".pyc":
+                    archive.write(file.locate(), str(file))

@@ -1,0 +1,69 @@
+"""Level 2 of context parallelism: whoever holds which tokens, losses, counts, gradients and parameters are those of one rank and of the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from frontier_llm.topology import held_positions
+from tests.parity.cases import FAMILIES, Case
+from tests.parity.compare import differences
+from tests.parity.test_layouts import RunCase, run_case
+from tests.parity.witness import witness
+
+__all__ = ["run_case"]
+
+LONGER = ("model.sequence_length=16",)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, family: str, documents: bool) -> None:
+    case = Case(family, cp=cp, documents=documents, settings=LONGER)
+    serial = run_case(case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run_case(case), serial) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", tp=2, cp=2, dp=2, sequence_parallel=True, recompute="selective", documents=True, tensor_chunks=2),
+        Case("gpt", cp=2, pp=2, sequence_parallel=False, schedule="zb-h1", recompute="full", documents=True),
+        Case("mpt", cp=2, dp=2, zero=0, micro_batch=2, documents=True, overlap_gradients=False, bucket_elements=3_000),
+        Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp", overlap_weights=True),
+        Case("llama", cp=4, pp=2, schedule="gpipe", transport="torch", documents=True),
+    ],
+    ids=str,
+)
+def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
+    case = replace(case, settings=LONGER)
+    assert differences(run_case(case), run_case(case.serial())) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case", "reddens"),
+    [
+        ("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
+        ("local-division", Case("llama", cp=2, documents=True), "losses"),
+        ("mask-by-own-index", Case("llama", cp=2), "losses"),
+        ("mask-by-own-index", Case("mpt", cp=2, documents=True), "losses"),
+        ("positions-by-own-index", Case("neox", cp=2), "losses"),
+        ("keys-without-gradient", Case("llama", cp=2), "gradient of layers.0.attention.qkv.weight"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_sabotage_turns_the_comparison_red(run_case: RunCase, mistake: str, case: Case, reddens: str) -> None:
+    case = replace(case, settings=LONGER)
+    found = differences(run_case(case, mistake), run_case(case.serial()))
+    assert any(reddens in line for line in found), found
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_each_rank_has_the_same_number_of_scores(cp: int) -> None:
+    """The query at position p scores p + 1 keys: chunks r and 2 cp - 1 - r together are as much work on every rank."""
+    held = [held_positions(96, cp, rank) for rank in range(cp)]
+    assert sorted(position for parts in held for part in parts for position in part) == list(range(96))
+    assert len({sum(position + 1 for part in parts for position in part) for parts in held}) == 1
