@@ -67,8 +67,8 @@ def test_stdout_is_json(name: str, room: Path, tmp_path: Path, capfd: pytest.Cap
     capfd.readouterr()
     code = main([*COMMANDS[name].format(here=tmp_path, room=room).split(), "--json"])
     out = capfd.readouterr().out
-    if name == "ops kernels" and code == 2:
-        assert out == ""  # no kernels are built here
+    if name in ("ops kernels", "ops check") and code == 2:
+        assert out == ""  # no kernels are built here, or there is no GPU
         return
     content = strict(out)
     assert code in (0, 1) and content not in ({}, None)
