@@ -16,6 +16,7 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.files import write_atomically
+from frontier_llm.units import strict_json
 
 FILE = "failure.json"
 REFUSED = 2  # exit code of a rank whose user has to change something: trying again is useless (errors.FrontierError.exit_code)
@@ -77,7 +78,7 @@ class Failure:
 
     def to_json(self) -> str:
         """For a file or the ranks' store."""
-        return json.dumps(asdict(self), indent=1)
+        return strict_json(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Failure:

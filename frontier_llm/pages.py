@@ -8,8 +8,6 @@ starts in no time.
 from __future__ import annotations
 
 import html
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -17,9 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from frontier_llm import log
 from frontier_llm.errors import not_installed
 from frontier_llm.files import write_atomically
+from frontier_llm.units import strict_json
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -77,13 +78,13 @@ def line(
     name: str, x: Iterable[Any], y: Iterable[Any], index: int = 0, *, marks: str = "", dash: str = "", hover: Sequence[str] = ()
 ) -> dict[str, Any]:
     """One curve in the colour of series `index`; `marks` draws points of that shape too, `hover` adds a text to each point."""
-    look, places = {"color": COLORS[index % len(COLORS)]}, list(x)
+    look, places = {"color": COLORS[index % len(COLORS)]}, _plain(x)
     return {
         "type": "scatter",
         "mode": "lines+markers" if marks or len(places) == 1 else "lines",  # a line of one point would not be seen
         "name": name,
         "x": places,
-        "y": list(y),
+        "y": _plain(y),
         "line": {**look, "width": 1.6, "dash": dash or "solid"},
         "marker": {**look, "size": 7, "symbol": marks or "circle"},
         **({"text": list(hover)} if hover else {}),
@@ -136,28 +137,20 @@ def figure(chart: Chart) -> str:
     for name, value in chart.layout.items():
         old = layout.get(name)
         layout[name] = {**old, **value} if isinstance(old, dict) else value
-    content = json.dumps({"data": _finite(chart.traces), "layout": layout}, allow_nan=False).replace("</", "<\\/")
+    content = strict_json({"data": chart.traces, "layout": layout}, indent=None).replace("</", "<\\/")
     return f'<figure><figcaption>{text(chart.title)}</figcaption><div class=chart></div><script type="application/json" class=figure>{content}</script></figure>'
 
 
 def _powers(chart: Chart) -> dict[str, Any]:
     """A logarithmic axis labelled with some eight of the values that occur, such as counts of devices."""
     values = sorted({value for trace in chart.traces for value in trace["x"]})
-    shown = [_finite(value) for value in values[:: len(values) // 9 + 1]]
+    shown = values[:: len(values) // 9 + 1]
     return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: a point without a value is a gap."""
-    if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Sequence):
-        return [_finite(part) for part in value]
-    if hasattr(value, "item"):  # numpy's
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _plain(values: Iterable[Any]) -> list[Any]:
+    """As JSON knows them: numbers of Python, not of numpy."""
+    return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Iterable[str] = ()) -> str:
@@ -169,6 +162,12 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Ite
     names = [*classes]
     body = "".join(row("td", cells, names[index] if names else "") for index, cells in enumerate(rows))
     return f"<div class=wide><table>{row('th', head)}{body}</table></div>"
+
+
+def tiles(numbers: Iterable[tuple[object, object]]) -> str:
+    """(value, what it is), each in a box."""
+    boxes = "".join(f"<div class=tile><b>{text(value)}</b><span>{text(what)}</span></div>" for value, what in numbers)
+    return f"<div class=tiles>{boxes}</div>"
 
 
 def text(value: object) -> str:

@@ -64,11 +64,12 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def strict_json(content: Any, indent: int | None = 1, ensure_ascii: bool = True) -> str:
-    """JSON that every reader takes: NaN and infinities, for which JSON has no word, become null; paths become text."""
+def strict_json(content: Any, indent: int | None = 1, ensure_ascii: bool = True, sort_keys: bool = False) -> str:
+    """JSON that every reader takes: NaN and infinities, for which JSON has no word, become null; paths become text. `indent=None`: one line."""
     import json  # `--help` is answered without it
 
-    return json.dumps(_without_nan(content), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False, default=os.fspath)
+    options: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
+    return json.dumps(_without_nan(content), allow_nan=False, default=os.fspath, **options)
 
 
 def _without_nan(content: Any) -> Any:

@@ -111,4 +111,5 @@ def linked(mesh: Mesh, link: Link) -> Mesh:
         return axis if axis.group is None else replace(axis, group=LinkedGroup(axis.group, axis.size, link))
 
     channels = {name: slow(axis) for name, axis in mesh.channels.items()}
-    return replace(mesh, tp=slow(mesh.tp), dp=slow(mesh.dp), channels=channels)
+    replicas = slow(mesh.replicas)
+    return replace(mesh, tp=slow(mesh.tp), cp=slow(mesh.cp), dp=slow(mesh.dp), replicas=replicas, channels=channels)

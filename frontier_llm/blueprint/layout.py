@@ -28,6 +28,9 @@ class Layout:
     cp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1  # ranks that share out the experts, folded out of tp · dp
+    etp: int = 1  # ranks that split each expert's width
+    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
     chunks: int = 1  # virtual stages per pipeline rank
     schedule: str = "1f1b"
     micro_batch: int = 1  # sequences
@@ -56,6 +59,11 @@ class Layout:
         return self.micro_batch * self.microbatches * self.dp
 
     @property
+    def edp(self) -> int:
+        """Replicas of each expert."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
     def sequence_shards(self) -> int:
         """Ranks over which activations between blocks are cut: tp with sequence parallelism, else 1."""
         return self.tp if self.sequence_parallel else 1
@@ -70,6 +78,8 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         cp=parallel.context,
         pp=parallel.pipeline,
         dp=dp,
+        ep=parallel.expert,
+        etp=parallel.expert_tensor,
         chunks=parallel.chunks,
         schedule=parallel.schedule,
         micro_batch=batch.micro_batch,

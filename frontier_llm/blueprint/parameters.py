@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from frontier_llm.blueprint.stages import StageSpec
-from frontier_llm.config import ModelConfig
+from frontier_llm.config import ModelConfig, MoeConfig
 
 VOCABULARY = (
     "embedding.token.weight",
@@ -41,6 +41,7 @@ class ParameterKind(Enum):
     """What a parameter is to an optimizer."""
 
     MATRIX = "matrix"
+    EXPERTS = "experts"  # a matrix for each expert, one behind the other along dim 0
     EMBEDDING = "embedding"  # rows are looked up, or scored by the head
     VECTOR = "vector"  # norms and biases
 
@@ -75,7 +76,15 @@ class Parameter:
     init_std: float | None = None  # normal(0, std) by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    uses: int = 1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the head of the same rank
+    uses: int = (
+        1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the head of the same rank; 0: no gradient
+    )
+    wide: bool = False  # kept in fp32 (fp64 under fp64) whatever the working type
+
+    @property
+    def replicas(self) -> str:
+        """The axis whose ranks train the same part of it on other samples: gradients are summed over it, and ZeRO's slices cut over it."""
+        return "edp" if "ep" in self.axes else "dp"
 
     @property
     def decay(self) -> bool:
@@ -93,7 +102,7 @@ class Parameter:
         return self.numel // parts
 
     def partial_axes(self) -> tuple[str, ...]:
-        """Axes over which the ranks' gradients have to be summed before the sum over data parallelism."""
+        """Axes over which the ranks' gradients have to be summed before the sum over its replicas."""
         return tuple(axis for axis, how in self.axes.items() if how is How.PARTIAL)
 
 
@@ -106,7 +115,7 @@ def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) ->
 
 def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = False) -> Iterator[Parameter]:
     """One transformer block, in the order in which the forward pass uses it."""
-    H, F, A, G, D = model.hidden, model.ffn_hidden, model.heads, model.num_kv_heads, model.dim_per_head
+    H, A, G, D = model.hidden, model.heads, model.num_kv_heads, model.dim_per_head
     Q, name, across = A // G, f"layers.{layer}", sequence_axes(sequence_parallel)
     # of what writes into the residual stream: scaled by depth as in GPT-2 and Megatron
     output_std = model.init_std / (2.0 * model.layers) ** 0.5
@@ -127,13 +136,47 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     yield from norm_parameters(model, f"{name}.attention_norm", across)
     qkv = (Piece("q", 1, 0, Q), Piece("k", 1, Q, Q + 1), Piece("v", 1, Q + 1, Q + 2))
     yield from column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
+    if model.qk_norm is not None:
+        for piece, heads in (("q", A), ("k", G)):
+            # one weight for all heads sees on each tensor rank only that rank's heads
+            shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
+            yield Parameter(f"{name}.attention.{piece}_norm.weight", shape, ParameterKind.VECTOR, {"tp": split}, init_value=1.0)
     yield from row("attention.output", (H, A * D))
+
+    def mlp(part: str, F: int) -> Iterator[Parameter]:
+        if model.gated:
+            yield from column(f"{part}.up", (2, F, H), 1, model.bias, (Piece("gate", 0, 0, 1), Piece("up", 0, 1, 2)))
+        else:
+            yield from column(f"{part}.up", (F, H), 0, model.bias)
+        yield from row(f"{part}.down", (H, F))
+
     yield from norm_parameters(model, f"{name}.mlp_norm", across)
-    if model.gated:
-        yield from column("mlp.up", (2, F, H), 1, model.bias, (Piece("gate", 0, 0, 1), Piece("up", 0, 1, 2)))
-    else:
-        yield from column("mlp.up", (F, H), 0, model.bias)
-    yield from row("mlp.down", (H, F))
+    if layer not in model.routed_layers:
+        yield from mlp("mlp", model.ffn_hidden)
+        return
+    moe = model.moe
+    assert moe is not None
+    yield from expert_parameters(model, moe, f"{name}.moe", output_std)
+    if moe.shared_hidden:
+        yield from mlp("moe.shared", moe.shared_hidden)
+    if moe.shared_gate:
+        yield Parameter(f"{name}.moe.shared_gate.weight", (1, H), ParameterKind.MATRIX, across, model.init_std)
+
+
+def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std: float) -> Iterator[Parameter]:
+    """The router and what it chooses from.
+
+    Each tensor rank routes its own part of the sequence, with sequence parallelism or without: so the router's gradient is partial.
+    """
+    E, H, F = moe.experts, model.hidden, model.expert_hidden
+    yield Parameter(f"{name}.router.weight", (E, H), ParameterKind.MATRIX, {"tp": How.PARTIAL}, model.init_std, wide=True)
+    if moe.selection_bias:
+        yield Parameter(f"{name}.router.bias", (E,), ParameterKind.VECTOR, uses=0, wide=True)
+    shape, pieces = ((E, 2, F, H), (Piece("gate", 1, 0, 1), Piece("up", 1, 1, 2))) if model.gated else ((E, F, H), ())
+    across: dict[str, Split | How] = {"ep": Split(0), "etp": Split(len(shape) - 2)}
+    yield Parameter(f"{name}.experts.up.weight", shape, ParameterKind.EXPERTS, across, model.init_std, pieces=pieces)
+    across = {"ep": Split(0), "etp": Split(2)}
+    yield Parameter(f"{name}.experts.down.weight", (E, H, F), ParameterKind.EXPERTS, across, output_std)
 
 
 def stage_parameters(
@@ -180,9 +223,27 @@ def total_parameters(model: ModelConfig) -> int:
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup, no padding rows."""
-    matrices = sum(parameter.numel for parameter in block_parameters(model, 0, False) if parameter.kind is ParameterKind.MATRIX)
-    return model.layers * matrices + model.hidden * model.vocab_size
+    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup, no padding rows.
+
+    Of the experts those that a token goes to.
+    """
+
+    def each(layer: int) -> int:
+        parameters = list(block_parameters(model, layer))
+        total = sum(parameter.numel for parameter in parameters if parameter.kind is ParameterKind.MATRIX)
+        if model.moe is not None:
+            experts = sum(parameter.numel for parameter in parameters if parameter.kind is ParameterKind.EXPERTS)
+            total += experts * model.moe.top_k // model.moe.experts
+        return total
+
+    return sum(count * each(layer) for layer, count in layer_kinds(model)) + model.hidden * model.vocab_size
+
+
+def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
+    """(the number of one, how many) of the layers that are alike: dense ones, then those with experts."""
+    experts = len(model.routed_layers)
+    kinds = ((0, model.layers - experts), (model.routed_layers.start, experts))
+    return [(layer, count) for layer, count in kinds if count]
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:

@@ -7,161 +7,70 @@ which modes repeat it in backward. Letters as in `model/dims.py`; T is the token
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from math import prod
 
-from frontier_llm.blueprint.layout import DTYPE_BYTES, RECOMPUTE, Layout, statistics_bytes
-from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Split, block_parameters, stage_parameters
+from frontier_llm.blueprint.expert_work import expert_work
+from frontier_llm.blueprint.items import (
+    ADDING,
+    ALIGNMENT,
+    ANY,
+    ATTENTION,
+    EMBEDDING,
+    EXCHANGE,
+    FULL,
+    HEAD,
+    LOSS,
+    PASSES,
+    PRODUCTS,
+    SENDING,
+    SHARDS,
+    STATISTICS,
+    Collective,
+    FlashCore,
+    Item,
+    Keep,
+    Pass,
+    Phase,
+    Product,
+    Software,
+    Under,
+    rank_tokens,
+)
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
+from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Split, block_parameters, layer_kinds, stage_parameters
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 
-ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
-STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
-# causes: what an item is listed under in a plan's breakdown
-PRODUCTS, ATTENTION, PASSES, SENDING = "matrix products", "attention", "norms, activation, residual", "tp communication"
-EXCHANGE = "cp communication"
-ADDING = "adding weight gradients"  # every microbatch of a step but the first, which only writes
-EMBEDDING, HEAD, LOSS = "embedding", "head", "cross-entropy"
-SHARDS = "sharded weights and gradients"
+def block_work(
+    model: ModelConfig, layout: Layout, software: Software, split_backward: bool = False, layer: int | None = None
+) -> list[Item]:
+    """One transformer block. `split_backward`: the schedule runs weight gradients as actions of their own (ZB-H1).
 
-
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What the software does, as far as it decides what is computed, sent and kept. The defaults are this package's own."""
-
-    attention: str = "flash"  # flash | unfused
-    dropout: bool = False
-    fused_softmax: bool = True  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
-    fused: bool = True  # norm, bias+activation, residual in one kernel each
-    fused_cross_entropy: bool = True  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
-    gradient_bytes: int = 4  # in which the gradients are summed over dp
-    accumulate_bytes: float = 8.0  # moved per parameter to add one microbatch's gradient
-    linear_speedup: float = 1.0  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
-    recompute_share: float = 1.0  # of the layers that full recomputation covers (others: every second layer)
-    checkpoints_cut: bool = False  # recomputation's checkpoints are cut over tp even without sequence parallelism
-
-
-class Phase(Enum):
-    """Which action of a schedule an item belongs to."""
-
-    F = "forward"
-    I = "input gradient"  # noqa: E741
-    W = "weight gradient"
-
-
-class Under(Enum):
-    """What runs beside a collective, so that less of it shows."""
-
-    NOTHING = "nothing"
-    PRODUCT = "the product that it feeds or drains"
-    GRADIENT = "another gradient's product, about as long"
-    HEAD = "the head's product, which is far longer"
-
-
-@dataclass(frozen=True)
-class Product:
-    """`batch` matrix products (m, k) x (k, n)."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    parameter: str = ""  # of which weight; "" = of activations
-    fp8: bool = False  # in 8 bits where the software does that
-    aligned: bool = True
-
-    @property
-    def flops(self) -> float:
-        """A multiplication and an addition each."""
-        return 2.0 * self.m * self.n * self.k * self.batch
-
-
-@dataclass(frozen=True)
-class FlashCore:
-    """Causal flash attention of `queries` positions to a sequence of `keys`, for `heads` local heads of `batch` sequences."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    head_dim: int
-    backward: bool = False
-
-    @property
-    def flops(self) -> float:
-        """Of the whole rectangle of scores and its weighted sum; backward's own recomputation does not count."""
-        return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.queries * self.keys * self.head_dim
-
-
-@dataclass(frozen=True)
-class Pass:
-    """`kernels` memory-bound kernels that together move `moved_bytes` between HBM and the device."""
-
-    moved_bytes: float
-    kernels: int
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of this rank's group along an axis; bytes as the caller sees them: the whole tensor, gathered or not yet scattered."""
-
-    axis: str
-    operation: str
-    size_bytes: int
-    under: Under = Under.NOTHING
-    in_chunks: bool = False  # beside a product that is cut in `comm.tensor_chunks` pieces, and so is this
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Bytes held until backward (phase F), or from the input gradient until the weight gradient (phase W)."""
-
-    size_bytes: float
-    modes: tuple[str, ...] = RECOMPUTE  # of recomputation, under which they are held
-
-
-Work = Product | FlashCore | Pass | Collective | Keep
-
-
-@dataclass(frozen=True)
-class Item:
-    """One thing that a rank does for a microbatch."""
-
-    phase: Phase
-    cause: str
-    work: Work
-    repeated_by: tuple[str, ...] = ()  # recompute modes that do it once more before backward
-
-
-FULL, ANY = ("full",), ("selective", "full")
-
-
-def rank_tokens(model: ModelConfig, layout: Layout) -> int:
-    """Tokens of a microbatch that one context-parallel rank holds."""
-    return model.sequence_length // layout.cp * layout.micro_batch
-
-
-def block_work(model: ModelConfig, layout: Layout, software: Software, split_backward: bool = False) -> list[Item]:
-    """One transformer block. `split_backward`: the schedule runs weight gradients as actions of their own (ZB-H1)."""
+    `layer`: its number, where some have experts and some not; None = the first that has them, if any has.
+    """
+    layer = layer_kinds(model)[-1][0] if layer is None else layer
+    moe = model.moe if layer in model.routed_layers else None
+    F = model.ffn_hidden if moe is None else moe.shared_hidden
     T, H, tp = rank_tokens(model, layout), model.hidden, layout.tp
     size, cut = DTYPE_BYTES[layout.dtype], layout.sequence_shards
     input_size = size if software.linear_speedup == 1 else 1  # of a product's input, for its weight gradient; FP8 layers keep one byte
-    parameters = list(block_parameters(model, 0, layout.sequence_parallel))
+    parameters = list(block_parameters(model, layer, layout.sequence_parallel))
     items: list[Item] = []
     for parameter in parameters:
-        if parameter.kind is ParameterKind.MATRIX:
+        if parameter.kind is ParameterKind.MATRIX and isinstance(parameter.axes.get("tp"), Split):
             items += linear(parameter, T, layout, software, split_backward=split_backward)
             column, _, inputs = local_shape(parameter, tp)
             items.append(Item(Phase.F, PRODUCTS, Keep(input_size * T * inputs / (cut if column else 1), ("none", "selective"))))
     items += attention_core(model, layout, software)
-    forward, backward = elementwise(model, layout, software)
+    items += head_norm_work(model, layout)
+    items += expert_work(model, layout, software) if moe is not None else ()
+    forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
     boundary = size * T * H
     whole = 2 * boundary + (2 * T * H if software.dropout else 0)  # inputs of both norms, and the masks of two dropouts
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
-    own += size * T * (1 + model.gated) * model.ffn_hidden / tp  # before the activation
+    own += size * T * (1 + model.gated) * F / tp  # before the activation
     if software.linear_speedup != 1:
         own += size * T * model.heads * model.dim_per_head / tp  # attention's output beside its copy in 8 bits
     checkpoint = boundary / (tp if software.checkpoints_cut else cut)
@@ -241,6 +150,21 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
     return [*forward, *backward, Item(Phase.F, ATTENTION, Keep(probabilities, modes))]
 
 
+def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
+    """Norms of queries and keys; over all heads, their mean squares are summed over tp, and so are the gradients of those."""
+    if model.qk_norm is None:
+        return
+    T, heads = rank_tokens(model, layout), (model.heads + model.num_kv_heads) / layout.tp
+    moved = T * heads * model.dim_per_head * DTYPE_BYTES[layout.dtype]
+    yield Item(Phase.F, PASSES, Pass(2 * moved, 2), FULL)
+    yield Item(Phase.I, PASSES, Pass(4 * moved, 4))
+    yield Item(Phase.F, PASSES, Keep(moved, ("none", "selective")))
+    if model.qk_norm == "full" and layout.tp > 1:
+        for phase, again in ((Phase.F, FULL), (Phase.I, ())):
+            for _ in "qk":
+                yield Item(phase, SENDING, Collective("tp", "all_reduce", T * statistics_bytes(layout.dtype)), again)
+
+
 def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     """Keys and values of the whole sequence, gathered over cp in two halves, forward and again backward; then their gradients, scattered."""
     if layout.cp == 1:
@@ -253,8 +177,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         yield Item(Phase.I, EXCHANGE, Collective("cp", "reduce_scatter", size, under))
 
 
-def elementwise(model: ModelConfig, layout: Layout, software: Software) -> tuple[Pass, Pass]:
-    """(forward, backward) passes of norms, biases, activation, rotary, dropout and residual additions.
+def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) -> tuple[Pass, Pass]:
+    """(forward, backward) passes of norms, biases, activation of an MLP of width F, rotary, dropout and residual additions.
 
     Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the sequence
     only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
@@ -264,7 +188,7 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software) -> tuple
     between = token_bytes * model.hidden / layout.sequence_shards * (2 * 2.0 + 2 * residual) * (1.0 if software.fused else 1.8)
     heads = token_bytes * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / layout.tp
     inside = heads * (4.0 if model.position == "rope" else 2.0)
-    inside += token_bytes * model.ffn_hidden / layout.tp * (2 + model.gated) * (1.0 if software.fused else 2.5)
+    inside += token_bytes * F / layout.tp * (2 + model.gated) * (1.0 if software.fused else 2.5)
     kernels = 6 if software.fused else 16
     return Pass(between + inside, kernels), Pass(1.6 * (between + inside), 2 * kernels)
 
@@ -273,7 +197,7 @@ def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: S
     """Of replicas that share out a block's weights: gathered forward, again backward unless they are kept, and gradients scattered."""
     if not layout.sharding.startswith("weights"):
         return []
-    numel = sum(parameter.rank_numel({"tp": layout.tp}) for parameter in parameters)
+    numel = sum(parameter.rank_numel({"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}) for parameter in parameters)
     gather = Collective("dp", "all_gather", numel * DTYPE_BYTES[layout.dtype])
     scatter = Item(Phase.I, SHARDS, Collective("dp", "reduce_scatter", numel * software.gradient_bytes))
     again = [Item(Phase.I, SHARDS, gather)] if layout.sharding == "weights" else []

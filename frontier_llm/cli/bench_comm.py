@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs into an HTML page"),
     option("--hang-test", action="store_true", help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog"),
     option("--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"),
-    option("--limit", type=float, default=30.0, metavar="S", help="seconds after which a step of the hang test has hung (default: 30)"),
+    option(
+        "--step-limit", type=float, default=30.0, metavar="S", help="seconds after which a step of the hang test has hung (default: 30)"
+    ),
     option("--mode", help=argparse.SUPPRESS),
     line="collectives and messages of a layout: time, bandwidth, slow links",
     about="Measure collectives and messages of a layout: time, bandwidth, slow links.",
@@ -72,7 +74,7 @@ def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measur
 
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
-        nodes = {axis.name: len({rank // per_node for rank in axis.ranks}) for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world)}
+        nodes = {axis.name: len({rank // per_node for rank in axis.ranks}) for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world)}
         rules = algorithm_rules(measurements, nodes, where)
         write_yaml(args.emit, {"title": "measured", "rules": rules})
         log.info(f"wrote {len(rules)} rules to {args.emit}: use them with comm.algorithms={args.emit}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from frontier_llm.cli import interchange
 from frontier_llm.cli.arguments import JSON, Command, aligned, command, option, show
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import FrontierError
-from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable
+from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable, strict_json
 
 if TYPE_CHECKING:
     from frontier_llm.checkpoint.inspect import Difference
@@ -37,7 +36,7 @@ def _list(args: argparse.Namespace) -> int:
         except FrontierError as error:
             rows.append({"path": str(path), "damaged": str(error)})
     header = ("checkpoint", "model", "tokens", "size", "shards", "written as", "age", "")
-    show(args, rows, lambda: printable(aligned([header, *(_list_row(row) for row in rows)])))
+    show(args, rows, lambda: aligned([header, *(_list_row(row) for row in rows)]))
     damages = [row["damaged"] for row in rows if "damaged" in row]
     if damages and not args.json:
         print(*(f"\n{damage}" for damage in damages), sep="\n", file=sys.stderr)
@@ -72,7 +71,7 @@ def _verify(args: argparse.Namespace) -> int:
             for problem in problems:
                 print(f"  {problem}", file=sys.stderr)
     if args.json:
-        print(json.dumps({path: [asdict(problem) for problem in problems] for path, problems in results.items()}, indent=1))
+        print(strict_json({path: [asdict(problem) for problem in problems] for path, problems in results.items()}))
     return int(any(results.values()))
 
 
@@ -86,7 +85,7 @@ def _diff(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import compare
 
     result = compare(args.first, args.second)
-    show(args, {**asdict(result), "same_state": result.same_state}, lambda: printable("\n".join(_difference_lines(result, args))))
+    show(args, {**asdict(result), "same_state": result.same_state}, lambda: "\n".join(_difference_lines(result, args)))
     return int(not result.same_state)
 
 

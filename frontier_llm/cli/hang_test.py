@@ -49,7 +49,7 @@ def hang_test(args: argparse.Namespace) -> int:
             words = ["bench", "comm", args.run, *args.overrides, *hang.settings_of(config, mode), f"train.run_dir={run_dir}"]
             words += ["--hang-test", "--mode", mode, "--times", str(args.times)]
             command = [sys.executable, "-P", "-m", "frontier_llm.cli.main", *words]
-            verdict = hang.watch(command, _environment(environment()), mode, args.times, args.limit, run_dir)
+            verdict = hang.watch(command, _environment(environment()), mode, args.times, args.step_limit, run_dir)
             print(verdict.describe(), file=sys.stderr, flush=True)
             verdicts.append(verdict)
     return _report(args, config, verdicts)

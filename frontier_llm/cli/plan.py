@@ -95,6 +95,11 @@ def _plan(args: argparse.Namespace) -> int:
         return "\n".join([report.text(outcome, machine, stack, numbers, run_of, _width()), *explained])
 
     show(args, report.search_as_dict(outcome, machine, stack, numbers, run_of), text)
+    if args.emit:
+        from frontier_llm.planner.emit import Request, emit
+
+        request = Request(args.model, args.machine, args.run, args.tokens)
+        print(emit(args.emit, request, machine, outcome, numbers, run_of), file=sys.stderr if args.json else sys.stdout)
     _extras(args, outcome, machine, stack, numbers, fixed)
     return 0
 
@@ -150,10 +155,6 @@ def _extras(args: argparse.Namespace, outcome: Search, machine: Machine, stack: 
         from frontier_llm.planner.compare import what_if
 
         print(what_if(outcome, numbers, fixed, args.what_if, _width()), file=sys.stderr if args.json else sys.stdout)
-    if args.emit:
-        from frontier_llm.planner.emit import emit
-
-        print(emit(args.emit, args.model, args.machine, machine, outcome, numbers, args.run), file=sys.stderr if args.json else sys.stdout)
     if args.chrome_trace:
         from frontier_llm.planner.trace import write_chrome_trace
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm.errors import FrontierError
+from frontier_llm.units import strict_json
 
 # A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
 STALE_AFTER_S = 60.0
@@ -33,7 +34,7 @@ class Holder:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return (json.dumps(asdict(self)) + "\n").encode()
+        return (strict_json(asdict(self), indent=None) + "\n").encode()
 
     def describe(self) -> str:
         """'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""

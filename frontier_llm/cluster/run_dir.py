@@ -14,6 +14,7 @@ SAVE                           made by a person: save within a step and go on; t
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm.files import write_atomically
+from frontier_llm.units import strict_json
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 TORN_BYTES = 1 << 16  # no line is nearly as long
+NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")  # an `mfu` of null is not known
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
     """One more line, on the device when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_lines(path) as lines:
-        lines.write((json.dumps(row) + "\n").encode())
+        lines.write((strict_json(row, indent=None) + "\n").encode())
         os.fsync(lines.fileno())
 
 
@@ -96,13 +99,18 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
     """Training rows, one per step, in their order."""
-    by_step = {row["step"]: row for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row}
+    by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """What was not finite is null in the file."""
+    return {key: math.nan if value is None and key in NOT_ALWAYS_FINITE else value for key, value in row.items()}
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Held-out losses, one per step at which they were taken, in their order."""
-    by_step = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "evaluation"}
+    by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind") == "evaluation"}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -141,7 +149,7 @@ def take(run_dir: Path, job_id: str, host: str) -> int:
     locks = (run_dir / "checkpoints" / "incarnations").glob("[0-9]*.json")  # also of starts without a supervisor
     number = max([holder(run_dir).get("incarnation", 0), *(int(path.stem) for path in locks)]) + 1
     text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
-    write_atomically(run_dir / "incarnation.json", json.dumps(text) + "\n")
+    write_atomically(run_dir / "incarnation.json", strict_json(text, indent=None) + "\n")
     return int(number)
 
 
@@ -208,7 +216,7 @@ def distrust(run_dir: Path, hosts: list[str]) -> None:
 
 def _add(path: Path, known: list[str], hosts: list[str]) -> None:
     if hosts:
-        write_atomically(path, json.dumps(sorted({*known, *hosts})) + "\n")
+        write_atomically(path, strict_json(sorted({*known, *hosts}), indent=None) + "\n")
 
 
 def crash_loop(run_dir: Path, limit: int = 3) -> bool:

@@ -18,19 +18,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 # A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
-DEFAULT_SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
-_HELD = (signal.SIGUSR1, signal.SIGTERM)  # not Ctrl-C: nothing is lost yet, and the user sits there waiting
+DEFAULT_SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT", "SIGHUP")
+_HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)  # not Ctrl-C: nothing is lost yet, and the user sits there waiting
+
+
+def heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Without a SIGHUP that is ignored: who starts us under `nohup` means us to outlive the terminal."""
+    return [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """In the body, and in processes started there, SIGUSR1 and SIGTERM wait until a SignalWatcher is entered. Main thread only."""
+    """In the body, and in processes started there, SIGUSR1, SIGTERM and SIGHUP wait until a SignalWatcher is entered. Main thread only."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
     try:
         yield
@@ -69,7 +74,7 @@ class SignalWatcher:
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         # the handlers do nothing: the wakeup descriptor has already told the thread
-        self._old: dict[signal.Signals, Any] = {number: signal.signal(number, lambda *_: None) for number in self._signals}
+        self._old: dict[signal.Signals, Any] = {number: signal.signal(number, lambda *_: None) for number in heeded(self._signals)}
         self._thread = threading.Thread(target=self._listen, name="signal-watcher", daemon=True)
         self._thread.start()
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)  # takes what has been held back

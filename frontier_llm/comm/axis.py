@@ -55,6 +55,9 @@ class Mesh:
     tied: Axis  # the two stages that hold a tied embedding; size 1 everywhere else
     channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per direction (see comm.p2p)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
+    # ranks that hold one copy of all experts, those that split an expert's width (etp of them) next to each other
+    ep: Axis = field(default_factory=lambda: single("ep"))
+    edp: Axis = field(default_factory=lambda: single("edp"))  # ranks that hold the same part of the same experts
 
     @property
     def one_in_flight(self) -> bool:

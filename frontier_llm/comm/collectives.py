@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,19 @@ def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pendi
 def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Begin to send part r of `x` to axis rank r and to receive part r of `arriving` from it; two different buffers of one shape."""
     return _start(axis, "all_to_all", x.nbytes, lambda group: group.start_all_to_all_into(arriving, x))
+
+
+def start_all_to_all_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis) -> tuple[Tensor, Pending]:
+    """Begin to send `sent[r]` rows of `x` to axis rank r, in axis order, and to receive `received[r]` from it; read the result after wait().
+
+    Every rank sends at least one row to every rank: RCCL has hung where one had nothing to receive. Whoever has none sends one that nobody reads.
+    """
+    assert min(*received, *sent) > 0 and sum(sent) == x.shape[0], "an all-to-all without rows between two ranks hangs RCCL"
+    if axis.group is None:
+        return x, DONE
+    x, arriving = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+    group = axis.group
+    return arriving, Started(axis, "all_to_all", x.nbytes, lambda: group.start_all_to_all_rows_into(arriving, x, received, sent))
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:

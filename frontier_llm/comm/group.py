@@ -80,6 +80,9 @@ class Collectives(Protocol):
 class Group(Collectives, Protocol):
     """Collectives and messages among `size` > 1 ranks."""
 
+    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """The next `sent[r]` rows of this rank's `x` go to rank r; the next `received[r]` of `arriving` come from it."""
+
     def send(self, x: Tensor, to: int) -> Sending:
         """A message; messages to one rank arrive in order."""
 
@@ -151,6 +154,11 @@ class TorchGroup:
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
         """See Group."""
         return self._watch("all_to_all", lambda: dist.all_to_all_single(arriving, x, group=self.process_group, async_op=True))
+
+    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """See Group."""
+        sizes = list(received), list(sent)
+        return self._watch("all_to_all", lambda: dist.all_to_all_single(arriving, x, *sizes, group=self.process_group, async_op=True))
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group."""

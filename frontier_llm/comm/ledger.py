@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import defaultdict, deque
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from frontier_llm.units import strict_json
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
 RECORDED_CALLS = 512  # a few steps of a layer's calls; 100 bytes each
@@ -160,4 +161,4 @@ class Ledger:
         """Write the last calls of this rank, unfinished ones included, as JSON: what to compare between ranks after a hang."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"reason": reason, "pid": os.getpid(), "time_s": time.time(), "calls": [asdict(call) for call in self.recent]}
-        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        path.write_text(strict_json(content), encoding="utf-8")

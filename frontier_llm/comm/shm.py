@@ -12,7 +12,7 @@ import functools
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,18 @@ class _Message:
             posted.popleft().take()
 
 
+class _Together:
+    """Several messages that are waited for as one."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """See Pending."""
+        for part in self._parts:
+            part.wait()
+
+
 class ShmGroup:
     """The ranks of an axis that share a host. `start_…` hands over what peers need and returns; `wait` does this rank's reading.
 
@@ -128,6 +140,15 @@ class ShmGroup:
         """See Group."""
         assert arriving.shape == x.shape and arriving.dtype == x.dtype and x.numel() % len(self._ranks) == 0
         return self._start("all_to_all", x, arriving, x.numel() // len(self._ranks))
+
+    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """See Group. By messages: each is copied out at once, and in when it is waited for."""
+        outgoing, incoming = x.split(list(sent)), arriving.split(list(received))
+        others = [(self._rank + step) % len(self._ranks) for step in range(1, len(self._ranks))]
+        for peer in others:
+            self.send(outgoing[peer], peer)
+        incoming[self._rank].copy_(outgoing[self._rank])
+        return _Together([self.receive(incoming[peer], peer) for peer in others])
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group."""

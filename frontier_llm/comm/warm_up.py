@@ -28,15 +28,16 @@ def within(limit_s: float, name: str, ranks: Sequence[int], device: torch.device
     It is done in a thread, because making a communicator blocks the host where nothing can interrupt it.
     """
     errors: list[BaseException] = []
+    gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread begins with the first
 
     def run() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             hit(f"comm.warm_up.{name}")
             work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if gpu is not None:
+                torch.cuda.synchronize(gpu)
         except BaseException as error:
             errors.append(error)
 

@@ -52,6 +52,25 @@ class RopeScaling(Section):
     original_sequence_length: PositiveInt  # context that the model was trained with before, in tokens
 
 
+class MoeConfig(Section):
+    """A mixture of experts in place of the MLP: each token goes to the few experts that a router chooses for it (docs/moe.md)."""
+
+    experts: Annotated[int, Field(ge=2, le=65536)]  # E, of each layer (since 0.2)
+    top_k: PositiveInt  # experts that each token goes to (since 0.2)
+    expert_hidden: PositiveInt | None = None  # width of an expert; None = ffn_hidden (since 0.2)
+    dense_layers: NonNegativeInt = 0  # first layers that keep an ordinary MLP, of ffn_hidden (since 0.2)
+    shared_hidden: NonNegativeInt = 0  # width of the expert that every token passes beside its own ones; 0 = none (since 0.2)
+    shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of the token (since 0.2)
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits, over all experts (since 0.2)
+    normalise: bool = True  # a token's weights sum to 1; with softmax the same as a softmax over the chosen alone (since 0.2)
+    scale: PositiveFloat = 1.0  # of a token's weights, after that (since 0.2)
+    selection_bias: bool = False  # a bias for each expert, moved towards an even load, decides who is chosen and nothing else (since 0.2)
+    bias_rate: NonNegativeFloat = 1e-3  # by which it moves after each step (since 0.2)
+    balance: Literal["sequence", "microbatch"] = "sequence"  # what the load is even over; microbatch depends on the layout (since 0.2)
+    balance_weight: NonNegativeFloat = 0.01  # of the balance loss of each layer, logged without it as router-balance (since 0.2)
+    z_weight: NonNegativeFloat = 0.0  # of the mean squared log-sum-exp of the router's logits, logged as router-z (since 0.2)
+
+
 class ModelConfig(Section):
     """The transformer's shape and family; every other room reads the architecture from here alone."""
 
@@ -72,6 +91,7 @@ class ModelConfig(Section):
     bias: bool = False  # of the linear layers
     qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
+    qk_norm: Literal["head", "full"] | None = None  # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo) (since 0.2)
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
     tied_embeddings: bool = False  # the output head is the token embedding
     rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
@@ -79,6 +99,7 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None  # None = rotations as trained
     alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
     init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)
+    moe: MoeConfig | None = None  # experts in place of the MLP; None = a dense model (since 0.2)
 
     @property
     def num_kv_heads(self) -> int:
@@ -101,6 +122,16 @@ class ModelConfig(Section):
         return self.activation == "swiglu"
 
     @property
+    def expert_hidden(self) -> int:
+        """Width of an expert."""
+        return (self.moe and self.moe.expert_hidden) or self.ffn_hidden
+
+    @property
+    def routed_layers(self) -> range:
+        """Layers that have experts."""
+        return range(self.layers, self.layers) if self.moe is None else range(min(self.moe.dense_layers, self.layers), self.layers)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding; rows past vocab_size exist, stay at their initial values and never enter a logit."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -113,6 +144,8 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1  # pp, ranks in a row that hold the layers
     data: PositiveInt | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
     context: PositiveInt = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
+    expert: PositiveInt = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
+    expert_tensor: PositiveInt = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
     chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zb-h1, or what was registered (schedule.register)
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
@@ -210,6 +243,8 @@ class TimeoutConfig(Section):
     cp: PositiveFloat | None = None  # keys and values between the ranks that split a sequence (since 0.2)
     pp: PositiveFloat | None = None  # messages of the pipeline
     dp: PositiveFloat | None = None  # gradients and weights between replicas
+    ep: PositiveFloat | None = None  # tokens on their way to experts and back (since 0.2)
+    edp: PositiveFloat | None = None  # experts' gradients and weights between their replicas (since 0.2)
     tied: PositiveFloat | None = None  # the embedding that the first and the last stage share
     world: PositiveFloat | None = None  # what all ranks do together
 
@@ -266,7 +301,7 @@ class TrainConfig(Section):
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of data.validation, in each evaluation
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    save_final: bool = True  # a checkpoint after the last step; False and save_interval=0: none at all (benchmarks; since 0.2)
+    save_final: bool = True  # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frontier_llm.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from frontier_llm.config.schema import ModelConfig, MoeConfig, OptimizerConfig, RunConfig
 from frontier_llm.errors import Problem, divisors, nearest
 
 
@@ -22,8 +22,22 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         what = f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}"
         problems.append(Problem("model.rope_scaling", what, "Llama 3.1 has 1 and 4"))
+    if model.moe is not None:
+        problems += _moe_problems(model, model.moe)
     if model.norm == "rmsnorm" and model.norm_bias:
         problems.append(Problem("model.norm_bias", "rmsnorm has no bias", "set norm_bias: false or norm: layernorm"))
+    return problems
+
+
+def _moe_problems(model: ModelConfig, moe: MoeConfig) -> list[Problem]:
+    problems = []
+    if moe.top_k > moe.experts:
+        problems.append(Problem("model.moe.top_k", f"{moe.top_k} of {moe.experts} experts", f"set top_k to {moe.experts} or fewer"))
+    if moe.dense_layers >= model.layers:
+        what = f"{moe.dense_layers} of {model.layers} layers are dense, so that none has experts"
+        problems.append(Problem("model.moe.dense_layers", what, f"set it to {model.layers - 1} or fewer, or leave moe out"))
+    if moe.shared_gate and not moe.shared_hidden:
+        problems.append(Problem("model.moe.shared_gate", "there is no shared expert", "set moe.shared_hidden, or shared_gate: false"))
     return problems
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil, exp, log, log2, sqrt
 from typing import Any
 
-from frontier_llm.blueprint.work import FlashCore, Product
+from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.machine.rates import Rates
 
 # Output tiles that vendor libraries choose from, and what each reaches of the best tile's rate: a smaller tile re-reads its

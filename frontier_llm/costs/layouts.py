@@ -26,6 +26,7 @@ class Layouts:
     cp: np.ndarray
     pp: np.ndarray
     dp: np.ndarray
+    ep: np.ndarray
     chunks: np.ndarray
     schedule: np.ndarray
     micro_batch: np.ndarray
@@ -37,6 +38,8 @@ class Layouts:
     dtype: str = "bf16"
     gradient_wire: str = "full"
     optimizer: str = "adamw"
+    etp: int = 1
+    imbalance: float = 1.0
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -50,6 +53,11 @@ class Layouts:
     def replicas(self) -> np.ndarray:
         """Ranks that hold the same weights."""
         return self.dp * self.cp
+
+    @property
+    def edp(self) -> np.ndarray:
+        """Replicas of each expert."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
     def global_batch(self) -> np.ndarray:
@@ -66,8 +74,8 @@ class Layouts:
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Layouts of one dtype, gradient wire and optimizer as a table."""
-    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer")}
+    """Layouts of one dtype, gradient wire, optimizer and imbalance as a table."""
+    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "etp", "imbalance")}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
     }
@@ -77,13 +85,13 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
 def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also: Number) -> Any:
     """`fold` of a layout; or of every layout of a table, with columns instead of numbers.
 
-    `fold` may read what decides the work of a block, the embedding and the head: tp, cp, the microbatch, sequence parallelism, recomputation,
+    `fold` may read what decides the work of a block, the embedding and the head: tp, cp, ep, the microbatch, sequence parallelism, recomputation,
     and what the columns `also` tell apart; it is called once for each combination. It returns a named tuple of numbers, or of such tuples.
     """
     if isinstance(layouts, Layout):
         return fold(layouts)
     codes = np.zeros(len(layouts), dtype=np.int64)
-    for column in (layouts.tp, layouts.cp, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute, *also):
+    for column in (layouts.tp, layouts.ep, layouts.cp, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute, *also):
         values = distinct(column)
         codes = codes * len(values) + sum(index * (column == value) for index, value in enumerate(values))
     _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)

@@ -13,13 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from frontier_llm.blueprint.items import EXCHANGE, Collective, Item, Keep, Phase
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
+from frontier_llm.blueprint.parameters import Parameter
 from frontier_llm.blueprint.stages import StageSpec
-from frontier_llm.blueprint.work import EXCHANGE, Collective, Item, Keep, Phase, block_work, head_work
+from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts
-from frontier_llm.costs.parameters import stage_columns, stage_numel
+from frontier_llm.costs.parameters import expert_numel, stage_columns, stage_numel
+from frontier_llm.costs.seconds import mean_of_layers
 from frontier_llm.costs.time import cut, p2p_bytes, stage_layers
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import peak_in_flight, peak_waiting
@@ -52,12 +55,13 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
     """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks."""
 
     @cache
-    def lists(tp: int, cp: int, micro_batch: int, sequence_parallel: bool) -> tuple[list[Item], list[Item]]:
-        part = Layout(tp=tp, cp=cp, micro_batch=micro_batch, sequence_parallel=sequence_parallel, dtype=layouts.dtype)
-        return block_work(model, part, rates), head_work(model, part, rates)
+    def lists(layer: int, part: Layout) -> tuple[list[Item], list[Item]]:
+        return block_work(model, part, rates, layer=layer), head_work(model, part, rates)
 
-    def fold(layout: Layout) -> Held:
-        (block, head), mode = lists(layout.tp, layout.cp, layout.micro_batch, layout.sequence_parallel), layout.recompute
+    def of_layer(layer: int, layout: Layout) -> Held:
+        fields = ("tp", "cp", "ep", "etp", "imbalance", "micro_batch", "sequence_parallel")
+        part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
+        (block, head), mode = lists(layer, part), layout.recompute
         whole, share = kept_bytes(block, "none"), rates.recompute_share if mode == "full" else 1.0
         return Held(
             block=kept_bytes(block, mode) * share + whole * (1 - share),
@@ -72,6 +76,9 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
             ),
         )
 
+    def fold(layout: Layout) -> Held:
+        return mean_of_layers(model, lambda layer: of_layer(layer, layout))
+
     parts: Held = over_layouts(layouts, fold)
     return parts
 
@@ -80,7 +87,8 @@ def stage_memory(
     model: ModelConfig, layouts: Layout | Layouts, rates: Rates, stage: Number, layers: Number, embedding: Number, head: Number
 ) -> Lines:
     """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
-    parameters, parts = stage_numel(model, layouts.tp, layers, embedding, head), held(model, layouts, rates)
+    dense, experts = stage_numel(model, layouts.tp, layers, embedding, head), expert_numel(model, layouts, layers)
+    parameters, parts = dense + experts, held(model, layouts, rates)
     size, replicas, chunks = DTYPE_BYTES[layouts.dtype], layouts.replicas, layouts.chunks
     cut_weights, cut_gradients = cut(layouts, 3), cut(layouts, 2)
     # gradients that are cut are whole for one chunk of a pipeline, while its backwards add to them
@@ -92,7 +100,12 @@ def stage_memory(
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
     wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
     master = 0 if size < wide else wide  # wide weights are their own master copy
-    state = stage_numel(model, layouts.tp, layers, embedding, head, lambda parameter: rule.bytes_per_element(parameter, wide) - master)
+
+    def kept(parameter: Parameter) -> int:
+        return rule.bytes_per_element(parameter, wide) - master
+
+    state = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), replicas, 1)
+    state = state + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
@@ -101,7 +114,7 @@ def stage_memory(
     return {
         "weights": np.where(twice, 0.0, parameters * size),
         "gradients": gradients,
-        "optimizer": state / np.where(cut(layouts, 1), replicas, 1),
+        "optimizer": state,
         "activations": activations * rates.fragmentation,
         "recompute working set": working,
         "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed

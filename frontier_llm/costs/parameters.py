@@ -6,17 +6,24 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from frontier_llm.blueprint import Parameter, StageSpec, block_parameters, stage_parameters
+from frontier_llm.blueprint import Parameter, ParameterKind, StageSpec, block_parameters, stage_parameters
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.layouts import Number
+from frontier_llm.costs.layouts import Layouts, Number
 
 
 def stage_numel(
-    model: ModelConfig, tp: Number, layers: Number, embedding: Number, head: Number, weight: Callable[[Parameter], int] = lambda one: 1
+    model: ModelConfig,
+    tp: Number,
+    layers: Number,
+    embedding: Number,
+    head: Number,
+    weight: Callable[[Parameter], int] = lambda one: 1,
 ) -> Number:
     """Elements that a rank holds of `layers` layers, with the embedding and/or the head where true; all but the model may be arrays.
 
-    A tied head on another rank than the embedding is a second copy. Each element counts `weight` of its parameter, say bytes.
+    Without experts, which other ranks share out (`expert_numel`). Layers of two kinds count as their mean. A tied head on another rank than the embedding is a second copy. Each element counts `weight` of its parameter, say bytes.
     """
 
     def held(parameters: Iterable[Parameter]) -> Number:
@@ -24,13 +31,27 @@ def stage_numel(
 
     values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have a handful of degrees
     ends = StageSpec(0, 0, embedding=False, head=True)
-    block = held(block_parameters(model, 0, False))
+    layer_numel = [(list(block_parameters(model, layer, False)), count / model.layers) for layer, count in layer_kinds(model)]
+    block = sum(share * held(one for one in parameters if one.kind is not ParameterKind.EXPERTS) for parameters, share in layer_numel)
     front = held(stage_parameters(model, StageSpec(0, 0, embedding=True, head=False)))
     alone, beside = (held(stage_parameters(model, ends, embedding_elsewhere=shared)) for shared in (False, True))
     block, front, alone, beside = (
         np.broadcast_to(numel, values.shape)[each].reshape(np.shape(tp)) for numel in (block, front, alone, beside)
     )
     return block * layers + np.where(embedding, front, 0) + np.where(head, np.where(embedding, beside, alone), 0)
+
+
+def expert_numel(
+    model: ModelConfig, layouts: Layout | Layouts, layers: Number, weight: Callable[[Parameter], int] = lambda one: 1
+) -> Number:
+    """Elements of experts that a rank holds in `layers` layers; see `stage_numel`."""
+    total = sum(
+        count / model.layers * weight(one) * one.numel
+        for layer, count in layer_kinds(model)
+        for one in block_parameters(model, layer, False)
+        if one.kind is ParameterKind.EXPERTS
+    )
+    return total * layers / (layouts.ep * layouts.etp)
 
 
 def stage_columns(stages: tuple[StageSpec, ...]) -> np.ndarray:

@@ -5,28 +5,15 @@ By cause, so that `plan --explain` prints the very numbers that were added; and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, Item, Keep, Phase, Product, Under, Work
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.work import (
-    ADDING,
-    SENDING,
-    SHARDS,
-    Collective,
-    FlashCore,
-    Item,
-    Keep,
-    Phase,
-    Product,
-    Under,
-    Work,
-    block_work,
-    embedding_work,
-    head_work,
-)
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.collectives import fabric_bandwidth, node_s
 from frontier_llm.costs.hierarchical import collective_s
@@ -41,19 +28,22 @@ FORWARD_OPS, BACKWARD_OPS = 24, 40
 RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
 WAITING, RECOMPUTED, LAUNCHES = "waiting for tp ranks", "recompute", "launch-bound"
 
-Prices = dict[tuple[Work, int, int], float]  # by work, tp and cp, for the time of one fold: layouts share most of it
+Prices = dict[
+    tuple[Work, int, int, int, int], float
+]  # by work, tp, cp, ep and how many of its ranks share a node, for the time of one fold: layouts share most of it
 
 
 def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
     """Seconds of one item's work, as far as it shows."""
-    key = work, layout.tp, layout.cp
+    key = work, layout.tp, layout.cp, layout.ep, int(experts_inside(layout, rates))
     if key not in prices:
         if isinstance(work, Product):
             prices[key] = product_s(work, rates)
         elif isinstance(work, FlashCore):
             prices[key] = flash_s(work, rates)
         elif isinstance(work, Collective):
-            prices[key] = tensor_s(work, layout.tp, rates) if work.axis == "tp" else context_s(work, layout, rates)
+            by_axis = {"cp": context_s, "ep": experts_s}
+            prices[key] = tensor_s(work, layout.tp, rates) if work.axis == "tp" else by_axis[work.axis](work, layout, rates)
         else:
             prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
     return prices[key]
@@ -86,6 +76,31 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
         reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
         return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
     return (1 - beside) * float(collective_s(rates, cp, inside, node // inside, collective.size_bytes, collective.operation))
+
+
+def experts_inside(layouts: Layout | Layouts, rates: Rates) -> Number:
+    """Ranks of ep, and of etp in it, that share a node: they follow tp and cp, and then the replicas, which a pipeline may stand between."""
+    inner, node = layouts.tp * layouts.cp, rates.node_devices
+    apart = np.where(layouts.axis_order == "tp-pp-dp", np.maximum(inner * layouts.pp, 1), inner)
+    together = np.minimum(node, inner * np.maximum(node // apart, 1))
+    return np.minimum(layouts.ep * layouts.etp, together)
+
+
+def experts_s(collective: Collective, layout: Layout, rates: Rates) -> float:
+    """An all-to-all of rows, nothing beside it. Its ranks fill nodes: what stays inside takes the fabric while the rest takes this rank's NICs.
+
+    Every rank has a message for every other; those that are small pay for their number.
+    """
+    ranks, node, inside = layout.ep * layout.etp, rates.node_devices, int(experts_inside(layout, rates))
+    near_s = collective.size_bytes * (inside - 1) / ranks / float(fabric_bandwidth(rates, inside)) + rates.fabric_latency_s
+    near_s += (inside - 1) * rates.fabric_hop_s
+    if ranks <= inside:
+        return near_s
+    nic_bytes_s = rates.node_network_bytes_s * rates.network_efficiency * rates.network_crowding / node
+    far_s = (
+        collective.size_bytes * (ranks - inside) / ranks / nic_bytes_s + rates.network_latency_s + (ranks - inside) * rates.network_hop_s
+    )
+    return max(near_s, far_s)
 
 
 def by_cause(items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices | None = None) -> dict[str, tuple[float, float]]:
@@ -165,13 +180,28 @@ def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Parts:
 
     def fold(layout: Layout) -> Parts:
         host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + RECOMPUTED_OPS[layout.recompute]) * rates.launch_s
-        block = block_work(model, layout, rates, rule(layout.schedule).splits_backward)
+        split_backward = rule(layout.schedule).splits_backward
+        blocks = mean_of_layers(
+            model, lambda layer: part(block_work(model, layout, rates, split_backward, layer), layout, rates, prices, host)
+        )
         ends = embedding_work(model, layout), head_work(model, layout, rates)
-        return Parts(part(block, layout, rates, prices, host), *(part(items, layout, rates, prices) for items in ends))
+        return Parts(blocks, *(part(items, layout, rates, prices) for items in ends))
 
     sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
-    parts: Parts = over_layouts(layouts, fold, split(layouts), *sharded)
+    parts: Parts = over_layouts(layouts, fold, split(layouts), experts_inside(layouts, rates), *sharded)
     return parts
+
+
+Result = TypeVar("Result", bound="NamedTuple")
+
+
+def mean_of_layers(model: ModelConfig, of_layer: Callable[[int], Result]) -> Result:
+    """A named tuple of numbers of a layer; of several kinds of layers their mean, each as often as the model has it."""
+    kinds = [(of_layer(layer), count / model.layers) for layer, count in layer_kinds(model)]
+    first = kinds[0][0]
+    if len(kinds) == 1:
+        return first
+    return type(first)(*(sum(share * values[place] for values, share in kinds) for place in range(len(first))))
 
 
 def part(items: list[Item], layout: Layout, rates: Rates, prices: Prices, host_s: tuple[float, float] = (0.0, 0.0)) -> Times:

@@ -20,7 +20,7 @@ from frontier_llm.costs.collectives import message_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import memory_s
 from frontier_llm.costs.layouts import Layouts, Number, split
-from frontier_llm.costs.parameters import stage_numel
+from frontier_llm.costs.parameters import expert_numel, stage_numel
 from frontier_llm.costs.seconds import Times, times, waiting_s
 from frontier_llm.machine.rates import Rates
 
@@ -79,20 +79,30 @@ class StepTail:
     gather_s: Number
 
 
-def gradient_reduction_s(layouts: Layout | Layouts, rates: Rates, parameters: Number) -> tuple[Number, Number]:
-    """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO."""
-    place = seats(layouts, rates)
+def gradient_reduction_s(layouts: Layout | Layouts, rates: Rates, parameters: Number, experts: Number = 0.0) -> tuple[Number, Number]:
+    """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO.
+
+    Those of `experts` follow, over replicas of their own.
+    """
+    place, node, together = seats(layouts, rates), rates.node_devices, layouts.ep * layouts.etp
+    apart = np.minimum(together, node)  # a node's groups of experts' replicas
+    inside = np.clip(node // apart, 1, layouts.edp)
+    seats_of = (
+        (parameters, layouts.replicas, place.replicas_per_node, place.replicas_sharing),
+        (experts, layouts.edp, inside, np.maximum(np.minimum(node, together * layouts.edp) / inside, 1.0)),
+    )
     element_bytes = DTYPE_BYTES.get(layouts.gradient_wire, rates.gradient_bytes)
-    buckets = np.maximum(parameters / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
 
-    def seconds(operation: str, size_bytes: Number) -> Number:
-        return buckets * collective_s(
-            rates, layouts.replicas, place.replicas_per_node, place.replicas_sharing, size_bytes / buckets, operation
-        )
+    def seconds(operation: str, size: float) -> Number:
+        total: Number = 0.0
+        for numel, ranks, per_node, sharing in seats_of:
+            buckets = np.maximum(numel / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
+            moved = buckets * collective_s(rates, ranks, per_node, sharing, np.maximum(numel, 1.0) * size / buckets, operation)
+            total = total + np.where(np.asarray(numel) > 0, moved, 0.0)
+        return total
 
-    summed = seconds("all_reduce", parameters * element_bytes)
-    scattered = seconds("reduce_scatter", parameters * element_bytes)
-    gathered = seconds("all_gather", parameters * DTYPE_BYTES[layouts.dtype])
+    summed, scattered = (seconds(operation, element_bytes) for operation in ("all_reduce", "reduce_scatter"))
+    gathered = seconds("all_gather", DTYPE_BYTES[layouts.dtype])
     sharded = cut(layouts, 1)
     return np.where(sharded, scattered, summed), np.where(sharded, gathered, 0.0)
 
@@ -106,17 +116,19 @@ def overlap_windows(layouts: Layout | Layouts) -> Number:
     return np.minimum((pp * (v - 1) + 1) / v, np.maximum(layouts.microbatches, 1))
 
 
-def tail(layouts: Layout | Layouts, rates: Rates, parameters: Number, last_backward_s: Number, first_forward_s: Number) -> StepTail:
-    """The step's end for a stage of `parameters` (this rank's part); the seconds are one microbatch's over the whole stage.
+def tail(
+    layouts: Layout | Layouts, rates: Rates, parameters: Number, last_backward_s: Number, first_forward_s: Number, experts: Number = 0.0
+) -> StepTail:
+    """The step's end for a stage of `parameters` (this rank's part), beside those of `experts`; the seconds are one microbatch's over the whole stage.
 
     Gradients that are cut (ZeRO-2) and have no pipeline between their microbatches are scattered after each of them, not once.
     """
-    reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters)
+    reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    owned = parameters / np.where(cut(layouts, 1), layouts.replicas, 1)
+    owned = parameters / np.where(cut(layouts, 1), layouts.replicas, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
-    held = np.where(sharded | every, owned, parameters)
+    held = np.where(sharded | every, owned, parameters + experts)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
     shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(every, layouts.microbatches, 1)
     return StepTail(
@@ -165,12 +177,17 @@ def stage_layers(model: ModelConfig, layouts: Layout | Layouts) -> tuple[Number,
     return most, np.where(layers % pp == 0, most, np.floor(layers / pp))
 
 
+def meets_inside(layouts: Layout | Layouts) -> Number:
+    """Whether ranks communicate inside a layer: over tp, cp or ep."""
+    return (layouts.tp > 1) | (layouts.cp > 1) | (layouts.ep > 1)
+
+
 def _turns(layouts: Layout | Layouts, rates: Rates) -> Number:
     """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to `schedule.simulate_in_turn`.
 
     With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for each other.
     """
-    chunks, waits = layouts.chunks, (layouts.tp > 1) | rates.host_executes
+    chunks, waits = layouts.chunks, meets_inside(layouts) | rates.host_executes
     few = np.where(split(layouts), 0.8, 1.5)
     return np.where(chunks > 1, chunks * np.where(waits, 3.5, 2.0), np.where(waits, 2.0, few))
 
@@ -207,5 +224,5 @@ def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Numbe
     ramp = ramp - np.where(split(layouts), np.minimum(deferred, ramp), 0.0)
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
     parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
-    end = tail(layouts, rates, parameters, most * per_layer[1], most * per_layer[0])
+    end = tail(layouts, rates, parameters, most * per_layer[1], most * per_layer[0], expert_numel(model, layouts, most))
     return pipeline + end.reduce_s + end.optimizer_s + end.gather_s

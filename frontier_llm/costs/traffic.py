@@ -8,14 +8,17 @@ the full input, send and recv the message.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
+from frontier_llm.blueprint.expert_work import Rows, even_rows, expert_work
+from frontier_llm.blueprint.items import Collective, Software
 from frontier_llm.blueprint.layout import DTYPE_BYTES, layout_of, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
-from frontier_llm.blueprint.work import Collective, Software, block_work, embedding_work, head_work
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import RunConfig
 from frontier_llm.packing import packed
 from frontier_llm.schedule import build, rule
@@ -36,35 +39,58 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
-def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Traffic:
-    """Everything that one rank of pipeline rank `pp_rank` moves in one training step."""
+def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Sequence[Rows] | None = None) -> Traffic:
+    """Everything that one rank of pipeline rank `pp_rank` moves in one training step.
+
+    `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even shares.
+    """
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
+    expert_traffic(config, plan, pp_rank, traffic, routed)
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
     if config.data.reset_at_documents and plan.grid.degree(plan.grid.replicas) > 1:
         traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:
-        further = len(config.train.loss_weights)
-        traffic.add("world", "all_reduce", (4 + further) * 8)  # losses, squared gradient norm, wishes to stop and to save, fp64
+        model = config.model
+        further = len(config.train.loss_weights) + (0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 1))
+        # losses, squared gradient norm, wishes to stop and to save, of experts two losses and the load, fp64
+        traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic
 
 
 def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
     """The collectives of the list of work, once per microbatch, those of the recomputed forward again."""
     model, layout, software = config.model, layout_of(config, plan.grid.world_size), Software()
-    block = block_work(model, layout, software, rule(plan.schedule).splits_backward)
+    dense, routed = (block_work(model, layout, software, rule(plan.schedule).splits_backward, layer) for layer in (0, model.layers - 1))
     embedding, head = embedding_work(model, layout), head_work(model, layout, software)
     for stage in plan.stages_of(pp_rank):
-        for items, times in ((block, stage.num_layers), (embedding, int(stage.embedding)), (head, int(stage.head))):
+        experts = len([layer for layer in stage.layers if layer in model.routed_layers])
+        blocks = (dense, stage.num_layers - experts), (routed, experts)
+        for items, times in (*blocks, (embedding, int(stage.embedding)), (head, int(stage.head))):
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
                     pieces = config.comm.tensor_chunks if item.work.in_chunks else 1
                     calls = times * plan.microbatches * pieces * (2 if layout.recompute in item.repeated_by else 1)
                     traffic.add(item.work.axis, item.work.operation, item.work.size_bytes // pieces, calls)
+        if experts and layout.tp > 1:
+            wide = max(8, DTYPE_BYTES[layout.dtype])
+            traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64
         if stage.head and layout.sequence_parallel:
             traffic.add("tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights))  # further losses, fp64
+
+
+def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None) -> None:
+    """Rows to the ranks of their experts and back, and how many there are."""
+    model, layout = config.model, layout_of(config, plan.grid.world_size)
+    layers = [layer for stage in plan.stages_of(pp_rank) for layer in stage.layers if layer in model.routed_layers]
+    if routed is None:
+        routed = [even_rows(model, layout)] * (len(layers) * plan.microbatches) if layers else []
+    for rows in routed:
+        for item in expert_work(model, layout, Software(), rows):
+            if isinstance(item.work, Collective) and item.work.axis == "ep":
+                traffic.add("ep", item.work.operation, item.work.size_bytes, 2 if layout.recompute in item.repeated_by else 1)
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
@@ -85,10 +111,12 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
     travel in 16 bits go by all-to-all and, without ZeRO, come back by all-gather.
     """
     weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
-    wire, replicas = config.precision.gradient_wire, plan.grid.replicas
-    for numel, axes in buckets(config, plan, pp_rank):
-        for axis in axes:
-            traffic.add(axis, "all_reduce", numel * gradient_bytes)
+    wire = config.precision.gradient_wire
+    for numel, parameter in buckets(config, plan, pp_rank):
+        replicas = axis_of(parameter.replicas, plan)
+        for axis in parameter.partial_axes():
+            if axis == "tied" or plan.grid.degree(axis) > 1:
+                traffic.add(axis, "all_reduce", numel * gradient_bytes)
         if plan.grid.degree(replicas) == 1:
             continue
         if wire != "full":
@@ -96,30 +124,36 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
         else:
             traffic.add(replicas, "reduce_scatter" if plan.zero else "all_reduce", numel * gradient_bytes)
         if plan.zero:
-            traffic.add(replicas, "all_gather", numel * weight_bytes)
+            traffic.add(replicas, "all_gather", numel * (gradient_bytes if parameter.wide else weight_bytes))
         elif wire != "full":
             traffic.add(replicas, "all_gather", numel * DTYPE_BYTES[wire])
 
 
-def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(elements with padding, axes summed over before dp) of each of a pipeline rank's buckets, as `optim/buckets.py` fills them."""
-    degrees, dp, limit = {"tp": plan.grid.tp}, plan.grid.degree(plan.grid.replicas), config.comm.bucket_elements
-    update, owners = optimizer_rule(config.optimizer.name), dp if plan.zero else 1
+def axis_of(replicas: str, plan: ParallelPlan) -> str:
+    """The mesh's name of the axis that a parameter names as its replicas: dp may be joined with cp."""
+    return plan.grid.replicas if replicas == "dp" else replicas
 
-    def alike(parameter: Parameter) -> tuple[bool, tuple[str, ...], bool, tuple[str, ...]]:
-        return parameter.decay, parameter.partial_axes(), update.whole(parameter), update.kinds(parameter)
+
+def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tuple[int, Parameter]]:
+    """(elements with padding, one of its parameters) of each of a pipeline rank's buckets, as `optim/buckets.py` fills them."""
+    degrees, limit = {axis: plan.grid.degree(axis) for axis in ("tp", "ep", "etp")}, config.comm.bucket_elements
+    update = optimizer_rule(config.optimizer.name)
+
+    def alike(one: Parameter) -> tuple[Any, ...]:
+        return one.decay, one.partial_axes(), update.whole(one), update.kinds(one), one.replicas, one.wide
 
     def numel(parameter: Parameter) -> int:
         return int(parameter.rank_numel(degrees))
 
     declared = list(rank_parameters(config.model, plan.stages_of(pp_rank), plan.sequence_parallel))
     backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
-    for (_, axes, whole, _), equals in groupby(sorted(backwards, key=alike), key=alike):
-        members = list(equals)
+    for (_, _, whole, _, replicas, _), equals in groupby(sorted(backwards, key=alike), key=alike):
+        members, dp = list(equals), plan.grid.degree(axis_of(replicas, plan))
+        owners = dp if plan.zero else 1
         room = max(limit, owners * max(map(numel, members))) if whole else limit
         for group in packed(members, numel, room):
             slices = [0] * (owners if whole else 1)  # a whole parameter lies within one owner's slice: the largest first, where least is
             for size in sorted((-(-numel(one) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT for one in group), reverse=True):
                 slices[slices.index(min(slices))] += size
             multiple = BUCKET_ALIGNMENT * dp // len(slices)
-            yield len(slices) * (-(-max(slices) // multiple) * multiple), axes
+            yield len(slices) * (-(-max(slices) // multiple) * multiple), members[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
-from frontier_llm.units import format_bytes
+from frontier_llm.units import format_bytes, strict_json
 
 FORMAT = 1
 MAXIMUM_BYTES = 16 << 20  # of a record; a hundred damaged inputs by name take kilobytes
@@ -43,7 +43,7 @@ def meta_path(prefix: str | Path) -> Path:
 
 def write_meta(prefix: str | Path, meta: DatasetMeta) -> None:
     """Write atomically."""
-    write_atomically(meta_path(prefix), json.dumps(asdict(meta), indent=1))
+    write_atomically(meta_path(prefix), strict_json(asdict(meta)))
 
 
 def read_meta(prefix: str | Path) -> DatasetMeta | None:

@@ -33,7 +33,7 @@ from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
 from frontier_llm.packing import packed
-from frontier_llm.units import format_bytes, format_count
+from frontier_llm.units import format_bytes, format_count, strict_json
 
 EXAMPLES = 100  # damaged inputs that are kept by name
 VERSION = 2  # of the rules below; a change makes old parts useless
@@ -224,7 +224,7 @@ def make_part(job: ShardWork) -> ShardReport:
             if item.ends_document:
                 writer.end_document()
     part = ShardReport(writer.document_count, writer.token_count, text_bytes, damaged, tuple(examples))
-    write_atomically(Path(job.prefix + ".json"), json.dumps(asdict(part)))
+    write_atomically(Path(job.prefix + ".json"), strict_json(asdict(part), indent=None))
     return part
 
 

@@ -86,7 +86,7 @@ def build_inference_model(
     working = working_dtype(dtype)
     selected = select_ops(ops, device.type, working)
     attention = RememberingAttention(selected.attention)
-    context = LayerContext(mesh.tp, False, selected.but(attention=attention), WeightGradients(), working)
+    context = LayerContext(mesh.tp, False, selected.but(attention=attention), WeightGradients(), working, ep=mesh.ep, etp=plan.grid.etp)
     (stage,) = build_stages(source.model, plan.stages_of(mesh.pp.rank), context, device)
     load_weights(source, materialise(stage, device))
     return InferenceModel(source.model, mesh, device, working, stage, attention)

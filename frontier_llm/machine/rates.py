@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from frontier_llm.blueprint.work import Software
+from frontier_llm.blueprint.items import Software
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from itertools import combinations, product
 
 import numpy as np
 
+from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.blueprint.layout import Layout, layout_of
-from frontier_llm.blueprint.work import FlashCore, Product, elementwise
+from frontier_llm.blueprint.work import elementwise
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
@@ -124,7 +125,7 @@ def _fit_attention(fitted: Rates, samples: Samples) -> Rates:
 
 
 def _fit_elementwise(fitted: Rates, samples: Samples, model: ModelConfig, layout: Layout) -> Rates:
-    bare = memory_s(elementwise(model, layout, fitted)[0].moved_bytes, 0, fitted)
+    bare = memory_s(elementwise(model, layout, fitted, model.ffn_hidden)[0].moved_bytes, 0, fitted)
     measured = max(samples.elementwise_s - 6 * fitted.kernel_s, 1e-9)
     return replace(fitted, hbm_efficiency=float(min(bare / measured, 1.0)))
 

@@ -89,7 +89,7 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
 
     A message goes from every rank of an axis to the next, as between pipeline stages.
     """
-    axes = [axis for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
+    axes = [axis for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
     cases = [(axis, algorithm, variant) for axis in axes for algorithm, variant in variants(axis)]
     measurements = []
     for (axis, algorithm, variant), operation, size in product(cases, BUS_FACTORS, sizes):

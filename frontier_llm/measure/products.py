@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from frontier_llm.blueprint.items import Phase, Product, Software
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.work import Phase, Product, Software, block_work, head_work
+from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 
 
@@ -16,7 +17,7 @@ def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int
         (one.parameter.removeprefix("layers.0.").removesuffix(".weight"), one.m, one.n, one.k, count)
         for items, count in ((block_work(model, layout, software), model.layers), (head_work(model, layout, software), 1))
         for one in (item.work for item in items if item.phase is Phase.F)
-        if isinstance(one, Product) and one.parameter
+        if isinstance(one, Product) and one.parameter and one.batch == 1  # those of experts depend on the router
     ]
 
 

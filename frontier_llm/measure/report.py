@@ -12,7 +12,7 @@ from frontier_llm.blueprint import StageSpec, matrix_parameters
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.measure.latency import communication_section
 from frontier_llm.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
-from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, write_page
+from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import simulate, timeline_chart
 from frontier_llm.topology import Grid
@@ -60,22 +60,21 @@ def _model_line(config: RunConfig) -> str:
 
 def _tiles(records: Sequence[RunRecord]) -> str:
     first = records[0]
-    tiles = []
+    numbers = []
     if len(first.evaluations) > 1:
         before, after = first.evaluations[0], first.evaluations[-1]
         for key, what in (("loss", "held-out loss"), ("bits_per_byte", "bits per byte")):
             if key in after:
-                tiles.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
+                numbers.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
     if first.steps:
         last = first.steps[-1]
-        tiles.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
-        tiles.append((format_count(last["consumed_tokens"]), "tokens seen"))
+        numbers.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
+        numbers.append((format_count(last["consumed_tokens"]), "tokens seen"))
         since = first.parts[-1].after_step
         speeds = [step["tokens_per_s"] for step in first.steps if step["step"] > since]
         if speeds:
-            tiles.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
-    boxes = "".join(f"<div class=tile><b>{value}</b><span>{text(what)}</span></div>" for value, what in tiles)
-    return f"<div class=tiles>{boxes}</div>"
+            numbers.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
+    return tiles(numbers)
 
 
 def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:

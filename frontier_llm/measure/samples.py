@@ -54,7 +54,8 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
         parallel = ParallelConfig(tensor=mesh.tp.size)
         samples.tensor_steps = [bench.step(parallel, together, share, m) for share, m in JOINT_STEPS]
     if mesh.world.size > 1:
-        together = replace(serial_mesh(), dp=replace(mesh.world, name="dp"), world=mesh.world)
+        replicas = replace(mesh.world, name="dp")
+        together = replace(serial_mesh(), dp=replicas, replicas=replicas, world=mesh.world)
         parallel = ParallelConfig(data=mesh.world.size, data_mode="fsdp")
         samples.sharded_steps = [bench.step(parallel, together, share, m) for share, m in JOINT_STEPS]
     return samples

@@ -16,4 +16,5 @@ class Microbatch:
     documents_BS: Tensor | None = None  # document number of each position of the whole sequence; None = one document per sequence
     loss_mask_SB: Tensor | None = None  # False where a target does not count; None = all count
     global_targets: int | Tensor = 0  # of the step over all replicas: what the loss is divided by; needed by the stage with the head
+    global_sequences: int = 0  # of the step over all replicas: what the router's losses are divided by; needed by stages with experts
     positions_SB: Tensor | None = None  # where each token stands, when tokens are fed one by one; None = counted from the start

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from frontier_llm.config import ModelConfig
 from frontier_llm.context_parallel import attention_core
+from frontier_llm.model.experts import MixtureOfExperts, Routed
 from frontier_llm.model.positions import Positions
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import Scores
-from frontier_llm.tensor_parallel import ColumnLinear, Declared, LayerContext, RowLinear
+from frontier_llm.tensor_parallel import ColumnLinear, Declared, LayerContext, RowLinear, norm_over_heads
 
 
 class Norm(nn.Module):
@@ -31,6 +32,21 @@ class Norm(nn.Module):
         return self.ops.add_norm(x, residual, self.weight, self.bias, self.eps, self.kind)
 
 
+class HeadNorm(nn.Module):
+    """RMSNorm of queries or keys: over each head, or over all heads of all tensor ranks together, whose weight is then cut like them."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
+        super().__init__()
+        self.full, self.eps, self.context = model.qk_norm == "full", model.norm_eps, context
+        self.weight = declared[f"{name}.weight"]
+
+    def forward(self, x_SBaD: Tensor) -> Tensor:
+        """(S, B, a, D) → (S, B, a, D)."""
+        if not self.full:
+            return self.context.ops.rms_norm(x_SBaD, self.weight, self.eps)
+        return norm_over_heads(x_SBaD, self.weight, self.eps, self.context.tp)
+
+
 class Attention(nn.Module):
     """Causal self-attention with heads cut over tp; rotary or ALiBi positions, grouped key/value heads.
 
@@ -45,6 +61,8 @@ class Attention(nn.Module):
         self.local_kv_heads = model.num_kv_heads // context.tp.size
         self.scale = self.head_dim**-0.5
         self.qkv = ColumnLinear(context, declared, f"{name}.qkv")
+        normed = model.qk_norm is not None
+        self.q_norm, self.k_norm = (HeadNorm(model, context, declared, f"{name}.{one}_norm") if normed else None for one in "qk")
         self.output = RowLinear(context, declared, f"{name}.output")
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -54,8 +72,12 @@ class Attention(nn.Module):
         # one split, not three slices: its backward writes one gradient instead of adding up three that are mostly zeros
         q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((self.queries, 1, 1), dim=-2)
         q_SBaD, k_SBgD, v_SBgD = q_SBgqD.flatten(2, 3), k_SBgqD.squeeze(-2), v_SBgqD.squeeze(-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_SBaD, k_SBgD = self.q_norm(q_SBaD), self.k_norm(k_SBgD)
         if positions.rope is not None:
             q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
+        if positions.rope is not None or self.queries > 1:  # q is a copy: views beside it would keep all of qkv until backward
+            k_SBgD, v_SBgD = k_SBgD.contiguous(), v_SBgD.contiguous()
 
         def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
             return self.attend(q_SBaD, k_SBgD, v_SBgD, Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS))
@@ -90,12 +112,24 @@ class Block(nn.Module):
         self.attention_norm = Norm(model, context, declared, f"{name}.attention_norm")
         self.attention = Attention(model, context, declared, f"{name}.attention", recompute_core)
         self.mlp_norm = Norm(model, context, declared, f"{name}.mlp_norm")
-        self.mlp = Mlp(model, context, declared, f"{name}.mlp")
+        self.moe: MixtureOfExperts | None = None
+        if model.moe is not None and index in model.routed_layers:
+            shared = Mlp(model, context, declared, f"{name}.moe.shared") if model.moe.shared_hidden else None
+            self.moe = MixtureOfExperts(model, context, declared, f"{name}.moe", shared)
+        self.mlp = Mlp(model, context, declared, f"{name}.mlp") if self.moe is None else None
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """(S or s, B, H) → (S or s, B, H)."""
+    def forward(self, x: Tensor, positions: Positions) -> tuple[Tensor, Routed | None]:
+        """(S or s, B, H) → (S or s, B, H), and what the router says, if there is one."""
         attended = self.attention(self.attention_norm(x), positions)
         if self.parallel_residual:
-            return x + attended + self.mlp(self.mlp_norm(x))
+            y, routed = self._feed_forward(self.mlp_norm(x))
+            return x + attended + y, routed
         normed, x = self.mlp_norm.add(attended, x)
-        return x + self.mlp(normed)
+        y, routed = self._feed_forward(normed)
+        return x + y, routed
+
+    def _feed_forward(self, x: Tensor) -> tuple[Tensor, Routed | None]:
+        if self.moe is not None:
+            return self.moe(x)
+        assert self.mlp is not None
+        return self.mlp(x), None

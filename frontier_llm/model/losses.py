@@ -15,8 +15,23 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from frontier_llm.comm import Axis, all_reduce_
+from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.model.batch import Microbatch
+
+BALANCE, ROUTER_Z = "router-balance", "router-z"  # of models with experts, weighted in the model file
+LOAD = "router-load"  # no loss: what model.experts.Routed calls so, for each layer; each rank's own
+
+
+def weights(config: RunConfig) -> dict[str, float]:
+    """Of each further loss of a run, by name."""
+    moe = config.model.moe
+    return {**config.train.loss_weights, **({} if moe is None else {BALANCE: moe.balance_weight, ROUTER_Z: moe.z_weight})}
+
+
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of what stages return beside losses, to be summed."""
+    return {} if model.moe is None else {LOAD: (len(model.routed_layers), model.moe.experts + 1)}
 
 
 @dataclass(frozen=True)
@@ -34,9 +49,12 @@ class LossTerm:
     def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:
         """The term's share of one stage and microbatch, the same on all tp ranks; each rank's gradient is that of its own positions."""
         share = self.function(x, batch, tp)
-        if not sequence_parallel:
-            return share
-        return share + (all_reduce_(share.detach().double(), tp) - share.detach())
+        return whole_value(share, tp) if sequence_parallel else share
+
+
+def whole_value(share: Tensor, tp: Axis) -> Tensor:
+    """The sum of all tensor ranks' shares; each rank's gradient is that of its own."""
+    return share + (all_reduce_(share.detach().double(), tp) - share.detach())
 
 
 _TERMS: dict[str, LossTerm] = {}

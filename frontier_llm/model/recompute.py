@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+Result = TypeVar("Result")
 
-def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+
+def recompute(run: Callable[..., Result], *inputs: Tensor) -> Result:
     """run(*inputs), saving only `inputs`. Parameters inside `run` get their gradients as usual."""
     # nothing in the model is random while training, so no generator state has to be kept
-    output: Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    output: Result = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output

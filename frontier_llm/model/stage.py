@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from frontier_llm.blueprint import StageSpec, rank_parameters
 from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
+from frontier_llm.model import losses
 from frontier_llm.model.batch import Microbatch
+from frontier_llm.model.experts import Routed, Router
 from frontier_llm.model.layers import Block, Norm
-from frontier_llm.model.losses import LossTerm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import statistics_dtype
@@ -43,12 +44,13 @@ class Stage(nn.Module):
         device: torch.device,
         recompute_mode: str,
         *,
-        terms: Mapping[str, LossTerm],
+        terms: Mapping[str, losses.LossTerm],
     ) -> None:
         """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
         super().__init__()
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.model, self.spec, self.context = model, spec, context
+        self._layers = tuple(spec.layers)
         self.recompute_blocks, tied = recompute_mode == "full", model.tied_embeddings
         embeds = spec.embedding or (spec.head and tied)
         self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
@@ -69,20 +71,47 @@ class Stage(nn.Module):
         the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64); with the
         further losses of this stage, where it has some.
         """
-        x = self.hidden(x, batch)
+        x, routed = self._blocks(x, batch)
         context = self.context
-        losses = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in self._terms.items()}
+        further = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in self._terms.items()}
+        further |= self._router_losses(routed, x, batch) if routed else {}
         output = self.loss(x, batch) if self.spec.head else x
-        return StageOutput(output, losses) if losses else output
+        return StageOutput(output, further) if further else output
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Embedding and blocks: (S or s, B, H)."""
+        return self._blocks(x, batch)[0]
+
+    def _blocks(self, x: Tensor | None, batch: Microbatch) -> tuple[Tensor, dict[int, Routed]]:
+        """Embedding and blocks, and what each layer's router says."""
         if x is None:
             x = self._embed(batch)
         positions = self._positions(batch, x.shape[0] * (self.context.tp.size if self.context.sequence_parallel else 1))
-        for block in self.blocks:
-            x = recompute(lambda x, block=block: block(x, positions), x) if self.recompute_blocks else block(x, positions)
-        return x
+        routers = dict[int, Routed]()
+        for layer, block in zip(self._layers, self.blocks, strict=True):
+            x, routed = recompute(lambda x, block=block: block(x, positions), x) if self.recompute_blocks else block(x, positions)
+            if routed is not None:
+                routers[layer] = routed
+        return x, routers
+
+    def routers(self) -> Iterator[tuple[int, Router]]:
+        """(its layer, one) of the routers."""
+        for layer, block in zip(self._layers, self.blocks, strict=True):
+            if isinstance(block, Block) and block.moe is not None:
+                yield layer, block.moe.router
+
+    def _router_losses(self, routed: Mapping[int, Routed], x: Tensor, batch: Microbatch) -> dict[str, Tensor]:
+        """Sums over layers of the mean over the step's sequences or tokens, and what the routers did: a row for each layer of the model."""
+        tp, moe = self.context.tp, self.model.moe
+        assert moe is not None
+        tokens = x.shape[0] * (tp.size if self.context.sequence_parallel else 1) * self.context.cp.size * batch.global_sequences
+        balance = torch.stack([one.balance for one in routed.values()]).sum() / batch.global_sequences
+        z = torch.stack([one.z for one in routed.values()]).sum() / tokens
+        both = losses.whole_value(torch.stack((balance, z)), tp)
+        first = self.model.routed_layers.start
+        load_LE = both.new_zeros(len(self.model.routed_layers), moe.experts + 1, dtype=torch.float64)
+        load_LE[[layer - first for layer in routed]] = torch.stack([one.load for one in routed.values()])
+        return {losses.BALANCE: both[0], losses.ROUTER_Z: both[1], losses.LOAD: load_LE}
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and head: (S or s, B, H) → (S, B, v), this rank's slice of the true vocabulary."""
@@ -143,7 +172,7 @@ def build_stages(
     context: LayerContext,
     device: torch.device,
     recompute_mode: str = "none",
-    terms: Mapping[str, LossTerm] = MappingProxyType({}),
+    terms: Mapping[str, losses.LossTerm] = MappingProxyType({}),
 ) -> list[Stage]:
     """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1

@@ -50,8 +50,8 @@ def choose(
 ) -> ChosenBackend | Problem:
     """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there.
 
-    `first` are tried before the others by `auto`: what was measured to be faster.
     So it is when `auto` would pass over a back-end that is built with this package, for a slower one, without `allow_fallback`.
+    `auto` tries `first` before the others: what is known to be faster here.
     """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
@@ -94,7 +94,7 @@ def select_ops(
     if config.no_jit:
         forbid_jit()
     wishes = {"documents": documents, "parts": parts, "allow_fallback": config.allow_fallback}
-    first = {"attention": _measured_first(config.attention_table, device_type, attention)} if attention else {}
+    first = {"attention": _measured_first(config.attention_table, device_type, attention)} if attention and not parts else {}
     outcomes = [choose(group, getattr(config, group), device_type, dtype, **wishes, first=first.get(group, ())) for group in GROUPS]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:

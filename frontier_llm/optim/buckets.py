@@ -105,12 +105,19 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
 
 def build_buckets(
-    stages: Sequence[nn.Module], rule: OptimizerRule, dp: Axis, zero: int, device: torch.device, bucket_numel: int
+    stages: Sequence[nn.Module],
+    rule: OptimizerRule,
+    dp: Axis,
+    zero: int,
+    device: torch.device,
+    bucket_numel: int,
+    *,
+    edp: Axis | None = None,
 ) -> list[Bucket]:
     """Allocate the flat buffers and put every parameter of the (meta) stages into them.
 
     Afterwards each parameter is a view of its bucket's weights and its main_grad a view of the gradients. Weights are
-    uninitialised, gradients zero. Parameters that `rule` wants whole lie in buckets of their own, each within one owner's slice.
+    uninitialised, gradients zero. `edp` has the experts' replicas (None: there are no experts). Parameters that `rule` wants whole lie in buckets of their own, each within one owner's slice.
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]
@@ -122,15 +129,22 @@ def build_buckets(
 
     def alike(parameter: ShardedParameter) -> tuple[Any, ...]:
         spec = parameter.spec
-        return spec.decay, spec.partial_axes, rule.whole(spec.parameter), rule.kinds(spec.parameter)
+        return (
+            spec.decay,
+            spec.partial_axes,
+            rule.whole(spec.parameter),
+            rule.kinds(spec.parameter),
+            spec.parameter.replicas,
+            spec.parameter.wide,
+        )
 
-    owner = dp if zero else single(dp.name, dp.ranks[dp.rank], dp.ledger)
-    for (decay, partial_axes, whole, kinds), equals in groupby(sorted(last_first, key=alike), key=alike):
-        members = list(equals)
+    for (decay, partial_axes, whole, kinds, axis, _), equals in groupby(sorted(last_first, key=alike), key=alike):
+        members, replicas = list(equals), edp if axis == "edp" and edp is not None else dp
+        owner = replicas if zero else single(replicas.name, replicas.ranks[replicas.rank], replicas.ledger)
         # whole parameters need room for one in each owner's slice, or most of a bucket would be padding
         limit = max(bucket_numel, owner.size * max(map(Tensor.numel, members))) if whole else bucket_numel
         for group in packed(members, Tensor.numel, limit):
-            offsets, size = (_apart if whole else _in_a_row)(group, owner.size, dp.size)
+            offsets, size = (_apart if whole else _in_a_row)(group, owner.size, replicas.size)
             weights = torch.zeros(size, dtype=group[0].dtype, device=device)
             gradients = torch.zeros(size, dtype=statistics_dtype(weights.dtype), device=device)
             real = [_view(*pair, weights, gradients) for pair in zip(group, offsets, strict=True)]
@@ -143,7 +157,7 @@ def build_buckets(
                 partial_axes=partial_axes,
                 kinds=kinds,
                 whole=whole,
-                dp=dp,
+                dp=replicas,
                 owner=owner,
                 first_use=min(position[parameter] for parameter in group),
             )

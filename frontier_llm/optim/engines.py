@@ -30,7 +30,8 @@ def build_update(inputs: EngineInputs) -> tuple[GradientSums, Optimizer]:
 
         deepspeed = DeepSpeedZero(inputs)
         return deepspeed, deepspeed
-    buckets = build_buckets(inputs.stages, inputs.rule, mesh.replicas, inputs.plan.zero, inputs.device, config.comm.bucket_elements)
+    numel = config.comm.bucket_elements
+    buckets = build_buckets(inputs.stages, inputs.rule, mesh.replicas, inputs.plan.zero, inputs.device, numel, edp=mesh.edp)
     inputs.fill(buckets)
     wire = None if config.precision.gradient_wire == "full" else working_dtype(config.precision.gradient_wire)
     sync = GradientSync(buckets, mesh, inputs.plan.microbatches, config.comm.overlap_gradients, wire)

@@ -63,7 +63,8 @@ class GradientSync:
         """Start what could not overlap and wait for all; then each bucket's own slice holds the step's full gradient."""
         incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
-        late = [bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap]
+        # what nothing contributes to is complete from the beginning, and nobody has said so
+        late = [bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap or not self._expected[bucket]]
         for depth in range(max((len(bucket.partial_axes) for bucket in late), default=0)):
             partial = [bucket for bucket in late if len(bucket.partial_axes) > depth]
             for pending in [start_all_reduce_(bucket.gradients, self._mesh.axis(bucket.partial_axes[depth])) for bucket in partial]:

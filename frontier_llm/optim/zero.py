@@ -62,7 +62,7 @@ class Zero:
     @property
     def sharded(self) -> bool:
         """See Optimizer."""
-        return self.buckets[0].owner.size > 1
+        return any(bucket.owner.size > 1 for bucket in self.buckets)
 
     @property
     def device(self) -> torch.device:

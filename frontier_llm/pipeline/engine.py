@@ -26,7 +26,10 @@ SENDS_AHEAD = 4
 
 
 class StageOutput(NamedTuple):
-    """What a stage returns that has further losses: scalars, each this microbatch's share, the same on all tp ranks."""
+    """What a stage returns that has further losses: scalars, each this microbatch's share, the same on all tp ranks.
+
+    What has no gradient is merely summed, whatever its shape.
+    """
 
     output: Tensor
     losses: Mapping[str, Tensor]
@@ -94,8 +97,11 @@ class Engine:
         *,
         overlap: bool = True,
         loss_weights: Mapping[str, float] = MappingProxyType({}),
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         """`stages` are this rank's virtual stages, in the order of the model; `loss_weights` names the further losses that they return.
+
+        `shapes`: of what else they return to be summed.
 
         Raises ScheduleError where this rank's list is not legal.
         With `overlap` messages go on under the compute beside them; without, and with one communication in flight, the rank waits for each where
@@ -108,7 +114,7 @@ class Engine:
         self._placement, self._stages, self._channels = schedule.placement, dict(zip(positions, stages, strict=True)), mesh.channels
         self._actions = posted_ahead(schedule.actions[rank]) if overlap else schedule.actions[rank]
         self._deferral, self._activation, self._overlap = deferral, activation, overlap
-        self._loss_weights = {LOSS: 1.0, **loss_weights}
+        self._loss_weights, self._shapes = {LOSS: 1.0, **loss_weights}, {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
         self.on_action: Callable[[Action | None], object] = lambda action: None  # told of each before it is played; None: the end
         self._play = {
             Kind.FORWARD: self._forward,
@@ -127,10 +133,10 @@ class Engine:
         """Play one step: every microbatch forward and backward; `batch(n)` is what stages are given for microbatch n.
 
         Returns the sums over this rank's virtual stages and microbatches of "loss" and each further loss, 0-dim fp64, without weight or
-        scale; zero where its stages have none.
+        scale, and of what else has a shape; zero where its stages have none.
         """
-        zeros = torch.zeros(len(self._loss_weights), dtype=torch.float64, device=self._activation.device)
-        self._flight = _Flight(batch, loss_scale, dict(zip(self._loss_weights, zeros, strict=True)))
+        zeros = {name: torch.zeros(shape, dtype=torch.float64, device=self._activation.device) for name, shape in self._shapes.items()}
+        self._flight = _Flight(batch, loss_scale, zeros)
         for action in self._actions:
             self.on_action(action)
             self._play[action.kind](action)

@@ -27,6 +27,8 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "context": ("cp", None),
     "pipeline": ("pp", None),
     "data": ("dp", None),
+    "expert": ("ep", None),
+    "imbalance": ("imbalance", None),
     "chunks": ("chunks", None),
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
@@ -51,6 +53,11 @@ def context_degrees(model: ModelConfig, devices: int) -> list[int]:
     return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
 
 
+def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
+    """ep that shares out the experts evenly among the ranks of a stage."""
+    return [1] if model.moe is None else [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
+
+
 def enumerate_layouts(
     model: ModelConfig, devices: int, global_batch: int, tp_max: int, fixed: Mapping[str, Any] | None = None, **shared: Any
 ) -> Layouts:
@@ -70,11 +77,12 @@ def enumerate_layouts(
             degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
             if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
-                rows.append(_options(model, Layout(tp=tp, cp=cp, pp=pp, dp=dp), global_batch // dp, fixed))
+                degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
+                rows += [_options(model, Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep), global_batch // dp, fixed) for ep in degrees_of_experts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
     }
-    return Layouts(**columns, gradient_wire=fixed.get("gradient_wire", "full"), **shared)
+    return Layouts(**columns, gradient_wire=fixed.get("gradient_wire", "full"), imbalance=fixed.get("imbalance", 1.0), **shared)
 
 
 def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -89,7 +97,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         plays += [("interleaved", v) for v in range(2, min(model.layers // pp, MAX_CHUNKS) + 1)]
     plays = [(name, v) for name, v in plays if fixed.get("chunks", v) == v and fixed.get("schedule", name) == name]
     # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
-    sharded = ["weights"] if pp == 1 and fixed.get("gradient_wire", "full") == "full" else []
+    sharded = ["weights"] if pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
 
     def left(field: str, values: Sequence[Any]) -> np.ndarray:
@@ -106,7 +114,10 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     shape = [len(values) for values in choices.values()]
     picks = dict(zip(choices, np.indices(shape).reshape(len(shape), -1), strict=True))
     columns = {field: values[picks[field]] for field, values in choices.items()}
-    columns |= {axis: np.full(len(picks["schedule"]), degree) for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp))}
+    columns |= {
+        axis: np.full(len(picks["schedule"]), degree)
+        for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
+    }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
     columns["microbatches"] = per_replica // columns["micro_batch"]
     return columns
@@ -124,7 +135,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
             continue
         field, meanings = FIXABLE[name]
         try:
-            fixed[field] = _whole(text) if meanings is None else meanings[text.lower()]
+            fixed[field] = float(text) if name == "imbalance" else _whole(text) if meanings is None else meanings[text.lower()]
         except (ValueError, KeyError):
             valid = ", ".join(meanings) if meanings and name != "zero" else "a whole number"
             problems.append(Problem(word, f"{text!r} is not a value of {name}", f"use {valid}"))

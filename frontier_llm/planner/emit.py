@@ -1,27 +1,58 @@
-"""A plan as a run file, and the command that queues it."""
+"""A plan as a run file that is complete but for the data, and the command that queues it."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, log
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.layout import SHARDING
 from frontier_llm.config import available, load_model, load_run
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
+from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
-from frontier_llm.planner.search import Search
+from frontier_llm.planner.search import Plan, Search
 from frontier_llm.topology import make_plan
 from frontier_llm.topology.stages import balanced
 from frontier_llm.units import GIB, plural
 
 SITES = ("frontier", "lumi", "local")
 SCRIPTS = {"gpt-1t": "slurm/train_1t.sbatch", "gpt-175b": "slurm/train_175b.sbatch", "gpt-22b": "slurm/train_22b.sbatch"}
+
+FILL_IN = "FILL_IN"  # no dataset: training with it names it
+# parameters → highest learning rate of GPT-3's sizes, each decaying to a tenth by cosine after 375 M tokens (arXiv:2005.14165, table 2.1)
+RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
+WARMUP_TOKENS = 375e6
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user typed: names of shipped files, or paths; a token budget."""
+
+    model: str
+    machine: str
+    run: str | None = None
+    tokens: float | None = None
+
+
+def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
+    """What a run from nothing still needs: learning rate and length; saves as the campaign has them."""
+    parameters, steps = total_parameters(plan.model), ceil(tokens / plan.step_tokens)
+    lr = RATES[min(RATES, key=lambda size: abs(log(parameters / size)))]
+    warmup = min(ceil(WARMUP_TOKENS / plan.step_tokens), max(1, steps // 10))
+    return {
+        "optimizer": {"lr": lr, "min_lr": lr / 10, "warmup_steps": warmup},
+        "data": {"train": FILL_IN},
+        "train": {"steps": steps, **({"save_interval": saves.interval_steps} if saves else {})},
+    }
 
 
 def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
@@ -37,6 +68,8 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
     }
     if layout.cp > 1:
         parallel["context"] = layout.cp
+    if layout.ep > 1:
+        parallel["expert"] = layout.ep
     if layout.chunks > 1:
         parallel["chunks"] = layout.chunks
     if layout.sequence_parallel:
@@ -54,41 +87,57 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
     }
 
 
-def emit(path: Path, model_name: str, machine_name: str, machine: Machine, outcome: Search, rates: Rates, run: str | None = None) -> str:
-    """Write the run file, check that it loads and that its layout is legal, and return the command that starts or submits it.
+def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates: Rates, saves: Campaign | None) -> str:
+    """Write the run file, check that it loads and that its layout is legal, and return what to fill in and the command that starts or submits it.
 
-    `model_name`, `machine_name` and `run` are what the user typed: names of shipped files, or paths. With a `run` the file starts
-    from it and says every choice of the layout, so that none of the run's own is left.
+    On top of a run the file says every choice of the layout, so that none of the run's own is left, and as many steps as keep the run's
+    tokens; else it is complete but for the data.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
     best = outcome.best
-    choice = run_content(machine_name, machine, outcome, rates, name)
-    if run:
-        layout = best.layout
-        mode = "fsdp" if layout.sharding == "weights" else "zero"
-        sequence = layout.sequence_parallel
-        choice["parallel"] |= {
-            "data": layout.dp,
-            "context": layout.cp,
-            "chunks": layout.chunks,
-            "sequence_parallel": sequence,
-            "data_mode": mode,
-        }
-        content = {"base": _reference(run, path.parent), **choice}
-    elif outcome.model.sequence_length == load_model(model_name).sequence_length:
-        content = {"model": model_name, **choice}
+    choice = run_content(request.machine, machine, outcome, rates, name)
+    todo = []
+    if request.run:
+        content = {"base": _reference(request.run, path.parent), **_on_top(choice, request, outcome)}
     else:
-        content = {"model": {"base": model_name, "sequence_length": outcome.model.sequence_length}, **choice}
-    head = (
-        f"# {layout_words(best)}\n"
-        f"# planned for {plural(outcome.nodes, 'node')} of {machine.name}: {best.step_s:.4g} s per step simulated, "
-        f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / GIB:.1f} GiB on the fullest rank\n"
-    )
+        same_length = outcome.model.sequence_length == load_model(request.model).sequence_length
+        model = request.model if same_length else {"base": request.model, "sequence_length": outcome.model.sequence_length}
+        tokens = request.tokens or (saves.tokens if saves else TOKENS_PER_PARAMETER * total_parameters(outcome.model))
+        needs = recipe(best, tokens, saves)
+        content = {"model": model, **choice, **needs, "train": {**choice["train"], **needs["train"]}}
+        todo = [
+            "fill in data.train, prefixes that `frontier-llm data tokenize` has written; optimizer.lr, of GPT-3's nearest size, is a start"
+        ]
+    head = [
+        layout_words(best),
+        f"planned for {plural(outcome.nodes, 'node')} of {machine.name}: {best.step_s:.4g} s per step simulated, "
+        f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / GIB:.1f} GiB on the fullest rank",
+        *todo,
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140)
+    path.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
     make_plan(load_run(str(path)), outcome.nodes * machine.devices_per_node)
-    start = f"frontier-llm train {path}" if run and outcome.nodes == 1 else submit_command(path, machine, outcome.nodes, content)
-    return f"wrote {path}\n{start}"
+    local = request.run and outcome.nodes == 1
+    start = f"frontier-llm train {path}" if local else submit_command(path, machine, outcome.nodes, content)
+    return "\n".join([f"wrote {path}", *todo, start])
+
+
+def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
+    """The choice in full, and the steps that its batch needs for the run's tokens or for those asked for."""
+    layout, base = outcome.best.layout, load_run(str(request.run))
+    mode = "fsdp" if layout.sharding == "weights" else "zero"
+    full = {
+        "data": layout.dp,
+        "context": layout.cp,
+        "chunks": layout.chunks,
+        "sequence_parallel": layout.sequence_parallel,
+        "data_mode": mode,
+    }
+    tokens = request.tokens or base.train.steps * base.batch.global_batch * base.model.sequence_length
+    steps = ceil(tokens / outcome.best.step_tokens)
+    train = {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}
+    return {**choice, "parallel": {**choice["parallel"], **full}, "train": train}
 
 
 def _reference(run: str, folder: Path) -> str:
@@ -106,10 +155,10 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
     if script and site == "frontier":
         words = [
             f"{section}.{key}={_word(value)}"
-            for section in ("parallel", "batch", "precision", "comm")
+            for section in ("parallel", "batch", "precision", "comm", "optimizer", "data", "train")
             for key, value in content.get(section, {}).items()
+            if key != "run_dir"
         ]
-        words.append(f"train.recompute={content['train']['recompute']}")
         lines.append(f"sbatch --account=PROJECT --nodes={nodes} {script} {' '.join(words)}")
     return "\n".join(lines)
 

@@ -14,9 +14,9 @@ import numpy as np
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.parameters import stage_columns, stage_numel
+from frontier_llm.costs.parameters import expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seconds import times
-from frontier_llm.costs.time import layer_s, p2p_s, tail
+from frontier_llm.costs.time import layer_s, meets_inside, p2p_s, tail
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import Action, Kind, Timeline, build, simulate, simulate_in_turn
 
@@ -94,7 +94,8 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     layers, embeds, heads = stage_columns(stages)
     parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
     forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in stage_s]).T
-    end = tail(layout, rates, *(values.reshape(-1, pp).sum(axis=0) for values in (parameters, backward_s, forward_s)))
+    of_rank = (values.reshape(-1, pp).sum(axis=0) for values in (parameters, backward_s, forward_s, expert_numel(model, layout, layers)))
+    end = tail(layout, rates, *of_rank)
     return Played(
         timeline=timeline,
         pipeline_s=float(ends.max()),
@@ -112,7 +113,7 @@ def _turns(layout: Layout, rates: Rates) -> str:
     """How messages take turns: not, one after the other, or so that compute waits for each (collectives inside it take their turn too)."""
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
         return "many"
-    return "waiting" if rates.host_executes or layout.tp > 1 else "one"
+    return "waiting" if rates.host_executes or meets_inside(layout) else "one"
 
 
 def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float, turns: str = "many") -> Timeline:

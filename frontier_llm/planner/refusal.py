@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from frontier_llm.config import ModelConfig
-from frontier_llm.errors import LayoutError, nearest
+from collections.abc import Mapping
+from typing import Any
+
+from frontier_llm.config import ModelConfig, RunConfig, build
+from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
 from frontier_llm.machine import Machine, Rates, load_machine, machine_names, own_stack, rates
 from frontier_llm.planner.candidates import fixed_words, legal_node_counts
 from frontier_llm.planner.search import Search, smallest_machine
+from frontier_llm.topology import plan_problems
 from frontier_llm.units import GIB, plural
+
+# section of a run → its keys, and the layout's field that `--fix` sets
+CONFIG_KEYS = {
+    "parallel": {
+        "tensor": "tp",
+        "context": "cp",
+        "pipeline": "pp",
+        "data": "dp",
+        "chunks": "chunks",
+        "schedule": "schedule",
+        "sequence_parallel": "sequence_parallel",
+    },
+    "batch": {"micro_batch": "micro_batch"},
+    "train": {"recompute": "recompute"},
+}
 
 
 def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
@@ -38,12 +57,31 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
     batches = nearest(outcome.global_batch, range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes))
     counts = " or ".join(map(str, near)) if near else "another number of"
     batch = "" if outcome.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
-    return LayoutError(
+    refused = Problem(
+        "plan",
         f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {outcome.global_batch} "
         f"on {plural(outcome.nodes, 'node')} of {machine.devices_per_node} devices" + (f" with {fixed}" if fixed else ""),
         f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
-        "plan",
     )
+    return LayoutError([*_broken_rules(outcome, machine), refused])
+
+
+def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
+    """What a run would be told of the fixed choices, and not without them; nothing where they only contradict the search's bounds."""
+    devices = outcome.nodes * machine.devices_per_node
+
+    def problems(fixed: Mapping[str, Any]) -> list[Problem]:
+        content: dict[str, Any] = {"model": outcome.model.model_dump(), "batch": {"global_batch": outcome.global_batch}}
+        for section, fields in CONFIG_KEYS.items():
+            chosen = {key: fixed[field] for key, field in fields.items() if field in fixed}
+            content[section] = {**content.get(section, {}), **chosen}
+        try:
+            return plan_problems(build(RunConfig, content), devices)
+        except ConfigError as error:
+            return list(error.problems)
+
+    without = problems({})
+    return [problem for problem in problems(outcome.fixed) if problem not in without] if outcome.fixed else []
 
 
 def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
+from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
 from frontier_llm.blueprint.layout import SHARDING
-from frontier_llm.blueprint.work import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS, block_work, embedding_work, head_work
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
 from frontier_llm.costs.time import layer_s
 from frontier_llm.machine import Machine, Rates, provenance
@@ -30,6 +34,9 @@ SOURCES = {
     "attention": ("flash_efficiency", "peak_flops"),
     "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
     "tp communication": ("fabric_bytes_s", "fabric_latency_s"),
+    ROUTING: ("gemm_efficiency",),
+    EXPERTS: ("gemm_efficiency", "peak_flops"),
+    DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     "recompute": ("gemm_efficiency",),
     "launch-bound": ("launch_s",),
     "embedding": ("hbm_efficiency",),
@@ -51,6 +58,7 @@ def layout_words(plan: Plan) -> str:
     context = f" CP{layout.cp}" if layout.cp > 1 else ""
     parts = [
         f"TP{layout.tp}{context} PP{layout.pp}{chunks} DP{layout.dp}",
+        f"EP{layout.ep} EDP{layout.edp}" if layout.ep > 1 else "",
         f"microbatch {layout.micro_batch} x {layout.microbatches}",
         layout.schedule if layout.pp > 1 else "",
         "sequence parallel" if layout.sequence_parallel else "",
@@ -82,7 +90,10 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     block = times(model, layout, rates).block
     parts: dict[str, float] = {}
     lists = (
-        (block_work(model, layout, rates, rule(layout.schedule).splits_backward), layers, PRODUCTS),
+        *(
+            (block_work(model, layout, rates, rule(layout.schedule).splits_backward, layer), layers * count / model.layers, PRODUCTS)
+            for layer, count in layer_kinds(model)
+        ),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
@@ -127,20 +138,29 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
 
 
 def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
-    """One line per plan; what binds it goes on a line of its own where `width` columns do not hold both."""
-    head = (
+    """One line per plan; rates and what binds it go on a line of their own where `width` columns do not hold them."""
+    layout_head = (
         f"  {'#':>2} {'TP':>3} {'CP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} "
-        f"{'SP':2} {'recompute':9} {'Z':1} {'step':>9} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}"
+        f"{'SP':2} {'recompute':9} {'Z':1} {'step':>9}"
     )
-    rows = [f"{head}  bound by" if len(head) + 45 <= width else head]
+    head = f"{layout_head} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}"
+    narrow, wide = len(head) > width, len(head) + 45 <= width
+    rows = [layout_head if narrow else f"{head}  bound by" if wide else head]
     for index, plan in enumerate(plans, 1):
         layout, flag = plan.layout, "y" if plan.layout.sequence_parallel else "n"
         row = (
             f"  {index:>2} {layout.tp:>3} {layout.cp:>3} {layout.pp:>3} {layout.chunks:>2} {layout.dp:>5} {layout.micro_batch:>3} {layout.microbatches:>5} "
-            f"{layout.schedule:11} {flag:2} {layout.recompute:9} {SHARDING[layout.sharding]:1} {step_words(plan.step_s):>9} "
-            f"{plan.tokens_per_s_per_device:>9.1f} {100 * plan.played.bubble:>6.1f}% {plan.peak_bytes / GIB:>5.1f}"
+            f"{layout.schedule:11} {flag:2} {layout.recompute:9} {SHARDING[layout.sharding]:1} {step_words(plan.step_s):>9}"
         )
-        rows += [f"{row}  {plan.binding}"] if len(rows[0]) > len(head) else [row, f"     bound by {plan.binding}"]
+        speed, bubble, memory = f"{plan.tokens_per_s_per_device:.1f}", f"{100 * plan.played.bubble:.1f}", f"{plan.peak_bytes / GIB:.1f}"
+        if narrow:
+            rows += [row, f"     {speed} tok/s/dev, bubble {bubble} %, {memory} GiB; bound by {plan.binding}"]
+        else:
+            row += f" {speed:>9} {bubble:>6}% {memory:>5}"
+            rows += [f"{row}  {plan.binding}"] if wide else [row, f"     bound by {plan.binding}"]
+    if any(later.step_s < plan.step_s for plan, later in pairwise(plans)):
+        win = f"{100 * RESOLUTION:.0f} %"
+        rows.append(f"  not by time alone: FSDP, whose overlap is an estimate, and plans within 5 % of the memory have to win by {win}")
     return "\n".join(rows)
 
 
@@ -161,7 +181,7 @@ def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campa
         f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(outcome.nodes, 'node')} of {machine.name}: "
         f"{outcome.nodes * machine.devices_per_node} devices, {machine.device.name}",
         f"global batch {outcome.global_batch} sequences = {format_count(best.step_tokens)} tokens",
-        f"{outcome.legal} legal layouts, {outcome.fitting} fit, {outcome.dominated} of these dominated; {len(outcome.plans)} finalists simulated",
+        f"{outcome.legal} legal layouts, {outcome.fitting} fit, {outcome.dominated} of these dominated; {plural(outcome.finalists, 'finalist')} simulated",
         "",
         f"choice: {layout_words(best)}",
         *speed_lines(best, use, promise),
@@ -213,11 +233,17 @@ def _tflops(value: float) -> str:
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
+def _days(value: float) -> str:
+    """Tenths of a day where they are seen: '64.5', '10,177'."""
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
 def _why(best: Plan, other: Plan) -> str:
     """The largest difference between two plans, in a few words."""
     a, b = best.played, other.played
-    if other.step_s < best.step_s:
-        return f"its overlap is an estimate, so it would have to win by {100 * RESOLUTION:.0f} %"
+    if other.step_s < best.step_s:  # as search._preference decides
+        risks = {"its overlap is an estimate": other.layout.sharding == "weights", "it fills memory to within 5 %": other.tight}
+        return f"{' and '.join(risk for risk, run in risks.items() if run)}, so it would have to win by {100 * RESOLUTION:.0f} %"
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:
         return "a tie within what the model resolves"
     gaps = {
@@ -233,15 +259,15 @@ def _why(best: Plan, other: Plan) -> str:
 def campaign_lines(run: Campaign, promise: Promise) -> list[str]:
     """Days, node-hours, checkpoints, walltime."""
     lines = [
-        f"{format_count(run.tokens)} tokens: {promise.about(run.days, '{:.1f}'.format, slow=1)} days of computing, "
+        f"{format_count(run.tokens)} tokens: {promise.about(run.days, _days, slow=1)} days of computing, "
         f"{promise.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
         f"  checkpoint every {format_seconds(run.interval_s)} ({run.interval_steps} steps; Young/Daly with "
         f"{format_seconds(run.save_s)} per save and {run.mtbf_hours:.1f} h between failures of the job)",
         f"  expected share of useful time {100 * run.effective:.1f} %: "
-        f"{promise.about(run.calendar_days, '{:.1f}'.format, slow=1)} calendar days without queueing",
+        f"{promise.about(run.calendar_days, _days, slow=1)} calendar days without queueing",
     ]
     if run.queue:
-        lines.append(f"  queue: {run.queue.name}, at most {run.queue.max_hours:g} h per job, {run.jobs} jobs one after the other")
+        lines.append(f"  queue: {run.queue.name}, at most {run.queue.max_hours:g} h per job, {plural(run.jobs, 'job')} one after the other")
     return lines
 
 

@@ -83,6 +83,7 @@ class Search:
     rejected: tuple[str, ...] = ()
     across: Plan | None = None  # best layout with tp beyond the node, when that was asked for
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    finalists: int = 0  # that were simulated; `plans` may be cut to those that are shown
 
     @property
     def best(self) -> Plan:
@@ -142,6 +143,7 @@ def search(
         result,
         dominated=_dominated(seconds, memory[fits]),
         plans=tuple(plans),
+        finalists=len(plans),
         rejected=tuple(_rejections(layouts, memory, fits, rates)),
         across=_best_across(model, rates, wide) if cross_node else None,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.planner.search import Plan
 from frontier_llm.schedule import Kind
+from frontier_llm.units import strict_json
 
 COLOURS = {Kind.FORWARD: "good", Kind.BACKWARD: "bad", Kind.BACKWARD_INPUT: "terrible", Kind.BACKWARD_WEIGHT: "yellow"}
 
@@ -42,4 +42,4 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
 def write_chrome_trace(path: Path, plan: Plan) -> None:
     """Write the events as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome_trace(plan)), encoding="utf-8")
+    path.write_text(strict_json(chrome_trace(plan), indent=None), encoding="utf-8")

@@ -17,6 +17,7 @@ from frontier_llm.config import RunConfig, build
 from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import POINT_FILE
+from frontier_llm.units import strict_json
 
 WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
 
@@ -174,7 +175,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def as_json(rows: Sequence[Row]) -> str:
     """The table as a JSON array."""
-    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+    return strict_json([asdict(row) for row in rows]) + "\n"
 
 
 def as_text(rows: Sequence[Row]) -> str:

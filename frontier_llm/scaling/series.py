@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from frontier_llm.config import RunConfig, available, load_run
 from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
 from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
+from frontier_llm.units import strict_json
 
 Mode = Literal["weak", "strong"]
 MODES: tuple[Mode, ...] = ("weak", "strong")
@@ -156,4 +156,6 @@ def submission_problems(
 
 def announce(point: Point) -> None:
     """Write point.json into the point's run directory, before anything runs there."""
-    write_atomically(point.directory / POINT_FILE, json.dumps({**point.describe(), "config": point.config.model_dump(mode="json")}) + "\n")
+    write_atomically(
+        point.directory / POINT_FILE, strict_json({**point.describe(), "config": point.config.model_dump(mode="json")}, indent=None) + "\n"
+    )

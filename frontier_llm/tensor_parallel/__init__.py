@@ -3,7 +3,8 @@
 from frontier_llm.tensor_parallel.context import LayerContext
 from frontier_llm.tensor_parallel.cross_entropy import mean_over_global_batch, vocab_parallel_cross_entropy
 from frontier_llm.tensor_parallel.embedding import vocab_parallel_embedding
-from frontier_llm.tensor_parallel.gradients import AutogradGradients, WeightGradients
+from frontier_llm.tensor_parallel.gradients import AutogradGradients, Factor, WeightGradients
+from frontier_llm.tensor_parallel.heads import norm_over_heads
 from frontier_llm.tensor_parallel.linear import ColumnLinear, RowLinear, column_linear
 from frontier_llm.tensor_parallel.parameter import Declared, ShardedParameter, materialise
 
@@ -11,6 +12,7 @@ __all__ = [
     "AutogradGradients",
     "ColumnLinear",
     "Declared",
+    "Factor",
     "LayerContext",
     "RowLinear",
     "ShardedParameter",
@@ -18,6 +20,7 @@ __all__ = [
     "column_linear",
     "materialise",
     "mean_over_global_batch",
+    "norm_over_heads",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

@@ -1,4 +1,8 @@
-"""global rank ↔ (pp, dp, cp, tp): the bijection, and the groups that it implies, as plain tuples of ranks."""
+"""global rank ↔ (pp, dp, cp, tp): the bijection, and the groups that it implies, as plain tuples of ranks.
+
+Experts fold the ranks of one pipeline rank anew: where attention has tp x cp x dp, they have etp x ep x edp. The innermost of both are
+neighbours, so the ranks that share out the experts stay within a node for as long as they fit there.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from math import prod
 from frontier_llm.errors import ConfigError, suggest
 
 AXES = ("tp", "cp", "dp", "pp")
+FOLDED = ("etp", "ep", "edp")  # innermost first
 AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 
@@ -27,6 +32,8 @@ class Grid:
     dp: int
     order: str = "tp-dp-pp"
     cp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in AXIS_ORDERS:
@@ -49,9 +56,39 @@ class Grid:
         """The joint axis of all ranks that hold the same weights: over it gradients are summed and optimizer state is shared out."""
         return "dp.cp" if self.cp > 1 else "dp"
 
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert."""
+        return self.world_size // (self.pp * self.ep * self.etp)
+
     def degree(self, axis: str) -> int:
         """Size of an axis by name; of a joint axis like "dp.cp" the product."""
         return prod(int(getattr(self, part)) for part in axis.split("."))
+
+    def plane(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same layers: all coordinates but pp's, innermost first."""
+        inner = [axis for axis in self._innermost_first if axis != "pp"]
+        place = self.coordinates(global_rank)
+        places = product(*(range(self.degree(axis)) for axis in reversed(inner)))
+        return tuple(self.global_rank({**place, **dict(zip(reversed(inner), values, strict=True))}) for values in places)
+
+    def folded(self, global_rank: int) -> dict[str, int]:
+        """{'etp': …, 'ep': …, 'edp': …} of a rank."""
+        position, place = self.plane(global_rank).index(global_rank), {}
+        for axis in FOLDED:
+            position, place[axis] = divmod(position, self.degree(axis))
+        return place
+
+    def experts_group(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold one copy of all experts, etp innermost: tokens travel among them."""
+        plane, size = self.plane(global_rank), self.etp * self.ep
+        first = plane.index(global_rank) // size * size
+        return plane[first : first + size]
+
+    def replicas_group(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of the same experts."""
+        plane, size = self.plane(global_rank), self.etp * self.ep
+        return plane[plane.index(global_rank) % size :: size]
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
         """{'tp': …, 'cp': …, 'dp': …, 'pp': …} of a rank."""

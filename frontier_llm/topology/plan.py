@@ -42,6 +42,9 @@ class ParallelPlan:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         context = f" x CP{self.grid.cp}" if self.grid.cp > 1 else ""
         degrees = f"TP{self.grid.tp}{context} x PP{self.grid.pp}{chunks} x DP{self.grid.dp}"
+        if self.grid.ep > 1 or self.grid.etp > 1:
+            split = f"ETP{self.grid.etp} x " if self.grid.etp > 1 else ""
+            degrees += f", experts {split}EP{self.grid.ep} x EDP{self.grid.edp}"
         sequence = ", sequence parallel" if self.sequence_parallel else ""
         return f"{degrees}, {self.schedule}, {plural(self.microbatches, 'microbatch')}{sequence}"
 
@@ -55,6 +58,7 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *_tensor_problems(config),
         *_context_problems(config),
         *_tensor_chunk_problems(config),
+        *_expert_problems(config, world_size),
         *_pipeline_problems(config),
         *_engine_problems(config),
     ]
@@ -76,7 +80,15 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
     parallel, batch = config.parallel, config.batch
     dp = world_size // parallel.model_ranks
     return ParallelPlan(
-        grid=Grid(parallel.tensor, parallel.pipeline, dp, parallel.axis_order, parallel.context),
+        grid=Grid(
+            parallel.tensor,
+            parallel.pipeline,
+            dp,
+            parallel.axis_order,
+            parallel.context,
+            ep=parallel.expert,
+            etp=parallel.expert_tensor,
+        ),
         placement=schedule.rule(parallel.schedule).placement(parallel.pipeline, parallel.chunks),
         schedule=parallel.schedule,
         microbatches=batch.global_batch // (batch.micro_batch * dp),
@@ -187,6 +199,43 @@ def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
         what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
         return [Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")]
     return []
+
+
+def _expert_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """The experts' own degrees, folded out of the ranks of one pipeline rank; and what models with experts cannot do."""
+    model, parallel, moe = config.model, config.parallel, config.model.moe
+    problems: list[Problem] = []
+    if moe is None:
+        for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
+            if degree > 1:
+                problems.append(Problem(key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe"))
+        return problems
+    plane = max(1, world_size // parallel.pipeline)
+    for key, what, size, degree in (
+        ("parallel.expert", "experts", moe.experts, parallel.expert),
+        ("parallel.expert_tensor", "an expert's width", model.expert_hidden, parallel.expert_tensor),
+    ):
+        if size % degree:
+            problems.append(Problem(key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}"))
+    ranks = parallel.expert * parallel.expert_tensor
+    if plane % ranks:
+        what = f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the {plane} ranks of a stage (tensor x data)"
+        fix = f"use one of {nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for expert, with expert_tensor=1"
+        problems.append(Problem("parallel.expert", what, fix))
+    if model.sequence_length % parallel.tensor:
+        what = f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part of the sequence"
+        fix = f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}"
+        problems.append(Problem("model.sequence_length", what, fix))
+    if parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed":
+        where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
+        what = f"{who} cuts all weights over the same ranks, and experts have replicas of their own"
+        problems.append(Problem(where, what, "use the native engine with data_mode=zero"))
+    if ranks > 1 and config.guard.recompute_interval > 0:
+        what = "replicas that share out experts have different ones, whose gradients cannot be compared"
+        problems.append(Problem("guard.recompute_interval", what, "set it to 0, or parallel.expert=1 and expert_tensor=1"))
+    if model.bias:
+        problems.append(Problem("model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"))
+    return problems
 
 
 def tp_limit(model: ModelConfig) -> int:

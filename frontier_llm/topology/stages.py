@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from frontier_llm.blueprint.items import Software
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
-from frontier_llm.blueprint.work import Software, block_work, flops, head_work
+from frontier_llm.blueprint.work import block_work, flops, head_work
 from frontier_llm.config import ModelConfig
 
 

@@ -56,9 +56,11 @@ def build_state(
     shape = AttentionShape(config.model.dim_per_head, extras=documents or config.model.position == "alibi")
     ops = select_ops(config.ops, device.type, dtype, documents=documents, parts=mesh.cp.size > 1, attention=shape)
     gradients = gradient_destination(config)
-    context = LayerContext(mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp)
-    specs, weights = plan.stages_of(mesh.pp.rank), config.train.loss_weights
-    stages = build_stages(config.model, specs, context, device, config.train.recompute, losses.select(weights))
+    context = LayerContext(
+        mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp
+    )
+    specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
+    stages = build_stages(config.model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
 
     sequence = config.model.sequence_length // mesh.cp.size // (mesh.tp.size if plan.sequence_parallel else 1)
@@ -66,7 +68,8 @@ def build_state(
 
     def engine(schedule: Schedule) -> Engine:
         overlap = config.comm.overlap_messages
-        return Engine(schedule, stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights)
+        weights, shapes = losses.weights(config), losses.shapes(config.model)
+        return Engine(schedule, stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights, shapes=shapes)
 
     schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     return TrainState(
@@ -87,4 +90,5 @@ def build_state(
 
 def _feed(config: RunConfig, mesh: Mesh, device: torch.device, stages: list[Stage], source: BatchSource) -> Feed:
     is_end = any(stage.spec.embedding or stage.spec.head for stage in stages)
-    return Feed(source, config.batch.global_batch * config.model.sequence_length, mesh, device, is_end)
+    sequences = config.batch.global_batch
+    return Feed(source, sequences * config.model.sequence_length, mesh, device, is_end, sequences_per_step=sequences)

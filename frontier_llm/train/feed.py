@@ -28,8 +28,18 @@ class BatchSource(Protocol):
 class Feed:
     """One rank's batches on its device. Stages between the ends of the pipeline read nothing, unless documents cut attention."""
 
-    def __init__(self, source: BatchSource, targets_per_step: int, mesh: Mesh, device: torch.device, is_end: bool = True) -> None:
+    def __init__(
+        self,
+        source: BatchSource,
+        targets_per_step: int,
+        mesh: Mesh,
+        device: torch.device,
+        is_end: bool = True,
+        *,
+        sequences_per_step: int = 0,
+    ) -> None:
         """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds or has the head."""
+        self._sequences_per_step = sequences_per_step
         self.left_out_steps = 0  # of data, by a rewind: step k is fed what would have been step k + left_out_steps
         self._source, self._targets_per_step, self._mesh, self._device = source, targets_per_step, mesh, device
         self._reads = is_end or source.reset_at_documents
@@ -42,7 +52,7 @@ class Feed:
     def microbatch(self, step: int, index: int, global_targets: int | Tensor) -> Microbatch:
         """The microbatch with the sequence first."""
         if not self._reads:
-            return Microbatch(global_targets=global_targets)
+            return Microbatch(global_targets=global_targets, global_sequences=self._sequences_per_step)
         samples = self._source.microbatch(step + self.left_out_steps, index)
         tokens_S1B = samples.tokens_BS1.T
         return Microbatch(
@@ -51,6 +61,7 @@ class Feed:
             None if samples.documents_BS is None else self._tensor(samples.documents_BS),
             None if samples.loss_mask_BS is None else self._tensor(self._held(samples.loss_mask_BS.T)),
             global_targets,
+            self._sequences_per_step,
         )
 
     def count_targets(self, step: int) -> int | Tensor:

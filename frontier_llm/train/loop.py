@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from frontier_llm import failpoints, log
 from frontier_llm.checkpoint import CheckpointManager, is_there
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
+from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch, maximum
 from frontier_llm.config import RunConfig, TrainConfig, dump
@@ -29,6 +29,7 @@ from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, metrics_of
 from frontier_llm.train.progress import progress_of, restore
 from frontier_llm.train.step import StepResult, local_gradients, train_step
+from frontier_llm.units import strict_json
 
 START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
 
@@ -54,7 +55,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     draws = not is_there(_checkpoints(config.train))
     try:
         with joined_state(config, place, draws) as state:
-            watchdog = Watchdog(config.train, state.mesh, place)
+            watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # sets the timer anew
                 return _Session(state, resume, watchdog, signals, draws).run()
     finally:
@@ -105,6 +106,10 @@ class _Session:
             self.saves.close(audit=finished)
         if self.metrics is not None:
             self.metrics.close()
+        if not finished and not environ("SLURM_JOB_ID"):  # a job's supervisor goes on by itself
+            stop = self.run_dir / STOP_FILE
+            first = f"delete {stop}, then " if stop.exists() else ""
+            log.info(f"step {self.state.current_step} of {self.config.train.steps} is saved; to go on: {first}the same command again")
         return 0 if finished else EXIT_INTERRUPTED
 
     def _resume(self) -> None:
@@ -196,7 +201,7 @@ class _Session:
 
     def _write_run_files(self) -> None:
         write_atomically(self.run_dir / "config.yaml", dump(self.config))
-        write_atomically(self.run_dir / "plan.json", json.dumps(asdict(self.state.plan), indent=1))
+        write_atomically(self.run_dir / "plan.json", strict_json(asdict(self.state.plan)))
 
 
 def _recompute(state: TrainState) -> Recompute:

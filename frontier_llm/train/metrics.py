@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
@@ -22,7 +21,7 @@ from frontier_llm.train.build import TrainState
 from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.observers import Observer
 from frontier_llm.train.step import StepResult
-from frontier_llm.units import GIB, TERA, format_seconds
+from frontier_llm.units import GIB, TERA, format_seconds, strict_json
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,9 @@ class Metrics:
             "step",
             step + 1,
             {
-                **{name: value for name, value in asdict(result).items() if name != "wish" and value != {}},  # no further losses: no entry
+                **{
+                    name: value for name, value in asdict(result).items() if name != "wish" and value != {}
+                },  # no further losses, no experts: no entry
                 **asdict(speed),
                 "consumed_samples": samples,
                 "consumed_tokens": samples * self._config.model.sequence_length,
@@ -122,7 +123,9 @@ class Metrics:
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
         try:
-            self._lines.write((json.dumps(row) + "\n").encode())  # unbuffered: one write, so that a kill leaves a whole line or none
+            self._lines.write(
+                (strict_json(row, indent=None) + "\n").encode()
+            )  # unbuffered: one write, so that a kill leaves a whole line or none
         except OSError as error:  # as a failed save, a full disk does not end the run
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
         for observer in self._observers:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from frontier_llm.comm import all_reduce_
 from frontier_llm.failpoints import hit
+from frontier_llm.model.losses import LOAD
 from frontier_llm.optim import GradientSync, learning_rate
+from frontier_llm.pipeline.engine import LOSS
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.feed import Feed
 from frontier_llm.train.guard import Wish
+from frontier_llm.train.routing import move_selection_bias, summary
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class StepResult:
     skipped: bool  # nothing was updated, anywhere: loss or gradient was not finite, or a spike
     spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
     further_losses: Mapping[str, float] = field(default_factory=dict)  # by name, without their weights (train.loss_weights)
+    routing: Mapping[str, Any] = field(default_factory=dict)  # what the experts had to do (train.routing)
     wish: Wish = field(default_factory=Wish)  # what any rank has been asked for
 
 
@@ -45,34 +50,41 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     state.sync.finish()
 
     sums = global_sums(state, losses, optimizer.squared_norm_share(), wish())
+    load = sums[len(sums) - losses[LOAD].numel() :].view_as(losses[LOAD]) if LOAD in losses else None
     # the only time in a step that the host waits for the device
-    loss, *further, squared_norm, stop, save = sums.tolist()
+    loss, *further, squared_norm, stop, save = (sums if load is None else sums[: -load.numel()]).tolist()
     norm = math.sqrt(squared_norm) / scaler.scale
     lr = learning_rate(config, state.current_step, state.config.train.steps)
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     spike = not overflowed and state.spikes.is_spike(loss, norm)
-    further_losses = dict(zip(list(losses)[1:], further, strict=True))
-    result = StepResult(loss, norm, lr, scaler.scale, overflowed or spike, spike, further_losses, Wish(stop > 0, save > 0))
+    further_losses = dict(zip([name for name in losses if name not in (LOSS, LOAD)], further, strict=True))
+    routing = {} if load is None else summary(load, state.config.model)
+    result = StepResult(loss, norm, lr, scaler.scale, overflowed or spike, spike, further_losses, routing, Wish(stop > 0, save > 0))
 
     if result.skipped:
         state.skipped_steps += 1
     else:
         clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
         optimizer.step(lr, grad_scale=clip / scaler.scale)
+        if load is not None:
+            move_selection_bias(state.stages, load)
     scaler.update(overflowed=overflowed)
     state.current_step += 1
     return result
 
 
 def global_sums(state: TrainState, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> Tensor:
-    """All that every rank must know of a step, in one sum over the world: [losses …, squared gradient norm, stop, save], fp64.
+    """All that every rank must know of a step, in one sum over the world: [losses …, squared gradient norm, stop, save, load …], fp64.
 
     Only last stages have a loss, and the tp ranks of one have the same: the first counts, the others add zero times theirs, which is heard
-    where it is not finite.
+    where it is not finite. The experts' load is each rank's own.
     """
-    counted = [loss * (state.mesh.tp.rank == 0) for loss in losses.values()]
+    counted = [loss * (state.mesh.tp.rank == 0) for name, loss in losses.items() if name != LOAD]
     wishes = [squared_norm.new_full((), float(asked)) for asked in (wish.stop, wish.save)]  # filled on the device: a copy would wait
-    return all_reduce_(torch.stack((*counted, squared_norm, *wishes)), state.mesh.world)
+    numbers = torch.stack((*counted, squared_norm, *wishes))
+    if LOAD in losses:
+        numbers = torch.cat((numbers, losses[LOAD].flatten()))
+    return all_reduce_(numbers, state.mesh.world)
 
 
 def local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,6 @@ def built(model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf
     return build_state(config, make_plan(config, 1), serial_mesh(), torch.device(device, *([0] if device == "cuda" else [])), batches)
 
 
-def fitting(model: ModelConfig) -> Iterator[TrainState]:
-    """States with ever smaller steps."""
-    for micro_batch, recompute in SIZES[3:] if REHEARSAL else SIZES:
-        yield built(model, micro_batch, recompute)
-
-
 def wait() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -66,21 +59,18 @@ def speed(name: str, out: Path, twice: bool) -> dict[str, Any]:
     """Seconds, memory and kernels of a step, in the largest size that fits; with `twice` the first losses of two runs."""
     model, faults = model_of(name), []
     begin = time.monotonic()
-    for state in fitting(model):
+    for size in SIZES[3:] if REHEARSAL else SIZES:
         try:
-            result, losses = measured(state, out)
+            result, losses = measured(built(model, *size), out)
         except torch.OutOfMemoryError as error:
             faults.append(str(error).splitlines()[0])
-            del state
-            torch.cuda.empty_cache()
-            continue
-        break
+        else:
+            break
+        torch.cuda.empty_cache()  # behind the except: the error's frames hold tensors
     else:
         raise Skipped(f"no size of the {name} model fits: {faults[-1]}")
-    size = state.config.batch.micro_batch, state.config.train.recompute
     result |= {"model": model.model_dump(exclude_defaults=True), "start_s": result.pop("ready_at") - begin, "too_large": len(faults)}
     if twice:
-        del state
         torch.cuda.empty_cache()
         again = built(model, *size)
         second = [train_step(again).loss for _ in range(TWICE)]
@@ -218,7 +208,7 @@ def hang_test(out: Path) -> dict[str, Any]:
     """Steps of one layer per stage in each mode, under a watchdog."""
     tensor, pipeline, data = degrees()
     run_file(out / "hang.yaml", pipeline, tensor, pipeline, data, steps=1000)
-    times = ["--times", "3" if REHEARSAL else "200"]
+    times = ["--times", "3" if REHEARSAL else "100"]
     command = [
         *CLI,
         "bench",

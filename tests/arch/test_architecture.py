@@ -135,3 +135,21 @@ def test_no_two_public_classes_share_a_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+# what is hashed, or sent between our own processes, has spelling rules of its own
+OWN_JSON = (
+    "units.py",
+    "checkpoint/manifest.py",
+    "checkpoint/shard.py",
+    "checkpoint/directory.py",
+    "checkpoint/weights.py",
+    "data/tokenize.py",
+)
+WIRE_JSON = ("comm/board.py", "comm/values.py", "cluster/probe.py")
+
+
+def test_json_for_readers_is_written_by_one_function() -> None:
+    """`units.strict_json`: a NaN would make a file that no other language reads."""
+    writers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "json.dump" in path.read_text(encoding="utf-8")}
+    assert writers - {*OWN_JSON, *WIRE_JSON} == set()

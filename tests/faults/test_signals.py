@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
+import termios
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.faults.runs import START_LIMIT_S, Run
-from tests.faults.test_runs import children, wait_for_ranks
+from tests.faults.test_runs import children, wait_for_ranks, wait_for_step
 from tests.harness.marks import but_first
 
 TWO = ("parallel.data=2", "data.validation=synthetic", "train.eval_interval=3", "train.eval_samples=64")
@@ -59,6 +61,25 @@ def test_a_warning_as_python_starts_is_heard(tmp_path: Path, monkeypatch: pytest
     run = Run(tmp_path, overrides=TWO)
     code, output, _ = run.finish()
     assert code == 75, output
+
+
+@pytest.mark.parametrize("ranks", but_first([2, 1]))
+def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and whatever is written to that terminal from then on fails."""
+    run = Run(tmp_path, steps=10_000, save_interval=0, overrides=(f"parallel.data={ranks}",))
+    ours, theirs = os.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    words = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen(run.command, env=run.environment(), preexec_fn=take_terminal, **words)
+    os.close(theirs)
+    wait_for_step(run, 3)
+    os.close(ours)
+    assert process.wait(60) == 75
+    assert (run.run_dir / "checkpoints" / "LATEST").read_text() == f"step_{max(run.losses()):08}\n"
 
 
 def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracle import moe
+
 Params = Mapping[str, Tensor]
 Config = Mapping[str, Any]
 
@@ -99,13 +101,26 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
     def project(group: int, slot: int) -> Tensor:
         return _linear(x_SH, weight[group, slot], None if bias is None else bias[group, slot])
 
+    def normed(x_SD: Tensor, piece: str, head: int) -> Tensor:
+        gamma = params.get(f"{name}.{piece}_norm.weight")
+        if gamma is None:
+            return x_SD
+        if config["qk_norm"] == "full":
+            each = range(A) if piece == "q" else range(G)
+            everything = [project(one // (A // G), one % (A // G)) if piece == "q" else project(one, A // G) for one in each]
+            square_S = torch.stack(everything).pow(2).mean((0, 2))
+        else:
+            square_S = x_SD.pow(2).mean(-1)
+        return x_SD / (square_S[:, None] + config["norm_eps"]).sqrt() * (gamma[head] if config["qk_norm"] == "full" else gamma)
+
     def turn(x_SD: Tensor) -> Tensor:
         return _rotate(x_SD, positions, config) if config["position"] == "rope" else x_SD
 
     heads = []
     for head in range(A):
         group, slot = divmod(head, A // G)
-        query, key, value = turn(project(group, slot)), turn(project(group, A // G)), project(group, A // G + 1)
+        query, key = turn(normed(project(group, slot), "q", head)), turn(normed(project(group, A // G), "k", group))
+        value = project(group, A // G + 1)
         scores = query @ key.T / math.sqrt(D)
         if config["position"] == "alibi":
             scores = scores + slopes[head] * distance
@@ -124,8 +139,13 @@ def _mlp(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
     return _linear(hidden, params[f"{name}.down.weight"], params.get(f"{name}.down.bias"))
 
 
-def logits(config: Config, params: Params, tokens_S: Tensor, documents: Sequence[int] | None = None) -> Tensor:
-    """(S, vocab_size) logits of one sequence; `documents` gives each position's document id (contiguous runs)."""
+def logits(
+    config: Config, params: Params, tokens_S: Tensor, documents: Sequence[int] | None = None, routers: list[moe.Said] | None = None
+) -> Tensor:
+    """(S, vocab_size) logits of one sequence; `documents` gives each position's document id (contiguous runs).
+
+    `routers` gets what each layer's router says of the sequence.
+    """
     documents = [0] * len(tokens_S) if documents is None else [int(d) for d in documents]
     positions = [i - documents.index(document) for i, document in enumerate(documents)]
     x = params["embedding.token.weight"][tokens_S]
@@ -138,21 +158,36 @@ def logits(config: Config, params: Params, tokens_S: Tensor, documents: Sequence
         )
         middle = x + attended
         mlp_input = _norm(x if config["parallel_residual"] else middle, params, f"{layer}.mlp_norm", config)
-        x = middle + _mlp(mlp_input, params, f"{layer}.mlp", config)
+        if f"{layer}.moe.router.weight" not in params:
+            x = middle + _mlp(mlp_input, params, f"{layer}.mlp", config)
+            continue
+        mixed, said = moe.mixture(mlp_input, params, f"{layer}.moe", config["moe"])
+        if f"{layer}.moe.shared.up.weight" in params:
+            beside = _mlp(mlp_input, params, f"{layer}.moe.shared", config)
+            gate = params.get(f"{layer}.moe.shared_gate.weight")
+            mixed = mixed + (beside if gate is None else beside * torch.sigmoid(mlp_input @ gate.T))
+        x = middle + mixed
+        if routers is not None:
+            routers.append(said)
     x = _norm(x, params, "final_norm", config)
     head = params["embedding.token.weight" if config["tied_embeddings"] else "head.weight"]
     return x @ head[: config["vocab_size"]].T
 
 
-def loss(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None) -> Tensor:
+def loss(
+    config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None, routers: list[list[moe.Said]] | None = None
+) -> Tensor:
     """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:].
 
-    With document ids, a target that belongs to another document than its input does not count.
+    With document ids, a target that belongs to another document than its input does not count. `routers` gets a list for each sequence.
     """
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, tokens in enumerate(tokens_BS1):
         documents = [0] * len(tokens) if documents_BS1 is None else documents_BS1[row].tolist()
-        z = logits(config, params, tokens[:-1], documents[:-1])
+        said: list[moe.Said] = []
+        z = logits(config, params, tokens[:-1], documents[:-1], said)
+        if routers is not None:
+            routers.append(said)
         for i in range(len(tokens) - 1):
             if documents[i] == documents[i + 1]:
                 total = total + z[i].logsumexp(-1) - z[i, tokens[i + 1]]
@@ -163,8 +198,9 @@ def loss(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tens
 def gradients(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradient of each parameter)."""
     leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
-    value = loss(config, leaves, tokens_BS1, documents_BS1)
-    grads = torch.autograd.grad(value, list(leaves.values()))
+    routers: list[list[moe.Said]] = []
+    value = loss(config, leaves, tokens_BS1, documents_BS1, routers)
+    grads = torch.autograd.grad(value + moe.losses(routers, config), list(leaves.values()), allow_unused=True, materialize_grads=True)
     return float(value.detach()), dict(zip(leaves, grads, strict=True))
 
 
@@ -209,6 +245,7 @@ def adamw_steps(
     losses, norms = [], []
     for update, batch in enumerate(batches, start=1):
         value, grads = gradients(config, now, batch, documents[update - 1] if documents else None)
+        biases = moe.selection_biases(config, now, batch, documents[update - 1] if documents else None, loss)
         norm = global_norm(grads)
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
         for name in now:
@@ -218,6 +255,7 @@ def adamw_steps(
             direction = first[name] / (1 - betas[0] ** update) / ((second[name] / (1 - betas[1] ** update)).sqrt() + eps)
             shrink = weight_decay if decays(name) else 0.0
             now[name] = now[name] - rate(update) * (direction + shrink * now[name])
+        now |= biases
         losses.append(value)
         norms.append(norm)
     return losses, norms, now

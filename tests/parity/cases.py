@@ -32,6 +32,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_EXPERTS = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "layers": 4}
+# with weights that are large enough to matter in a comparison of gradients; played by test_experts.py
+EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {**_EXPERTS, "moe": {"experts": 8, "top_k": 2, "expert_hidden": 16, "balance_weight": 0.3}},
+    "olmoe": {**_EXPERTS, "qk_norm": "full", "moe": {"experts": 8, "top_k": 3, "expert_hidden": 16, "normalise": False, "balance_weight": 0.1, "z_weight": 0.1}},
+    "deepseek": {**_EXPERTS, "qk_norm": "head", "moe": {
+        "experts": 8, "top_k": 3, "expert_hidden": 16, "dense_layers": 1, "shared_hidden": 16, "shared_gate": True, "score": "sigmoid",
+        "selection_bias": True, "bias_rate": 0.05, "scale": 1.5, "balance_weight": 0.1,
+    }},
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Case:
@@ -82,7 +93,7 @@ class Case:
     def config(self, dtype: str = "fp64") -> RunConfig:
         """The run, with clipping that bites and a warm-up that ends inside the three steps."""
         content: dict[str, Any] = {
-            "model": SHAPE | FAMILIES[self.family],
+            "model": SHAPE | {**FAMILIES, **EXPERT_FAMILIES}[self.family],
             "parallel": {
                 "tensor": self.tp, "pipeline": self.pp, "data": self.dp, "context": self.cp, "chunks": self.chunks, "schedule": self.schedule,
                 "sequence_parallel": self.sequence_parallel, "axis_order": self.order, "zero": self.zero,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from frontier_llm import log
+from frontier_llm.blueprint.expert_work import Rows
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.traffic import step_traffic
 from frontier_llm.data.loader import SampleBatch
+from frontier_llm.expert_parallel import Dispatch, plan_dispatch
+from frontier_llm.model import experts
 from frontier_llm.optim import Bucket
 from frontier_llm.topology import ShardSpec, make_plan
 from frontier_llm.train.build import TrainState, build_state
@@ -106,7 +111,8 @@ def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
     log.set_rank(1, 2)  # no rank of a test speaks for the run
     config = case.config(dtype)
     plan = make_plan(config, case.world_size)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 60.0, config.comm)
+    tied, has_experts = config.model.tied_embeddings, config.model.moe is not None
+    mesh = build_mesh(plan.grid, rank, plan.placement, tied, 60.0, config.comm, experts=has_experts)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
 
@@ -127,8 +133,9 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
 
         state.optimizer.step = observed  # type: ignore[method-assign]
         state.mesh.ledger.reset()
-        results = [train_step(state)]
-        traffic = [] if sabotage else _traffic(state)
+        with routed_rows(state) as routed:
+            results = [train_step(state)]
+        traffic = [] if sabotage else _traffic(state, routed)
         results += [train_step(state) for _ in range(STEPS - 1)]
         samples = 2 * state.config.batch.global_batch  # with document resets the two batches have unlike numbers of targets
         held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)  # weights may still be under way
@@ -137,10 +144,28 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
         return Played([*(r.loss for r in results), held_out], [r.gradient_norm for r in results], initial, gradients, final, traffic)
 
 
-def _traffic(state: TrainState) -> list[str]:
+@contextmanager
+def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
+    """What this rank's routers have sent and received, once for each layer and microbatch, also where a layer is computed again."""
+    rows: list[Rows] = []
+
+    def noted(*args: Any) -> Dispatch:
+        plan = plan_dispatch(*args)
+        if plan.axis.ledger is state.mesh.ledger:
+            rows.append(Rows(sum(plan.sent), sum(plan.received), sum(plan.rows)))
+        return plan
+
+    with patch.object(experts, "plan_dispatch", noted):
+        yield rows
+    if state.config.train.recompute == "full":
+        assert sorted(rows)[::2] == sorted(rows)[1::2]
+        rows[:] = sorted(rows)[::2]
+
+
+def _traffic(state: TrainState, routed: list[Rows]) -> list[str]:
     """Where the ledger of one step differs from the closed form, by axis and operation."""
     ledger, pp_rank = state.mesh.ledger, state.plan.grid.coordinates(state.mesh.world.ranks[state.mesh.world.rank])["pp"]
-    expected = step_traffic(state.config, state.plan, pp_rank)
+    expected = step_traffic(state.config, state.plan, pp_rank, routed)
     counted = {"calls": (ledger.calls, expected.calls), "bytes": (ledger.bytes, expected.bytes)}
     return [
         f"{what} of {' '.join(key)}: {ours.get(key, 0)} instead of {theirs.get(key, 0)}"

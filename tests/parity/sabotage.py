@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from frontier_llm.comm import DONE, Axis, Mesh, single
+from torch import Tensor
+
+from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
 from frontier_llm.context_parallel import gather
 from frontier_llm.context_parallel.blocks import Query
+from frontier_llm.expert_parallel import Dispatch
 from frontier_llm.model import Stage
 from frontier_llm.ops import Scores
-from frontier_llm.optim import GradientSync
+from frontier_llm.optim import Bucket, GradientSync
 from frontier_llm.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology import ShardSpec
 from frontier_llm.train.feed import Feed
 
+dispatch = importlib.import_module("frontier_llm.expert_parallel.dispatch")  # the package has a function of that name
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
 
@@ -33,6 +38,39 @@ def sabotage(function: Callable[[], Iterator[None]]) -> Callable[[], AbstractCon
 def dropped_dp_sum() -> Iterator[None]:
     """Each replica keeps the gradient of its own samples."""
     with patch.object(GradientSync, "_start_sum", lambda self, bucket: DONE):
+        yield
+
+
+@sabotage
+def dropped_expert_sum() -> Iterator[None]:
+    """Each replica of an expert keeps the gradient of the tokens that came to it."""
+    honest = GradientSync._start_sum
+    with patch.object(GradientSync, "_start_sum", lambda self, bucket: DONE if bucket.dp.name == "edp" else honest(self, bucket)):
+        yield
+
+
+@sabotage
+def mean_over_expert_replicas() -> Iterator[None]:
+    """Experts' gradients are divided by their replicas, as if each had seen the whole batch."""
+    honest = GradientSync._start_sum
+
+    def start(self: GradientSync, bucket: Bucket) -> Pending:
+        if bucket.dp.name == "edp":
+            bucket.gradients.div_(bucket.dp.size)
+        return honest(self, bucket)
+
+    with patch.object(GradientSync, "_start_sum", start):
+        yield
+
+
+@sabotage
+def unsorted_scatter() -> Iterator[None]:
+    """What comes back from the experts is taken in the order in which it was sent, as if nobody had sorted it."""
+
+    def add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
+        return returned[: len(plan.place)].unflatten(0, (-1, fan)).sum(1)
+
+    with patch.object(dispatch, "_add_up", add_up):
         yield
 
 

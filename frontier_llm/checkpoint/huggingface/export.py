@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from frontier_llm.checkpoint.huggingface.read import CONFIG
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.units import GIB
+from frontier_llm.units import GIB, strict_json
 
 _DTYPE_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -64,7 +63,7 @@ def export_huggingface(
         tensors = (part for rule, name, shape in ours for part in rule.cut(source.rectangle(name, (0,) * len(shape), shape)))
         files = write_sharded(working, shapes, dtype, tensors, int(shard_gib * GIB))
         config = write_config(family, model, dtype, companions.eos_token_id)
-        (working / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (working / CONFIG).write_text(strict_json(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name, content in companions.tokenizer_files.items():
             if isinstance(content, Path):
                 shutil.copyfile(content, working / name)

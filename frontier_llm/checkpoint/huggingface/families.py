@@ -10,49 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from frontier_llm.checkpoint.fields import Fields
-from frontier_llm.checkpoint.huggingface.names import GPT2, LLAMA, MPT, NEOX, Names
+from frontier_llm.checkpoint.huggingface.experts import (
+    read_dots1,
+    read_mixtral,
+    read_olmoe,
+    read_qwen3_moe,
+    write_dots1,
+    write_mixtral,
+    write_olmoe,
+    write_qwen3_moe,
+)
+from frontier_llm.checkpoint.huggingface.llama import ConfigJson, read_llama_like, read_mistral, write_llama_like
+from frontier_llm.checkpoint.huggingface.names import EXPERTS, GPT2, LLAMA, LLAMA_NORMED, MIXTRAL, MPT, NEOX, Names
 from frontier_llm.config import ModelConfig
 
-ROPE_DEFAULT_THETA = 10000.0
-# transformers' Mistral without the key looks no further back than this
-MISTRAL_DEFAULT_WINDOW = 4096
-# Llama 3.1's scaling: their name → ours
-_SCALING = {
-    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_sequence_length",
-}  # fmt: skip
 # transformers' MPT takes no maximum: its slopes always end at 2^-8
 MPT_ALIBI_MAX_BIAS = 8.0
 # nor does it look at expansion_ratio: its MLP is always four times as wide
 MPT_EXPANSION = 4
-_OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # their name → ours
 _THEIR_GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-
-
-class ConfigJson(Fields):
-    """A config.json."""
-
-    def rope(self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)) -> dict[str, Any]:
-        """Our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys; `kinds` of rotation are computed."""
-        new, scaling = self.get("rope_parameters", {}), self.get("rope_scaling", {})
-        kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-        if kind not in kinds:
-            self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
-        factor = {**scaling, **new}.get("factor", 1)
-        if kind == "default" and factor != 1:
-            self.refuse("rope_parameters.factor", factor, "none without a rope_type")
-        theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
-        fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
-        values = {"rope_theta": float(theta), "rope_fraction": float(fraction)}
-        if kind == "default" or kind not in kinds:
-            return values
-        stretched = self.section("rope_parameters", {**scaling, **new})
-        return {**values, "rope_scaling": {ours: stretched.need(theirs) for theirs, ours in _SCALING.items()}}
-
-    def gelu(self, key: str, default: str) -> str:
-        """Our name of a GELU."""
-        return _OUR_GELU.get(self.only(key, *_OUR_GELU, default=default), "gelu")
 
 
 @dataclass(frozen=True)
@@ -70,11 +46,13 @@ class Family:
     prefix: str  # that files saved from the bare model lack
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # our fields of which it can express only these values
     grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
+    qk_norm: str | None = None  # of queries and keys, which it always or never has
+    routing: Mapping[str, Any] | None = None  # of a family with experts the fields of our moe that it fixes; None = it has none
 
     def read_model(self, f: ConfigJson) -> ModelConfig:
         """Our shape of a config.json. Raises CheckpointError with everything that is missing or has no counterpart."""
         values = {ours: f.get(*key) if len(key) > 1 else f.need(*key) for ours, key in self.keys.items()}
-        return f.model(**{**self.always, **values, "vocab_size": f.need("vocab_size"), **self.read(f)})
+        return f.model(**{**self.always, **values, "qk_norm": self.qk_norm, "vocab_size": f.need("vocab_size"), **self.read(f)})
 
     def config_json(self, model: ModelConfig) -> dict[str, Any]:
         """The keys of its own."""
@@ -94,6 +72,16 @@ class Family:
             reasons.append(f"head_dim is {model.head_dim}, needs {model.hidden / model.heads:g}")
         if "qkv_bias" not in self.always and model.has_qkv_bias != model.bias:
             reasons.append(f"qkv_bias is {model.qkv_bias}, needs {model.bias}")
+        if model.qk_norm != self.qk_norm:
+            reasons.append(f"qk_norm is {model.qk_norm!r}, needs {self.qk_norm!r}")
+        if (model.moe is None) != (self.routing is None):
+            reasons.append("has experts" if model.moe else "has no experts")
+        elif model.moe is not None and self.routing is not None:
+            reasons += [
+                f"moe.{ours} is {getattr(model.moe, ours)!r}, needs {value!r}"
+                for ours, value in self.routing.items()
+                if getattr(model.moe, ours) != value
+            ]
         if self.model_type == "mpt" and model.ffn_hidden != MPT_EXPANSION * model.hidden:
             reasons.append(f"ffn_hidden is {model.ffn_hidden}, needs {MPT_EXPANSION} x {model.hidden}")
         return reasons
@@ -103,36 +91,17 @@ def _read_llama(f: ConfigJson) -> dict[str, Any]:
     bias = f.get("attention_bias", False)
     if f.get("mlp_bias", False) != bias:
         f.refuse("attention_bias", bias, f"the same as mlp_bias, {not bias}")
-    return {**_read_llama_like(f), "bias": bias}
-
-
-def _read_mistral(f: ConfigJson) -> dict[str, Any]:
-    window = f.content.get("sliding_window", MISTRAL_DEFAULT_WINDOW)
-    if window is not None and window < f.get("max_position_embeddings", 131072):
-        f.refuse("sliding_window", window, "null, or no less than max_position_embeddings")
-    return _read_llama_like(f)
+    return {**read_llama_like(f), "bias": bias}
 
 
 def _read_qwen2(f: ConfigJson) -> dict[str, Any]:
     f.fixed(use_sliding_window=False)
-    return _read_llama_like(f)
+    return read_llama_like(f)
 
 
-def _read_llama_like(f: ConfigJson) -> dict[str, Any]:
-    f.only("hidden_act", "silu", default="silu")
-    head_dim, usual = f.get("head_dim", None), f.get("hidden_size", 1) / f.get("num_attention_heads", 1)
-    rope = f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3"))
-    return {"kv_heads": f.get("num_key_value_heads", None), "head_dim": None if head_dim == usual else head_dim, **rope}
-
-
-def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if m.rope_scaling is not None:
-        scaling = {"rope_type": "llama3", **{theirs: getattr(m.rope_scaling, ours) for theirs, ours in _SCALING.items()}}
-    return {
-        "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rope_theta": m.rope_theta,
-        "rope_parameters": {**scaling, "rope_theta": m.rope_theta}, "rope_scaling": scaling if m.rope_scaling else None,
-    }  # fmt: skip
+def _read_qwen3(f: ConfigJson) -> dict[str, Any]:
+    f.fixed(use_sliding_window=False, attention_bias=False)
+    return read_llama_like(f)
 
 
 def _read_gpt2(f: ConfigJson) -> dict[str, Any]:
@@ -209,20 +178,44 @@ _MPT = {
     "parallel_residual": False, "alibi_max_bias": MPT_ALIBI_MAX_BIAS,
 }  # fmt: skip
 _GELUS = ("gelu", "gelu_tanh")
+_PLAIN = {"score": "softmax", "selection_bias": False, "scale": 1.0, "shared_hidden": 0, "shared_gate": False}
 
 FAMILIES = (
     Family(
         "LlamaForCausalLM", "llama", LLAMA, _LLAMA, _LLAMA_KEYS, _read_llama,
-        lambda m: {**_write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        lambda m: {**write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     Family(
         "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, _LLAMA_KEYS, _read_qwen2,
-        lambda m: {**_write_llama_like(m), "use_sliding_window": False}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        lambda m: {**write_llama_like(m), "use_sliding_window": False}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     # after Llama, which computes the same: a Mistral comes in, and goes out as a Llama
     Family(
-        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, _read_mistral,
-        lambda m: {**_write_llama_like(m), "sliding_window": None}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, read_mistral,
+        lambda m: {**write_llama_like(m), "sliding_window": None}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
+    Family(
+        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, _read_qwen3,
+        lambda m: {**write_llama_like(m), "use_sliding_window": False, "attention_bias": False}, ("rotary_emb.inv_freq",), "model.",
+        grouped=True, qk_norm="head",
+    ),
+    Family(
+        "MixtralForCausalLM", "mixtral", MIXTRAL, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, read_mixtral, write_mixtral,
+        ("rotary_emb.inv_freq",), "model.", grouped=True, routing={**_PLAIN, "normalise": True, "dense_layers": 0},
+    ),
+    Family(
+        "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, read_qwen3_moe,
+        write_qwen3_moe, ("rotary_emb.inv_freq",), "model.", grouped=True, qk_norm="head", routing=_PLAIN,
+    ),
+    Family(
+        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_LLAMA, "bias": False, "qkv_bias": None, "head_dim": None}, _LLAMA_KEYS, read_olmoe,
+        write_olmoe, ("rotary_emb.inv_freq",), "model.", grouped=True, qk_norm="full", routing={**_PLAIN, "dense_layers": 0},
+    ),
+    # DeepSeek's experts with ordinary attention (rednote-hilab/dots.llm1)
+    Family(
+        "Dots1ForCausalLM", "dots1", EXPERTS, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, read_dots1, write_dots1,
+        ("rotary_emb.inv_freq",), "model.", grouped=True, qk_norm="head",
+        routing={"score": "sigmoid", "selection_bias": True, "shared_gate": False},
     ),
     Family(
         "GPT2LMHeadModel", "gpt2", GPT2, {**_BIASED, "position": "learned", "parallel_residual": False}, _GPT2_KEYS, _read_gpt2, _write_gpt2,

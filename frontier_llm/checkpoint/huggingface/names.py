@@ -27,8 +27,15 @@ class TensorRule:
     stacked: bool  # a fused tensor of theirs has our pieces one below the other, not row by row in our order
     turned: bool  # theirs is kept as (in, out)
 
+    def experts(self, first: int, stop: int) -> tuple[str, ...]:
+        """Of theirs, those that hold our experts [first, stop)."""
+        each = len(self.theirs) // self.parameter.shape[0]
+        return self.theirs[first * each : stop * each]
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Theirs → ours."""
+        """Theirs → ours; of experts as many as are given."""
+        if self.parameter.kind is ParameterKind.EXPERTS:
+            return torch.stack(list(parts)).view(-1, *self.parameter.shape[1:])
         shape, pieces = self.parameter.shape, self.parameter.pieces
         rows = [part.T if self.turned else part for part in parts]
         if self.stacked and pieces:
@@ -41,6 +48,8 @@ class TensorRule:
 
     def cut(self, x: Tensor) -> list[Tensor]:
         """Ours → theirs."""
+        if self.parameter.kind is ParameterKind.EXPERTS:
+            return list(x.flatten(0, -3).unbind())
         apart = self.stacked or len(self.theirs) > 1
         pieces = [x.narrow(piece.dim, piece.start, piece.size) for piece in self.parameter.pieces if apart] or [x[: self.rows]]
         rows = [piece.flatten() if self.parameter.kind is ParameterKind.VECTOR else piece.flatten(0, -2) for piece in pieces]
@@ -54,7 +63,10 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class Names:
-    """Of one family: our parameters without ".weight" and ".bias" → theirs, one name, or one for each piece."""
+    """Of one family: our parameters without ".weight" and ".bias" → theirs, one name, or one for each piece; a `#` is an expert's number.
+
+    A name with its ending stands for both names whole.
+    """
 
     theirs: Mapping[str, str | tuple[str, ...]]
     stacked: bool = False  # see TensorRule
@@ -67,11 +79,16 @@ class Names:
     def _rule(self, parameter: Parameter, model: ModelConfig) -> TensorRule:
         ours, _, leaf = parameter.name.rpartition(".")
         number = re.search(r"\d+", ours)
-        theirs = self.theirs[re.sub(r"\d+", "*", ours)]
+        key = re.sub(r"\d+", "*", ours)
+        theirs = self.theirs.get(f"{key}.{leaf}", self.theirs[key])
         names = (theirs,) if isinstance(theirs, str) else theirs
+        if f"{key}.{leaf}" not in self.theirs:
+            names = tuple(f"{name}.{leaf}" for name in names)
+        if parameter.kind is ParameterKind.EXPERTS:
+            names = tuple(name.replace("#", str(expert)) for expert in range(parameter.shape[0]) for name in names)
         return TensorRule(
             parameter,
-            tuple(f"{name}.{leaf}".replace("*", number[0] if number else "") for name in names),
+            tuple(name.replace("*", number[0] if number else "") for name in names),
             model.vocab_size if parameter.name in VOCABULARY else parameter.shape[0],
             self.stacked,
             self.turned and parameter.kind is ParameterKind.MATRIX,
@@ -88,6 +105,24 @@ LLAMA = Names({
     "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
     "final_norm": "model.norm",
     "head": "lm_head",
+})  # fmt: skip
+LLAMA_NORMED = Names({
+    **LLAMA.theirs, **{f"layers.*.attention.{piece}_norm": f"model.layers.*.self_attn.{piece}_norm" for piece in "qk"},
+})  # fmt: skip
+EXPERTS = Names({
+    **LLAMA_NORMED.theirs,
+    "layers.*.moe.router": "model.layers.*.mlp.gate",
+    "layers.*.moe.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "layers.*.moe.experts.up": ("model.layers.*.mlp.experts.#.gate_proj", "model.layers.*.mlp.experts.#.up_proj"),
+    "layers.*.moe.experts.down": "model.layers.*.mlp.experts.#.down_proj",
+    "layers.*.moe.shared.up": ("model.layers.*.mlp.shared_experts.gate_proj", "model.layers.*.mlp.shared_experts.up_proj"),
+    "layers.*.moe.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
+})  # fmt: skip
+MIXTRAL = Names({
+    **LLAMA.theirs,
+    "layers.*.moe.router": "model.layers.*.block_sparse_moe.gate",
+    "layers.*.moe.experts.up": ("model.layers.*.block_sparse_moe.experts.#.w1", "model.layers.*.block_sparse_moe.experts.#.w3"),
+    "layers.*.moe.experts.down": "model.layers.*.block_sparse_moe.experts.#.w2",
 })  # fmt: skip
 GPT2 = Names({
     "embedding.token": "transformer.wte",

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from frontier_llm.blueprint import ParameterKind
+from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.checkpoint.huggingface.families import FAMILIES, ConfigJson, Family
 from frontier_llm.checkpoint.huggingface.files import ShardedReader
 from frontier_llm.config import ModelConfig
@@ -50,6 +52,9 @@ class HuggingFaceModel:
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See WeightSource; reads the whole tensors that `name` is made of."""
         rule = self.rules[name]
+        if rule.parameter.kind is ParameterKind.EXPERTS:  # of many experts a rank holds few
+            some = rule.join([self._reader.read(self._name(part)) for part in rule.experts(offset[0], offset[0] + shape[0])])
+            return some[(slice(None), *(slice(first, first + size) for first, size in zip(offset[1:], shape[1:], strict=True)))]
         whole = rule.join([self._reader.read(self._name(part)) for part in rule.theirs])
         return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
 
@@ -101,6 +106,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     for family in FAMILIES:
         if family.architecture in names or (not names and family.model_type == config.get("model_type")):
             return family
+    if "kv_lora_rank" in config:
+        what = f"architecture {', '.join(names) or config.get('model_type')!r} has multi-head latent attention (MLA), which our model does not compute"
+        raise CheckpointError(what, where=where, fix="of DeepSeek's kind, Dots1ForCausalLM has ordinary attention and is supported")
     what = f"architecture {', '.join(names) or config.get('model_type')!r} has no mapping"
     raise CheckpointError(what, where=where, fix=f"supported: {', '.join(family.architecture for family in FAMILIES)}")
 
@@ -109,9 +117,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-        if len(text) > MAX_CONFIG_BYTES:
-            raise CheckpointError(f"has more than {MAX_CONFIG_BYTES} bytes", where=str(path), fix="fetch the file again")
+            text = read_beyond(file, lifted(MAX_CONFIG_BYTES))
+        if len(text) > lifted(MAX_CONFIG_BYTES):
+            raise CheckpointError(f"has more than {lifted(MAX_CONFIG_BYTES)} bytes", where=str(path), fix=f"fetch the file again; {LIFT}")
         content = json.loads(text)
     except OSError as error:
         raise CheckpointError(

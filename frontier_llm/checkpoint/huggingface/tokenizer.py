@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from frontier_llm.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from frontier_llm.errors import DataError
+from frontier_llm.units import strict_json
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _ALONG = (
@@ -40,7 +40,7 @@ def tokenizer_config(eos_token: str, sequence_length: int) -> str:
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "bos_token": eos_token, "pad_token": eos_token,
         "model_max_length": sequence_length, "clean_up_tokenization_spaces": False, "add_bos_token": False, "add_eos_token": False,
     }  # fmt: skip
-    return json.dumps(content, indent=2) + "\n"
+    return strict_json(content, indent=2) + "\n"
 
 
 def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[str, str | Path]:

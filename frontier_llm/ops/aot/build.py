@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import math
 import os
 import re
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
 from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, source_digest
+from frontier_llm.units import strict_json
 
 
 @dataclass(frozen=True)
@@ -177,12 +176,12 @@ def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> 
     manifest: dict[str, Any] = {
         "version": MANIFEST_VERSION,
         "architecture": architecture,
-        "tools": {"triton": metadata.version("triton")},
+        "tools": {"triton": importlib.import_module("triton").__version__},  # the package has other names in ROCm's wheels
         "sources_sha256": source_digest(),
         "kernels": [asdict(code) for code in codes],
     }
     partial = folder / "manifest.json.tmp"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(strict_json(manifest) + "\n", encoding="utf-8")
     partial.rename(folder / "manifest.json")
     keep = {code.file for code in codes} | {"manifest.json"}
     for path in folder.iterdir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from frontier_llm.errors import DataError
 from frontier_llm.planner.published.datasets import FITTED, PublishedRun, read_stated, shipped
 from frontier_llm.planner.published.predict import RowPrediction, predict
-from frontier_llm.units import plural
+from frontier_llm.units import plural, strict_json
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bo
     predictions = predict(rows)
     scores = score_all(predictions)
     if as_json:
-        print(json.dumps([asdict(one) for one in scores], indent=1, allow_nan=False))
+        print(strict_json([asdict(one) for one in scores]))
         return 0
     if show_rows:
         for one in predictions:

@@ -50,10 +50,13 @@ class ReplicaCheck:
         weights = [(f"weights of {spec.name}", spec, values) for spec, values in optimizer.weights()]
         # the same parameters lie in the same places on all ranks of a stage, without ZeRO on all replicas too: so the rectangles correspond
         state = [(f"{kind} of {part.name}", part.spec, values) for part in optimizer.state() for kind, values in part.tensors.items()]
-        names = sorted({axis for _, spec, _ in (*weights, *state) for axis in spec.coordinates if axis != mesh.replicas.name})
         over_replicas = weights if optimizer.sharded else weights + state
-        self._copies: list[tuple[Axis, list[tuple[str, Tensor]]]] = [(mesh.replicas, [(name, values) for name, _, values in over_replicas])]
-        for axis in names:
+        self._copies: list[tuple[Axis, list[tuple[str, Tensor]]]] = [
+            (axis, [(name, values) for name, spec, values in over_replicas if spec.parameter.replicas == name_of_axis])
+            for name_of_axis, axis in (("dp", mesh.replicas), ("edp", mesh.edp))
+        ]
+        copied = {axis for _, spec, _ in (*weights, *state) for axis in spec.coordinates if not spec.splits_over(axis)}
+        for axis in sorted(copied - {mesh.replicas.name, "edp"}):
             held = weights if axis == mesh.tied.name else weights + state  # tied: ranks of two stages, whose rectangles differ
             copies = [(name, values) for name, spec, values in held if axis in spec.coordinates and not spec.splits_over(axis)]
             self._copies.append((mesh.axis(axis), copies))

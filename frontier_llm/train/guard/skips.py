@@ -5,7 +5,6 @@ Going back some 100 steps and leaving out 200-500 batches is PaLM's answer to a 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from frontier_llm.config import GuardConfig
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import write_atomically
 from frontier_llm.train.guard.saves import Saves
+from frontier_llm.units import strict_json
 
 MOST_REWINDS = 3  # to one checkpoint: then other data has not helped, and the run must not go in circles
 
@@ -94,7 +94,7 @@ class Decisions:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         if self._path is not None and (entries or self._path.exists()):
-            write_atomically(self._path, "".join(json.dumps(entry) + "\n" for entry in entries))
+            write_atomically(self._path, "".join(strict_json(entry, indent=None) + "\n" for entry in entries))
 
     def entries(self) -> list[dict[str, Any]]:
         """All complete lines."""

@@ -27,7 +27,7 @@ class Events(Observer):
 
             self.close()
             self._writer = SummaryWriter(str(self._directory), purge_step=step + 1)
-        if self._writer is None:
+        if self._writer is None or "layout" in values:  # a layout is no curve
             return
         try:
             for name, number in scalars(kind, values).items():

@@ -35,10 +35,12 @@ class Layout:
     order: str = "tp-dp-pp"
     dtype: str = "fp32"
     bucket_numel: int = 30_000
+    ep: int = 1
+    etp: int = 1
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.tp, self.pp, self.dp, self.order)
+        return Grid(self.tp, self.pp, self.dp, self.order, ep=self.ep, etp=self.etp)
 
 
 def progress(step: int = 7) -> Progress:
@@ -49,7 +51,8 @@ def progress(step: int = 7) -> Progress:
 
 
 def axis(grid: Grid, name: str, rank: int) -> Axis:
-    ranks = grid.group(name, rank)
+    folded = {"ep": grid.experts_group, "edp": grid.replicas_group}
+    ranks = folded[name](rank) if name in folded else grid.group(name, rank)
     return Axis(name, ranks.index(rank), len(ranks), ranks, None, Ledger())
 
 
@@ -57,12 +60,13 @@ def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu
     """One rank's real buckets."""
     grid, dtype = layout.grid, working_dtype(layout.dtype)
     ops = select_ops(OpsConfig(), "cpu", dtype)
-    context = LayerContext(axis(grid, "tp", rank), layout.tp > 1, ops, WeightGradients(), dtype)
+    context = LayerContext(axis(grid, "tp", rank), layout.tp > 1, ops, WeightGradients(), dtype, ep=axis(grid, "ep", rank), etp=grid.etp)
     specs = split_layers(model, layout.pp * layout.chunks)
     pp_rank = grid.coordinates(rank)["pp"]
     mine = [specs[chunk * layout.pp + pp_rank] for chunk in range(layout.chunks)]
     stages = build_stages(model, mine, context, torch.device("cpu" if device == "cpu" else device))
-    return build_buckets(stages, ADAMW, axis(grid, "dp", rank), layout.zero, torch.device(device), layout.bucket_numel)
+    edp = axis(grid, "edp", rank)
+    return build_buckets(stages, ADAMW, axis(grid, "dp", rank), layout.zero, torch.device(device), layout.bucket_numel, edp=edp)
 
 
 def value(kind: str, name: str, index: np.ndarray) -> np.ndarray:
@@ -139,4 +143,5 @@ def check_loads(model: ModelConfig, layout: Layout, path: Path) -> None:
 
 
 TINY = load_model("llama-tiny")
+TINY_EXPERTS = load_model("moe-tiny")
 TINY_TIED = load_model("gpt-tiny")

@@ -7,7 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from frontier_llm.checkpoint import directory as folder
-from tests.unit.checkpoint.simulated import TINY, TINY_TIED, Layout, check_loads, value, write
+from tests.harness.marks import thorough
+from tests.unit.checkpoint.simulated import TINY, TINY_EXPERTS, TINY_TIED, Layout, check_loads, value, write
 
 LAYOUTS = [
     Layout(),
@@ -20,7 +21,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("model", [TINY, TINY_TIED], ids=["llama", "gpt-tied"])
+@pytest.mark.parametrize("model", [thorough(TINY), TINY_TIED], ids=["llama", "gpt-tied"])
 def test_every_layout_loads_every_other(model: object, tmp_path: Path) -> None:
     for saved in LAYOUTS:
         path = tmp_path / str(LAYOUTS.index(saved))
@@ -57,3 +58,20 @@ def test_manifest_names_step_and_sizes(tmp_path: Path) -> None:
     assert folder.read_latest(tmp_path) == path.name
     assert manifest.total_bytes == sum(file.stat().st_size for file in path.glob("shard_*"))
     assert folder.unexpected_files(path, manifest) == []
+
+
+WITH_EXPERTS = [
+    Layout(),
+    Layout(dp=2, ep=2, dtype="bf16"),
+    Layout(tp=2, dp=2, ep=4),
+    Layout(tp=2, pp=2, dp=2, ep=2, etp=2, zero=0),
+    Layout(dp=4, ep=2, bucket_numel=5_000),
+]
+
+
+@pytest.mark.parametrize("source", WITH_EXPERTS, ids=str)
+def test_experts_load_in_any_layout(source: Layout, tmp_path: Path) -> None:
+    """Experts cut over ep and etp, or replicated over tensor ranks; every element in the place where it belongs."""
+    write(TINY_EXPERTS, source, tmp_path)
+    for target in WITH_EXPERTS:
+        check_loads(TINY_EXPERTS, target, tmp_path / "step_00000007")

@@ -56,3 +56,18 @@ def test_blocked_main_thread_sees_the_flag_and_the_second_signal_ends_it() -> No
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_terminal_that_closes_is_heard_unless_nohup_says_otherwise() -> None:
+    with SignalWatcher() as watcher:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert watcher.wait(60.0) == "SIGHUP"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalWatcher() as watcher:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert watcher.wait(60.0) == "SIGUSR1"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

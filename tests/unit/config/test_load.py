@@ -267,19 +267,6 @@ def test_1e3_is_a_number_where_one_is_meant(tmp_path: Path) -> None:
             load_run(str(path), [f"train.steps={wrong}"])
 
 
-@pytest.mark.parametrize("bomb", ["aliases", "merges", "circle", "deep"])
-def test_what_yaml_unfolds_to_is_bounded(tmp_path: Path, bomb: str) -> None:
-    start = "&a0 {k0: 1, k1: 2}" if bomb == "merges" else "&a0 [1, 2]"
-    step = "{{<<: [{}]}}" if bomb == "merges" else "[{}]"
-    lines = [f"x0: {start}"]
-    lines += [f"x{n}: &a{n} " + step.format(", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 30)]
-    texts = {"circle": "a: &a [*a]\n", "deep": "a: " + "[" * 100_000 + "\n"}
-    path = tmp_path / "run.yaml"
-    path.write_text(texts.get(bomb, "\n".join(lines)))
-    with pytest.raises(ConfigError, match=r"run\.yaml: (holds|cannot read)"):
-        load_run(str(path))
-
-
 def test_a_file_that_is_there_but_no_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"a run file is YAML(?s:.*)\.yaml"):

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontier_llm.blueprint import StageSpec, model_parameters, stage_parameters, total_parameters
+from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.work import FlashCore, Product, block_work
+from frontier_llm.blueprint.work import block_work
 from frontier_llm.config.load import load_model
 from frontier_llm.costs.collectives import flat_s, message_s, node_s, table_s
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token

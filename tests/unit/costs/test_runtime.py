@@ -123,4 +123,6 @@ def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pyte
     )
     stages = build_stages(config.model, plan.stages_of(0), context, torch.device("meta"), "none", {})
     filled = build_buckets(stages, RULE, Axis("dp", 0, 2, (0, 1)), zero, torch.device("cpu"), config.comm.bucket_elements)
-    assert [(one.gradients.numel(), one.partial_axes) for one in filled] == list(buckets(config, plan, 0))
+    assert [(one.gradients.numel(), one.partial_axes) for one in filled] == [
+        (numel, parameter.partial_axes()) for numel, parameter in buckets(config, plan, 0)
+    ]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
+from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.blueprint.layout import layout_of
-from frontier_llm.blueprint.work import FlashCore, Product, elementwise
+from frontier_llm.blueprint.work import elementwise
 from frontier_llm.config import load_run
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.costs.collectives import PASSES, node_s
@@ -36,7 +37,7 @@ STEPS = ((4, 1), (4, 3), (1, 3))
 def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
     """`in_step`: how much longer a whole step takes than its kernels one by one."""
     shapes = [(M, N, K) for M in (256, 1024, 2048) for N in (384, 1536) for K in (192, 384, 1536)]
-    passes = elementwise(CONFIG.model, steps_layout(CONFIG, TENSOR, 4, 1), truth)[0]
+    passes = elementwise(CONFIG.model, steps_layout(CONFIG, TENSOR, 4, 1), truth, CONFIG.model.ffn_hidden)[0]
     attention = [(B, 6, 256, 64, *(flash_s(FlashCore(B, 6, 256, 256, 64, backward), truth) for backward in (False, True))) for B in (4, 8)]
     return Samples(
         2, "cpu", "bf16", 4e9,

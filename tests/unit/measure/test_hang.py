@@ -66,7 +66,7 @@ def test_a_planted_hang_is_found_and_the_machine_file_says_what_is_safe(tmp_path
         "plugins": [str(tmp_path / "plant.py")],
     }
     (tmp_path / "run.yaml").write_text(json.dumps(content))
-    options = ["--hang-test", "--times", "3", "--limit", "15", "--machine-file", str(tmp_path / "here.yaml"), "--json"]
+    options = ["--hang-test", "--times", "3", "--step-limit", "15", "--machine-file", str(tmp_path / "here.yaml"), "--json"]
     assert main(["bench", "comm", str(tmp_path / "run.yaml"), *options]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {row["mode"]: row["safe"] for row in result["modes"]} == {"many": True, "many-waiting": True, "one": False}

@@ -150,6 +150,7 @@ def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
     assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs, lambda a, b: "any")] == [(1, 2, 0.03)]
 
 
+@pytest.mark.thorough
 def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "pairs.html"
     arguments = ["bench", "comm", "bench", "parallel.tensor=2", f"train.run_dir={tmp_path}/run", "--min", "64KiB", "--max", "128KiB"]

@@ -86,6 +86,7 @@ for name in ("attention_forward bf16 d128", "attention_grad_kv bf16 d64", "atten
 
 
 @needs_triton
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["gfx942", "sm_80", "sm_90"])
 def test_the_other_architectures_too(architecture, tmp_path):
     """All of what is shipped; a sample of five where nothing is built (the whole takes two minutes)."""

@@ -12,7 +12,7 @@ import torch
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, PrecisionConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.ops import Ops, torch_linear
+from frontier_llm.ops import Ops, reference, torch_linear
 from frontier_llm.ops.gpu import GpuOps, rows_per_strip
 from frontier_llm.ops.kernel_table import all_kernels
 from frontier_llm.ops.providers import functions_of
@@ -43,7 +43,7 @@ class Source:
 def kernels(request, tmp_path_factory):
     """Behind the training's ops; what would need numbers is left out."""
     with fake_gpu(request.param, tmp_path_factory.mktemp("code")) as (kernels, *_), pytest.MonkeyPatch.context() as patch:
-        functions = functions_of(torch_linear) | functions_of(GpuOps(kernels))
+        functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))  # as `select_ops` fills up
         patch.setattr(build, "select_ops", lambda *_: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
         patch.setattr(inputs, "initialize", lambda *_: None)

@@ -88,6 +88,7 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
     assert not any(type(finder).__name__ == "_GuardOnImport" for finder in sys.meta_path)
 
 
+@pytest.mark.thorough
 def test_the_quickstart_trains_without_compiler_and_writable_home(tmp_path):
     """Its run file, 2 x 2 ranks, with the guard on, an empty PATH and a home that nobody can write to (/proc, even for root)."""
     environment = {"PATH": "", "HOME": "/proc", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -75,6 +75,7 @@ def test_the_best_comes_first_and_a_broken_candidate_is_passed_over(script, tmp_
     assert "2: too much shared memory" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_simulated_shares_are_below_one_and_fall_where_warps_compute_the_same(script, objects, tmp_path):
     """The blocks that were shipped before anything was executed: each of the first two products was computed twice."""
     pytest.importorskip("triton", reason="pip install --no-deps triton")

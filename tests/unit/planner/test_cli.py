@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -17,6 +18,8 @@ from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.config.load import dump, load_run
+from frontier_llm.data.loader import data_problems
+from frontier_llm.planner import report
 from frontier_llm.planner.figures import played_part
 from frontier_llm.topology import make_plan
 from frontier_llm.train.metrics import layout_of
@@ -77,7 +80,7 @@ def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, words: str) -> No
     assert played_part(plan) == words  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("columns", [100, 140])
+@pytest.mark.parametrize("columns", [80, 140])
 def test_the_report_fits_the_terminal(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = run(
@@ -86,6 +89,66 @@ def test_the_report_fits_the_terminal(columns: int, capsys: pytest.CaptureFixtur
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
     assert "bound by" in out
+
+
+def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    code, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--tokens", "300B", "--emit", str(path))
+    assert code == 0
+    config = load_run(str(path))
+    tokens = config.train.steps * config.batch.global_batch * config.model.sequence_length
+    assert 300e9 <= tokens < 300e9 + config.batch.global_batch * config.model.sequence_length
+    saves = re.search(r"checkpoint every .* \((\d+) steps", " ".join(out.split()))
+    assert saves and config.train.save_interval == int(saves[1])
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-4, 1e-5)  # of GPT-3's 13B, the nearest
+    assert 0 < config.optimizer.warmup_steps * config.batch.global_batch * config.model.sequence_length < 0.1 * tokens
+    told = [line for line in out.splitlines() if line.startswith("fill in data.train")]
+    assert told and f"# {told[0]}" in path.read_text()
+    assert [problem.where for problem in data_problems(config)] == ["data.train: FILL_IN.bin"]
+    words = out.splitlines()[-1]
+    assert all(
+        word in words for word in (f"train.steps={config.train.steps}", "optimizer.lr=0.0001", "data.train=FILL_IN", "global_batch=512")
+    )
+
+
+def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    words = ("--run", "quickstart", "--machine", "local", "--nodes", "1", "--emit", str(path))
+    base = load_run("quickstart")
+    assert run(capsys, *words, "--global-batch", str(2 * base.batch.global_batch))[0] == 0
+    assert load_run(str(path)).train.steps == base.train.steps / 2
+    assert run(capsys, *words)[0] == 0
+    assert load_run(str(path)).train.steps == base.train.steps
+
+
+def test_a_fixed_choice_is_refused_with_the_rule_that_it_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "gpt-22b", "--nodes", "16", "--global-batch", "512", "--fix", "tensor=5")
+    assert code == 2
+    assert "attention heads, 48, is not divisible by tensor 5\n    fix: set parallel.tensor to one of [2, 4, 8]" in err
+    assert err.count("no legal layout") == 1
+
+
+def plan_of(step_s: float, **risks: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        step_s=step_s, tight=risks.get("tight", False), layout=SimpleNamespace(sharding=risks.get("sharding", "optimizer")), played=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("risks", "said"),
+    [
+        ({"tight": True}, "it fills memory to within 5 %, so it would have to win by 3 %"),
+        ({"sharding": "weights"}, "its overlap is an estimate, so it would have to win by 3 %"),
+    ],
+)
+def test_a_faster_runner_up_is_told_what_decided(risks: dict[str, object], said: str) -> None:
+    assert report._why(plan_of(1.0), plan_of(0.99, **risks)) == said  # type: ignore[arg-type]
+
+
+def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (report._days(64.46), report._days(10176.8)) == ("64.5", "10,177")
+    _, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--top", "1")
+    assert re.search(r"dominated; [2-9] finalists simulated", " ".join(out.split()))
 
 
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frontier_llm.blueprint.work import HEAD, PRODUCTS, block_work, head_work
+from frontier_llm.blueprint.items import HEAD, PRODUCTS
+from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.costs.memory import peak_memory
 from frontier_llm.costs.seconds import RECOMPUTED, by_cause
 from frontier_llm.errors import DataError

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from frontier_llm.machine import OWN_STACK, load_machine
 
@@ -55,6 +56,16 @@ def test_a_stage_that_fails_is_a_result_with_the_end_of_its_log(
     skipped = driver.run_stage(stage, -1.0, tmp_path, sys.executable, dict(os.environ))
     assert (skipped["state"], skipped["why"]) == ("skipped", "no time was left for it")
     assert json.loads((tmp_path / "ops.json").read_text()) == skipped
+
+
+def test_what_has_nothing_to_do_is_skipped_with_a_reason(tmp_path: Path) -> None:
+    """On a machine with less than two GPUs, as this one."""
+    if torch.cuda.device_count() > 1:
+        pytest.skip("there are GPUs to test")
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
+    subprocess.run([sys.executable, str(FOLDER / "stages.py"), "layout", str(tmp_path)], env=environment, check=True)
+    result = json.loads((tmp_path / "layout.json").read_text())
+    assert (result["state"], result["why"]) == ("skipped", "one device: nothing is sent")
 
 
 def timing(op: str, way: str, seconds: float | None, bytes_moved: int = 0, flops: float = 0.0, error: str = "") -> dict[str, Any]:

@@ -49,6 +49,11 @@ def mpt(**over: object) -> transformers.PreTrainedModel:
     return transformers.MptForCausalLM(transformers.MptConfig(**values))
 
 
+def experts(kind: str, **over: object) -> transformers.PreTrainedModel:
+    """Routers whose logits lie far enough apart that rounding decides nothing."""
+    return llama(kind, **{"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 3} | over)
+
+
 VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-gqa": llama,
     "llama-mha-tied": lambda: llama(num_key_value_heads=A, tie_word_embeddings=True),
@@ -57,6 +62,20 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-3.2-tied": lambda: llama(rope_parameters=LLAMA_3, tie_word_embeddings=True, head_dim=12),
     "mistral": lambda: llama("Mistral", sliding_window=None, head_dim=12),
     "qwen2": lambda: llama("Qwen2", tie_word_embeddings=True),
+    "qwen3": lambda: llama("Qwen3", head_dim=12),
+    "mixtral": lambda: llama("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": lambda: experts("Qwen3Moe", norm_topk_prob=True, mlp_only_layers=[0]),
+    "olmoe": lambda: experts("Olmoe", num_key_value_heads=A),
+    "dots1": lambda: experts(
+        "Dots1",
+        n_routed_experts=8,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+        sliding_window=None,
+        layer_types=["full_attention"] * L,
+    ),
     "gpt2": gpt2,
     "gpt2-untied-gelu": lambda: gpt2(tie_word_embeddings=False, activation_function="gelu"),
     "neox": neox,

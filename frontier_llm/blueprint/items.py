@@ -1,0 +1,135 @@
+"""The words in which `blueprint/work.py` says what is computed, sent and kept: items of a phase and a cause, each one kind of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from frontier_llm.blueprint.layout import RECOMPUTE, Layout
+from frontier_llm.config import ModelConfig
+
+ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
+STATISTICS = 3  # maximum, sum of exponentials and target logit per token
+
+# causes: what an item is listed under in a plan's breakdown
+PRODUCTS, ATTENTION, PASSES, SENDING = "matrix products", "attention", "norms, activation, residual", "tp communication"
+EXCHANGE = "cp communication"
+ADDING = "adding weight gradients"  # every microbatch of a step but the first, which only writes
+EMBEDDING, HEAD, LOSS = "embedding", "head", "cross-entropy"
+SHARDS = "sharded weights and gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What the software does, as far as it decides what is computed, sent and kept. The defaults are this package's own."""
+
+    attention: str = "flash"  # flash | unfused
+    dropout: bool = False
+    fused_softmax: bool = True  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
+    fused: bool = True  # norm, bias+activation, residual in one kernel each
+    fused_cross_entropy: bool = True  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
+    gradient_bytes: int = 4  # in which the gradients are summed over dp
+    accumulate_bytes: float = 8.0  # moved per parameter to add one microbatch's gradient
+    linear_speedup: float = 1.0  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
+    recompute_share: float = 1.0  # of the layers that full recomputation covers (others: every second layer)
+    checkpoints_cut: bool = False  # recomputation's checkpoints are cut over tp even without sequence parallelism
+
+
+class Phase(Enum):
+    """Which action of a schedule an item belongs to."""
+
+    F = "forward"
+    I = "input gradient"  # noqa: E741
+    W = "weight gradient"
+
+
+class Under(Enum):
+    """What runs beside a collective, so that less of it shows."""
+
+    NOTHING = "nothing"
+    PRODUCT = "the product that it feeds or drains"
+    GRADIENT = "another gradient's product, about as long"
+    HEAD = "the head's product, which is far longer"
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` matrix products (m, k) x (k, n)."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    parameter: str = ""  # of which weight; "" = of activations
+    fp8: bool = False  # in 8 bits where the software does that
+    aligned: bool = True
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition each."""
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+@dataclass(frozen=True)
+class FlashCore:
+    """Causal flash attention of `queries` positions to a sequence of `keys`, for `heads` local heads of `batch` sequences."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    backward: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of the whole rectangle of scores and its weighted sum; backward's own recomputation does not count."""
+        return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.queries * self.keys * self.head_dim
+
+
+@dataclass(frozen=True)
+class Pass:
+    """`kernels` memory-bound kernels that together move `moved_bytes` between HBM and the device."""
+
+    moved_bytes: float
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of this rank's group along an axis; bytes as the caller sees them: the whole tensor, gathered or not yet scattered."""
+
+    axis: str
+    operation: str
+    size_bytes: int
+    under: Under = Under.NOTHING
+    in_chunks: bool = False  # beside a product that is cut in `comm.tensor_chunks` pieces, and so is this
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Bytes held until backward (phase F), or from the input gradient until the weight gradient (phase W)."""
+
+    size_bytes: float
+    modes: tuple[str, ...] = RECOMPUTE  # of recomputation, under which they are held
+
+
+Work = Product | FlashCore | Pass | Collective | Keep
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that a rank does for a microbatch."""
+
+    phase: Phase
+    cause: str
+    work: Work
+    repeated_by: tuple[str, ...] = ()  # recompute modes that do it once more before backward
+
+
+FULL, ANY = ("full",), ("selective", "full")
+
+
+def rank_tokens(model: ModelConfig, layout: Layout) -> int:
+    """Tokens of a microbatch that one context-parallel rank holds."""
+    return model.sequence_length // layout.cp * layout.micro_batch

@@ -1,0 +1,75 @@
+"""What the families that derive from Llama have in common, and how a config.json is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontier_llm.checkpoint.fields import Fields
+from frontier_llm.config import ModelConfig
+
+ROPE_DEFAULT_THETA = 10000.0
+# transformers' Mistral without the key looks no further back than this
+MISTRAL_DEFAULT_WINDOW = 4096
+# Llama 3.1's scaling: their name → ours
+_SCALING = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_sequence_length",
+}  # fmt: skip
+_OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # their name → ours
+
+
+class ConfigJson(Fields):
+    """A config.json."""
+
+    def rope(self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)) -> dict[str, Any]:
+        """Our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys; `kinds` of rotation are computed."""
+        new, scaling = self.get("rope_parameters", {}), self.get("rope_scaling", {})
+        kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
+        if kind not in kinds:
+            self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
+        factor = {**scaling, **new}.get("factor", 1)
+        if kind == "default" and factor != 1:
+            self.refuse("rope_parameters.factor", factor, "none without a rope_type")
+        theta = new.get("rope_theta", self.get(theta_key, ROPE_DEFAULT_THETA))
+        fraction = new.get("partial_rotary_factor", self.get(fraction_key, default_fraction))
+        values = {"rope_theta": float(theta), "rope_fraction": float(fraction)}
+        if kind == "default" or kind not in kinds:
+            return values
+        stretched = self.section("rope_parameters", {**scaling, **new})
+        return {**values, "rope_scaling": {ours: stretched.need(theirs) for theirs, ours in _SCALING.items()}}
+
+    def gelu(self, key: str, default: str) -> str:
+        """Our name of a GELU."""
+        return _OUR_GELU.get(self.only(key, *_OUR_GELU, default=default), "gelu")
+
+
+def read_llama_like(f: ConfigJson) -> dict[str, Any]:
+    """Our fields of everything that derives from Llama."""
+    f.only("hidden_act", "silu", default="silu")
+    head_dim, usual = f.get("head_dim", None), f.get("hidden_size", 1) / f.get("num_attention_heads", 1)
+    rope = f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3"))
+    return {"kv_heads": f.get("num_key_value_heads", None), "head_dim": None if head_dim == usual else head_dim, **rope}
+
+
+def write_llama_like(m: ModelConfig) -> dict[str, Any]:
+    """Their keys of everything that derives from Llama."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if m.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **{theirs: getattr(m.rope_scaling, ours) for theirs, ours in _SCALING.items()}}
+    return {
+        "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rope_theta": m.rope_theta,
+        "rope_parameters": {**scaling, "rope_theta": m.rope_theta}, "rope_scaling": scaling if m.rope_scaling else None,
+    }  # fmt: skip
+
+
+def read_mistral(f: ConfigJson) -> dict[str, Any]:
+    """Llama, if no window cuts its attention."""
+    return read_mistral_with(f, MISTRAL_DEFAULT_WINDOW)
+
+
+def read_mistral_with(f: ConfigJson, default_window: int | None) -> dict[str, Any]:
+    """The same; what a configuration without the key means."""
+    window = f.content.get("sliding_window", default_window)
+    if window is not None and window < f.get("max_position_embeddings", 131072):
+        f.refuse("sliding_window", window, "null, or no less than max_position_embeddings")
+    return read_llama_like(f)

@@ -1,0 +1,131 @@
+"""Tokens to their experts and back: only routed rows travel, sorted by expert, in one uneven all-to-all each way.
+
+A row is one token on its way to one expert (with etp ranks per expert, one for each of them, which hold parts of its width: their outputs
+are summed like those of several experts). Rows leave sorted by rank and expert; they arrive sorted by rank and are put in the order of the
+experts. Where two ranks have nothing for each other one row travels that nobody reads, because RCCL hangs where a rank receives nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from frontier_llm.comm import DONE, Axis, Pending, start_all_to_all_into, start_all_to_all_rows
+from frontier_llm.ops import statistics_dtype
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Which row goes where, for one microbatch and layer: made once, read forward and backward."""
+
+    axis: Axis  # ep
+    rows: list[int]  # that arrive for each expert of this rank; the only numbers, with the next two, that the host must know
+    sent: list[int]  # rows to each rank of the axis, at least one
+    received: list[int]  # rows from each
+    source: Tensor  # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert)
+    place: Tensor  # of each such number: where it stands in the order of sending
+    arrival: Tensor  # of each row that an expert works on, in the order of experts: where it stands in the order of arriving
+    fan: int  # rows of a token: experts that it goes to, times etp
+
+
+def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1) -> Dispatch:
+    """Where the rows of N tokens go, given their chosen experts. Collective over the axis; the host waits for the numbers of rows."""
+    device, ranks, local = experts_Nk.device, axis.size, experts * etp // axis.size
+    part = torch.arange(etp, device=device)
+    # of each row the rank and, within it, the expert: neighbours of etp ranks hold the same experts
+    slot_A = (((experts_Nk // local)[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
+    leaving_RE = torch.bincount(slot_A, minlength=ranks * local).view(ranks, local)
+    arriving_RE = leaving_RE
+    if axis.size > 1:
+        arriving_RE = torch.empty_like(leaving_RE)
+        start_all_to_all_into(arriving_RE, leaving_RE, axis).wait()
+    counts = torch.cat((leaving_RE.sum(1), arriving_RE.sum(1), arriving_RE.sum(0))).tolist()
+    sent, received, rows = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :]
+
+    source = torch.arange(len(slot_A), device=device)
+    if axis.size > 1 and 0 in sent:
+        empty = torch.tensor([rank for rank, count in enumerate(sent) if not count], device=device)
+        slot_A, source = torch.cat((slot_A, empty * local)), torch.cat((source, torch.zeros_like(empty)))
+    order = slot_A.argsort(stable=True)
+    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+    # the rows that nobody reads count as an expert past the last, so that they stand behind all others
+    filler_R = (arriving_RE.sum(1) == 0).long() * (axis.size > 1)
+    number = torch.arange(local + 1, device=device).repeat(ranks)
+    with_filler = torch.cat((arriving_RE, filler_R[:, None]), 1).flatten()
+    received = [max(count, int(axis.size > 1)) for count in received]
+    arrival = number.repeat_interleave(with_filler, output_size=sum(received)).argsort(stable=True)[: sum(rows)]
+    sent = [max(count, int(axis.size > 1)) for count in sent]
+    return Dispatch(axis, rows, sent, received, source[order], place[: experts_Nk.numel() * etp], arrival, experts_Nk.shape[1] * etp)
+
+
+class _Travel:
+    """Rows on their way to the ranks of their experts, or back."""
+
+    def __init__(self, rows: Tensor, plan: Dispatch, back: bool) -> None:
+        counts = (plan.sent, plan.received) if back else (plan.received, plan.sent)
+        self._arriving = rows
+        self._pending: Pending = DONE
+        if plan.axis.size > 1:
+            self._arriving, self._pending = start_all_to_all_rows(rows, *counts, plan.axis)
+
+    def end(self) -> Tensor:
+        """What has arrived."""
+        self._pending.wait()
+        return self._arriving
+
+
+def _leave(x: Tensor, plan: Dispatch, fan: int) -> _Travel:
+    """Each of x's entries stands for `fan` rows."""
+    return _Travel(x[plan.source // fan], plan, back=False)
+
+
+def _return(y: Tensor, plan: Dispatch) -> _Travel:
+    rows = y.new_zeros(sum(plan.received), *y.shape[1:])
+    return _Travel(rows.index_copy_(0, plan.arrival, y), plan, back=True)
+
+
+def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
+    """The sum of each entry's `fan` rows, in one order whatever the layout; in fp32 (fp64), rounded once."""
+    rows = returned[plan.place].unflatten(0, (-1, fan))
+    return rows.sum(1, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.shape = plan, weights_Nk.shape
+        ctx.part = plan.fan // weights_Nk.shape[1]
+        travels = _leave(x_NH, plan, plan.fan), _leave(weights_Nk.flatten(), plan, ctx.part)
+        x_MH, weights_M = (travel.end()[plan.arrival] for travel in travels)
+        return x_MH, weights_M
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        travels = [_return(grad, ctx.plan) for grad in grads]
+        grad_x, grad_weights = (_add_up(travel.end(), ctx.plan, fan) for travel, fan in zip(travels, (ctx.plan.fan, ctx.part), strict=True))
+        return grad_x, grad_weights.view(ctx.shape), None
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx: Any, y_MH: Tensor, plan: Dispatch) -> Tensor:
+        ctx.plan = plan
+        return _add_up(_return(y_MH, plan).end(), plan, plan.fan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _leave(grads[0], ctx.plan, ctx.plan.fan).end()[ctx.plan.arrival], None
+
+
+def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:
+    """(x_MH, weights_M): the rows that this rank's experts work on, in their order, and what each row's output counts."""
+    return _Dispatch.apply(x_NH, weights_Nk, plan)
+
+
+def combine(y_MH: Tensor, plan: Dispatch) -> Tensor:
+    """(M, H) → (N, H): every token's rows, back where it came from, summed."""
+    return _Combine.apply(y_MH, plan)

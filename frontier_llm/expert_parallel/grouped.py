@@ -1,0 +1,120 @@
+"""What experts compute: products over the rows of one expert after the other, and the router's product in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from frontier_llm.ops import statistics_dtype
+from frontier_llm.tensor_parallel import Declared, Factor, LayerContext, ShardedParameter
+
+
+def _spans(rows: list[int]) -> list[tuple[int, slice]]:
+    """(expert, its rows), without experts that have none."""
+    spans, start = [], 0
+    for expert, count in enumerate(rows):
+        if count:
+            spans.append((expert, slice(start, start + count)))
+        start += count
+    return spans
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_Mk: Tensor, weight: ShardedParameter, rows: list[int], context: LayerContext) -> Tensor:
+        ctx.context, ctx.weight, ctx.rows = context, weight, rows
+        ctx.save_for_backward(x_Mk)
+        weight_Eok = weight.detach().flatten(1, -2)
+        y_Mo = x_Mk.new_empty(len(x_Mk), weight_Eok.shape[1])
+        for expert, span in _spans(rows):
+            y_Mo[span] = context.ops.linear(x_Mk[span], weight_Eok[expert], None)
+        return y_Mo
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x_Mk,), (grad_Mo,), context, rows = ctx.saved_tensors, grads, ctx.context, ctx.rows
+        grad_Mo, weight_Eok = grad_Mo.contiguous(), ctx.weight.detach().flatten(1, -2)
+        grad_x = torch.empty_like(x_Mk)
+        for expert, span in _spans(rows):
+            grad_x[span] = context.ops.linear_input_gradient(grad_Mo[span], weight_Eok[expert])
+        factors = Factor(grad_Mo), Factor(x_Mk)
+
+        def accumulate(gradient: Tensor) -> None:
+            grad_Mo, x_Mk = (factor.whole() for factor in factors)
+            for expert, span in _spans(rows):
+                context.ops.accumulate_weight_gradient_(gradient[expert].flatten(0, -2), grad_Mo[span], x_Mk[span])
+
+        return grad_x, context.gradients.submit(ctx.weight, accumulate, factors), None, None
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer for each expert of this rank, without bias: (M, k) → (M, o), rows in the order of experts."""
+
+    def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = declared[f"{name}.weight"].accumulated_by_layer()
+
+    def forward(self, x_Mk: Tensor, rows: list[int]) -> Tensor:
+        """`rows` of each expert."""
+        return _GroupedLinear.apply(x_Mk, self.weight, rows, self.context)
+
+
+class _WeightedActivation(Function):
+    """Keeps what goes in and no product: what comes out is kept by the next layer anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights_M: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(x, weights_M)
+        return _scaled(activation(x), weights_M)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights_M = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y_MF = ctx.activation(x)
+        grad_weights = (grads[0].to(weights_M.dtype) * y_MF.detach()).sum(-1)
+        (grad_x,) = torch.autograd.grad(y_MF, x, _scaled(grads[0], weights_M))
+        return grad_x, grad_weights, None
+
+
+def _scaled(rows: Tensor, weights_M: Tensor) -> Tensor:
+    """In fp32 (fp64), rounded once."""
+    return (rows * weights_M[:, None]).to(rows.dtype)
+
+
+def weighted_activation(x: Tensor, weights_M: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """(M, …) → (M, F): activation(x), each row times its weight. Down projections are linear, so it is their output that is weighted."""
+    return _WeightedActivation.apply(x, weights_M, activation)
+
+
+class _RouterProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, weight_EH: ShardedParameter, context: LayerContext) -> Tensor:
+        ctx.context, ctx.weight = context, weight_EH
+        ctx.save_for_backward(x_NH)
+        return x_NH.to(weight_EH.dtype) @ weight_EH.detach().t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x_NH,), (grad_NE,), weight_EH = ctx.saved_tensors, grads, ctx.weight
+        factors = Factor(grad_NE), Factor(x_NH)
+
+        def accumulate(gradient_EH: Tensor) -> None:
+            grad_NE, x_NH = (factor.whole() for factor in factors)
+            gradient_EH.addmm_(grad_NE.t().to(gradient_EH.dtype), x_NH.to(gradient_EH.dtype))
+
+        grad_x = (grad_NE @ weight_EH.detach()).to(x_NH.dtype)
+        return grad_x, ctx.context.gradients.submit(weight_EH, accumulate, factors), None
+
+
+def router_product(x_NH: Tensor, weight_EH: ShardedParameter, context: LayerContext) -> Tensor:
+    """(N, H) → logits_NE in fp32 (fp64 under fp64), whatever the working type: near ties would else be decided by rounding."""
+    assert weight_EH.dtype == statistics_dtype(context.dtype)
+    return _RouterProduct.apply(x_NH, weight_EH, context)

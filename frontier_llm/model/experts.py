@@ -1,0 +1,119 @@
+"""A mixture of experts in place of the MLP: the router that chooses, and the experts, wherever they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from frontier_llm.comm import all_reduce_
+from frontier_llm.config import ModelConfig
+from frontier_llm.expert_parallel import (
+    GroupedLinear,
+    combine,
+    dispatch,
+    gather_sequence,
+    plan_dispatch,
+    router_product,
+    take_part,
+    weighted_activation,
+)
+from frontier_llm.tensor_parallel import Declared, LayerContext
+
+
+class Routed(NamedTuple):
+    """What a router says of the microbatch's tokens that this rank has routed."""
+
+    balance: Tensor  # sum over sequences of the balance loss, as far as these tokens' scores go; 0-dim, fp32 (fp64 under fp64)
+    z: Tensor  # sum over tokens of the squared log-sum-exp of their logits
+    load: Tensor  # fp64, E + 1: rows for each expert, and the sum over tokens of the entropy of their scores
+
+
+class Router(nn.Module):
+    """Scores every expert for every token, in fp32, and chooses the best k."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
+        super().__init__()
+        assert model.moe is not None
+        self.moe, self.context = model.moe, context
+        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
+
+    def forward(self, x_sBH: Tensor) -> tuple[Tensor, Tensor, Routed]:
+        """(s, B, H) → (experts_Nk, weights_Nk, what is said of them)."""
+        moe = self.moe
+        logits_NE = router_product(x_sBH.flatten(0, 1), self.weight, self.context)
+        scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
+        with torch.no_grad():
+            experts_Nk = (scores_NE if self.bias is None else scores_NE + self.bias).topk(moe.top_k).indices
+        weights_Nk = scores_NE.gather(1, experts_Nk)
+        if moe.normalise:
+            weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+        return experts_Nk, weights_Nk * moe.scale, self._routed(logits_NE, scores_NE, experts_Nk, *x_sBH.shape[:2])
+
+    def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, s: int, B: int) -> Routed:
+        """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts)."""
+        moe, tp, cp = self.moe, self.context.tp, self.context.cp
+        if moe.score == "sigmoid":
+            scores_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
+        rows_BE = scores_NE.new_zeros(B, moe.experts)
+        chosen_Bn = experts_Nk.view(s, -1).unflatten(1, (B, -1)).transpose(0, 1).flatten(1)
+        rows_BE.scatter_add_(1, chosen_Bn, torch.ones_like(chosen_Bn, dtype=rows_BE.dtype))
+        own_E = rows_BE.sum(0)
+        for axis in (tp, cp):  # of whole sequences, of which each rank has routed a part
+            all_reduce_(rows_BE, axis)
+        scores_BE, S = scores_NE.view(s, B, -1).sum(0), s * tp.size * cp.size
+        if moe.balance == "sequence":
+            balance = (rows_BE * scores_BE).sum() * (moe.experts / (moe.top_k * S**2))
+        else:
+            balance = rows_BE.sum(0) @ scores_BE.sum(0) * (moe.experts / (moe.top_k * B * S**2))
+        with torch.no_grad():
+            entropy = -torch.special.xlogy(scores_NE, scores_NE).sum()
+            load = torch.cat((own_E.double(), entropy.double()[None]))
+        return Routed(balance, logits_NE.logsumexp(-1).square().sum(), load)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts, of which this rank holds some; each token's outputs are summed with the router's weights."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
+        super().__init__()
+        assert model.moe is not None
+        self.context, self.experts, self.gated, self.approximate = context, model.moe.experts, model.gated, model.activation == "gelu_tanh"
+        self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
+
+    def forward(self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        """(N, H) → (N, H)."""
+        plan = plan_dispatch(experts_Nk, self.experts, self.context.ep, self.context.etp)
+        x_MH, weights_M = dispatch(x_NH, weights_Nk, plan)
+        return combine(self.down(weighted_activation(self.up(x_MH, plan.rows), weights_M, self._activation), plan.rows), plan)
+
+    def _activation(self, x: Tensor) -> Tensor:
+        ops = self.context.ops
+        return ops.swiglu(x.unflatten(-1, (2, -1))) if self.gated else ops.gelu(x, None, self.approximate)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts, and an MLP that every token passes beside them.
+
+    Each tensor rank routes its own part of the sequence, which without sequence parallelism it cuts out.
+    """
+
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.shared, self.shared_gate = shared, declared.get(f"{name}.shared_gate.weight")
+        self.context = context
+        self.router = Router(model, context, declared, f"{name}.router")
+        self.experts = Experts(model, context, declared, f"{name}.experts")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
+        """(S or s, B, H) → (S or s, B, H)."""
+        tp, cut = self.context.tp, not self.context.sequence_parallel
+        beside = None if self.shared is None else self.shared(x)
+        if beside is not None and self.shared_gate is not None:
+            beside = beside * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
+        x_sBH = take_part(x, tp) if cut else x
+        experts_Nk, weights_Nk, routed = self.router(x_sBH)
+        y_sBH = self.experts(x_sBH.flatten(0, 1), experts_Nk, weights_Nk).view(x_sBH.shape)
+        y = gather_sequence(y_sBH, tp) if cut else y_sBH
+        return y if beside is None else y + beside, routed

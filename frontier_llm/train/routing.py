@@ -1,0 +1,35 @@
+"""What the routers of a step did: figures for the metrics, and the selection bias that evens the load (arXiv:2408.15664)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.model import Stage
+
+
+def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
+    """For people, from `model.experts.Routed.load` summed over the step: rows of each expert over all layers, and figures of each layer."""
+    assert model.moe is not None
+    rows_LE, entropy_L = load_LE[:, :-1], load_LE[:, -1]
+    tokens = rows_LE.sum(1) / model.moe.top_k
+    return {
+        "rows_per_expert": rows_LE.sum(0).long().tolist(),
+        "largest_over_mean": (rows_LE.amax(1) / rows_LE.mean(1)).tolist(),
+        "smallest_over_mean": (rows_LE.amin(1) / rows_LE.mean(1)).tolist(),
+        "entropy": (entropy_L / tokens).tolist(),  # nats; log E where all experts score alike
+    }
+
+
+@torch.no_grad()
+def move_selection_bias(stages: Iterable[Stage], load_LE: Tensor) -> None:
+    """Towards experts that had less than the mean of the step's global batch, by one rate whatever the distance; the same on all replicas."""
+    for stage in stages:
+        for layer, router in stage.routers():
+            if router.bias is not None:
+                rows_E = load_LE[layer - stage.model.routed_layers.start, :-1]
+                router.bias.add_(torch.sign(rows_E.mean() - rows_E).to(router.bias.dtype), alpha=router.moe.bias_rate)

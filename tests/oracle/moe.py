@@ -1,0 +1,89 @@
+"""The witness's mixture of experts: every expert computes every token, and the router's weights, most of them zero, say what counts.
+
+So there is no dispatch, no sorting and no capacity in it. Sources: Shazeer et al. 2017, Fedus et al. 2021 (Switch: the balance loss),
+Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bias, sequence-wise balance).
+
+    layers.i.moe.router.weight (E, H), .bias (E)       layers.i.moe.experts.up.weight (E, 2, F, H) = gate, up; .down.weight (E, H, F)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Params = Mapping[str, Tensor]
+Config = Mapping[str, Any]
+
+
+class Said(NamedTuple):
+    """What one layer's router says of one sequence."""
+
+    logits_SE: Tensor
+    scores_SE: Tensor  # that sum to 1
+    chosen: list[list[int]]  # of each token
+
+
+def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Tensor, Said]:
+    """Sum over experts of weight times SwiGLU expert."""
+    logits_SE = x_SH @ params[f"{name}.router.weight"].T
+    scores_SE = torch.softmax(logits_SE, -1) if config["score"] == "softmax" else 1 / (1 + torch.exp(-logits_SE))
+    bias_E = params.get(f"{name}.router.bias")
+    chosen, weights = [], []
+    for scores_E in scores_SE:
+        preferred = (scores_E if bias_E is None else scores_E + bias_E).tolist()
+        best = sorted(range(config["experts"]), key=lambda expert: -preferred[expert])[: config["top_k"]]
+        total = sum(scores_E[expert] for expert in best) if config["normalise"] else 1.0
+        weights.append(
+            [scores_E[e] / total * config["scale"] if e in best else torch.zeros((), dtype=x_SH.dtype) for e in range(config["experts"])]
+        )
+        chosen.append(best)
+    y_SH = torch.zeros_like(x_SH)
+    for expert in range(config["experts"]):
+        gate, up = params[f"{name}.experts.up.weight"][expert]
+        opened = x_SH @ gate.T
+        hidden = opened * torch.sigmoid(opened) * (x_SH @ up.T)
+        weight_S = torch.stack([row[expert] for row in weights])
+        y_SH = y_SH + weight_S[:, None] * (hidden @ params[f"{name}.experts.down.weight"][expert].T)
+    normal_SE = scores_SE if config["score"] == "softmax" else scores_SE / scores_SE.sum(-1, keepdim=True)
+    return y_SH, Said(logits_SE, normal_SE, chosen)
+
+
+def balance(said: Said, config: Config) -> Tensor:
+    """E times the sum over experts of (share of the sequence's choices) x (mean score)."""
+    total, S = torch.zeros((), dtype=torch.float64), len(said.chosen)
+    for expert in range(config["experts"]):
+        share = sum(expert in chosen for chosen in said.chosen) / (config["top_k"] * S)
+        total = total + share * said.scores_SE[:, expert].mean()
+    return config["experts"] * total
+
+
+def losses(routers: Sequence[Sequence[Said]], config: Config) -> Tensor:
+    """Both of the routers' losses, weighted: summed over layers, meant over sequences."""
+    if not config["moe"]:
+        return torch.zeros((), dtype=torch.float64)
+    total, moe = torch.zeros((), dtype=torch.float64), config["moe"]
+    for said in (said for sequence in routers for said in sequence):
+        z = torch.stack([row.exp().sum().log() ** 2 for row in said.logits_SE]).mean()
+        total = total + (moe["balance_weight"] * balance(said, moe) + moe["z_weight"] * z) / len(routers)
+    return total
+
+
+def selection_biases(
+    config: Config, params: Params, tokens: Tensor, documents: Tensor | None, loss: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """Where each selection bias is after a step on this batch: a fixed rate up for experts chosen less often than the mean, down for others."""
+    names = sorted((name for name in params if name.endswith("router.bias")), key=lambda name: int(name.split(".")[1]))
+    if not names:
+        return {}
+    routers: list[list[Said]] = []
+    loss(config, params, tokens, documents, routers)
+    moved = {}
+    for layer, name in enumerate(names):
+        counts = [sum(expert in chosen for said in routers for chosen in said[layer].chosen) for expert in range(config["moe"]["experts"])]
+        mean = sum(counts) / len(counts)
+        steps = [float(count < mean) - float(count > mean) for count in counts]
+        moved[name] = params[name] + config["moe"]["bias_rate"] * torch.tensor(steps, dtype=torch.float64)
+    return moved

@@ -1,0 +1,74 @@
+"""Experts over ranks compute what one rank computes, and one rank what the formulas say. All in float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.pool import RankPool
+from tests.parity.cases import EXPERT_FAMILIES, Case
+from tests.parity.compare import Run, differences, gather
+from tests.parity.play import play
+from tests.parity.witness import witness
+
+_SERIAL: dict[Case, Run] = {}
+
+
+def run(ranks: RankPool, case: Case, sabotage: str | None = None) -> Run:
+    """Play a case; serial runs are played once."""
+    if case in _SERIAL and sabotage is None:
+        return _SERIAL[case]
+    played = gather(ranks.run(case.world_size, play, case, sabotage))
+    if case == case.serial() and sabotage is None:
+        _SERIAL[case] = played
+    return played
+
+
+def experts(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
+    return (f"parallel.expert={ep}", f"parallel.expert_tensor={etp}", *more)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str, documents: bool) -> None:
+    case = Case(family, documents=documents)
+    serial = run(ranks, case)
+    assert differences(serial, witness(case, serial.initial)) == []
+
+
+LAYOUTS = [
+    Case("mixtral", dp=2, settings=experts(2)),
+    Case("mixtral", tp=2, settings=experts(2)),
+    Case("olmoe", tp=2, dp=2, settings=experts(4)),
+    Case("olmoe", tp=2, dp=2, sequence_parallel=True, settings=experts(2), zero=0),
+    Case("olmoe", tp=2, dp=2, pp=2, settings=experts(2), micro_batch=2, schedule="zb-h1", recompute="full"),
+    Case("deepseek", dp=4, settings=experts(2), transport="torch", bucket_elements=3_000),
+    Case("deepseek", tp=2, pp=2, dp=2, settings=experts(4), sequence_parallel=True, schedule="interleaved", recompute="selective"),
+    Case("deepseek", tp=4, settings=experts(1), overlap_weights=True, recompute="full"),
+    Case("mixtral", tp=2, dp=2, settings=experts(2, 2)),
+    Case("deepseek", tp=2, dp=2, sequence_parallel=True, settings=experts(1, 4), documents=True),
+    Case("mixtral", pp=2, dp=4, settings=experts(4), schedule="gpipe", order="tp-pp-dp"),
+    Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, settings=experts(4)),
+    Case("deepseek", cp=2, pp=2, dp=2, settings=experts(2), documents=True),
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
+    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as listed."""
+    assert differences(run(ranks, case), run(ranks, case.serial())) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case", "reddens"),
+    [
+        ("dropped-expert-sum", Case("mixtral", dp=2), "gradient of layers.0.moe.experts"),
+        ("mean-over-expert-replicas", Case("mixtral", tp=2), "gradient of layers.0.moe.experts"),
+        ("unsorted-scatter", Case("mixtral", dp=2, settings=experts(2)), "losses"),
+        ("missing-norm-sum", Case("olmoe", tp=2, settings=experts(2)), "gradient of layers.0.moe.router"),
+        ("double-counted-norm", Case("deepseek", tp=2, settings=experts(2)), "norms"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_sabotage_turns_the_comparison_red(ranks: RankPool, mistake: str, case: Case, reddens: str) -> None:
+    found = differences(run(ranks, case, mistake), run(ranks, case.serial()))
+    assert any(reddens in line for line in found), found

@@ -1,0 +1,83 @@
+"""What `--json` prints is JSON of RFC 8259, of every command: no NaN, nothing else on stdout; and so are the lines of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontier_llm.cli.main import main
+from frontier_llm.cluster import run_dir
+from tests.harness.marks import thorough
+from tests.unit.cli.test_help import PARSERS
+from tests.unit.inference.test_commands import room
+from tests.unit.measure.test_report import make_run
+from tests.unit.scaling.test_harvest import finish, points
+
+__all__ = ["room"]  # a fixture
+
+COMMANDS = {
+    "bench comm": "bench comm bench train.run_dir={here}/bench parallel.data=2 --min 1KiB --max 1KiB --no-pairs",
+    "bench ops": "bench ops --model gpt-tiny",
+    "bench step": "bench step bench train.run_dir={here}/bench --steps 1",
+    "checkpoint diff": "checkpoint diff {room}/run/checkpoints/step_00000000 {room}/run/checkpoints/step_00000000",
+    "checkpoint list": "checkpoint list {room}/run",
+    "checkpoint verify": "checkpoint verify {room}/run",
+    "data inspect": "data inspect {room}/data --tokenizer bytes",
+    "data stdlib": "data stdlib {here}/stdlib --tokenizer bytes --workers 1",
+    "data tokenize": "data tokenize {here}/text.txt --output {here}/tokens --tokenizer bytes --workers 1",
+    "doctor": "doctor --this-node --run-dir {here}",
+    "evaluate": "evaluate {room}/hf --data {room}/data --windows 1",
+    "generate": "generate {room}/hf --max-new-tokens 2",
+    "ops check": "ops check",
+    "ops kernels": "ops kernels gfx90a",
+    "ops list": "ops list",
+    "plan": "plan gpt-tiny --machine local --nodes 1 --top 1",
+    "scaling report": "scaling report {here}/series",
+    "scaling strong": "scaling strong --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output {here}/strong",
+    "scaling weak": "scaling weak --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output {here}/weak",
+    "status": "status {here}/run",
+    "submit": "submit train_22b --site frontier --nodes 16 -A x --dry-run train.run_dir={here}/new",
+}
+SLOW = ("bench comm", "bench ops", "bench step", "data stdlib", "ops check")
+
+
+def strict(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_every_command_with_json_is_played() -> None:
+    with_json = {prog for prog, parser in PARSERS.items() if any("--json" in action.option_strings for action in parser._actions)}
+    assert {prog.removeprefix("frontier-llm ") for prog in with_json} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", [thorough(name) if name in SLOW else name for name in COMMANDS])
+def test_stdout_is_json(name: str, room: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for point in points(tmp_path / "series", [1, 2])[: name == "scaling report"]:
+        finish(point, 1.0)
+    (tmp_path / "text.txt").write_text("some words\n" * 20)
+    with (make_run(tmp_path / "run") / "metrics.jsonl").open("a") as lines:
+        lines.write('\n{"kind": "step", "step": 41, "loss": null, "gradient_norm": null, "tokens_per_s": 1.0, "consumed_tokens": 1}\n')
+    capfd.readouterr()
+    code = main([*COMMANDS[name].format(here=tmp_path, room=room).split(), "--json"])
+    out = capfd.readouterr().out
+    if name in ("ops kernels", "ops check") and code == 2:
+        assert out == ""  # no kernels are built here, or there is no GPU
+        return
+    content = strict(out)
+    assert code in (0, 1) and content not in ({}, None)
+    if name == "status":
+        assert content[0]["step"] == 41 and content[0]["loss"] is None
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_file_and_nan_to_readers(tmp_path: Path) -> None:
+    run_dir.append_line(tmp_path / "metrics.jsonl", {"kind": "step", "step": 1, "loss": math.nan, "gradient_norm": math.inf, "mfu": None})
+    assert strict((tmp_path / "metrics.jsonl").read_text())["loss"] is None
+    (row,) = run_dir.steps(tmp_path)
+    assert math.isnan(row["loss"]) and math.isnan(row["gradient_norm"]) and row["mfu"] is None
