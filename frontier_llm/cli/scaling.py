@@ -232,7 +232,6 @@ scaling = Command(
     examples=(
         "frontier-llm scaling weak --model gpt-175b --nodes 16,32 --site frontier -A ABC1",
         "frontier-llm scaling strong --model gpt-1t --nodes 64,384 --site lumi --simulate",
-        "sbatch -A ABC1 --nodes=65 slurm/weak_series.sbatch --nodes 16,32,64 --spares 1",
         "frontier-llm scaling report runs/scaling",
     ),
     actions={
