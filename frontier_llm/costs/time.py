@@ -156,12 +156,17 @@ def stage_layers(model: ModelConfig, layouts: Layout | Layouts) -> tuple[Number,
     return most, np.where(layers % pp == 0, most, np.floor(layers / pp))
 
 
+def meets_inside(layouts: Layout | Layouts) -> Number:
+    """Whether ranks communicate inside a layer: over tp, cp or ep."""
+    return (layouts.tp > 1) | (layouts.cp > 1) | (layouts.ep > 1)
+
+
 def _turns(layouts: Layout | Layouts, rates: Rates) -> Number:
     """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to `schedule.simulate_in_turn`.
 
     With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for each other.
     """
-    chunks, waits = layouts.chunks, (layouts.tp > 1) | rates.host_executes
+    chunks, waits = layouts.chunks, meets_inside(layouts) | rates.host_executes
     few = np.where(split(layouts), 0.8, 1.5)
     deep = by_schedule(layouts, lambda name: (2.0 if rule(name).idle < 1 / 4 else 3.0) if one_end(name) else 3.5)  # a full V has more slack
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))

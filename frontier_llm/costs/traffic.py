@@ -54,7 +54,7 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Se
     world = plan.grid.world_size
     if world > 1:
         model = config.model
-        further = len(config.train.loss_weights) + (0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 1))
+        further = len(config.train.loss_weights) + (0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 2))
         # losses, squared gradient norm, wishes to stop and to save, of experts two losses and the load, fp64
         traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic

@@ -16,7 +16,7 @@ from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seconds import times
-from frontier_llm.costs.time import layer_s, p2p_s, tail
+from frontier_llm.costs.time import layer_s, meets_inside, p2p_s, tail
 from frontier_llm.costs.update import whole_update
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import Action, Kind, Timeline, build, one_end, simulate, simulate_in_turn
@@ -118,7 +118,7 @@ def _turns(layout: Layout, rates: Rates) -> str:
     """How messages take turns: not, one after the other, or so that compute waits for each (collectives inside it take their turn too)."""
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
         return "many"
-    return "waiting" if rates.host_executes or layout.tp > 1 else "one"
+    return "waiting" if rates.host_executes or meets_inside(layout) else "one"
 
 
 def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float, turns: str = "many") -> Timeline:

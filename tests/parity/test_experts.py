@@ -58,6 +58,16 @@ def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Cas
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 
+def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
+    """With microbatches of one sequence that no tensor rank cuts, which is what the oracle has."""
+    settings = ("model.moe.capacity=0.75", "model.moe.balance_weight=0")
+    case = Case("mixtral", dp=2, settings=(*settings, *experts(2)))
+    serial = run(ranks, case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run(ranks, case), serial) == []
+    assert serial.losses != run(ranks, Case("mixtral")).losses
+
+
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [
