@@ -101,7 +101,7 @@ class NativeBuild(build_ext):
 
 
 def native_libraries() -> list[Extension]:
-    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, GPU launcher."""
+    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, the job's store, GPU launcher."""
     x86 = os.uname().machine in ("x86_64", "AMD64")
     kernels = [f"csrc/cpu/kernels_{isa}.cpp" for isa in ("generic", *(INSTRUCTION_SETS if x86 else ()))]
     headers = [str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in sorted((ROOT / "csrc").rglob(pattern))]
@@ -117,6 +117,7 @@ def native_libraries() -> list[Extension]:
         ("libsample_index", "csrc/sample_index.cpp", ["-pthread"]),
         ("libsha256_pair", "csrc/sha256_pair.cpp", []),
         ("libshm_collectives", "csrc/shm/shm_collectives.cpp", ["-lrt", "-pthread"]),
+        ("libstore_server", "csrc/store_server.cpp", ["-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
         libraries.append(Extension(f"frontier_llm._native.{name}", sources=[source], depends=headers, extra_link_args=links))
@@ -169,8 +170,8 @@ setup(
             "import-linter",
             "types-PyYAML",
             "zstandard",
-            "matplotlib",  # the pictures of docs/
             *TUNING,  # scipy: also scripts/fit_machines.py
+            "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels
@@ -182,7 +183,7 @@ setup(
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
         "plot": ["plotly", "tensorboard"],
         "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
-        "tune": [*TUNING],
+        "tune": [*TUNING, "plotly"],
         "docs": ["mkdocs"],
     },
 )

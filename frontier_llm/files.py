@@ -69,7 +69,9 @@ def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], 
         write_durably(building, content.encode() if isinstance(content, str) else content)
         on_written()
         building.replace(path)
-    except BaseException:
+    except BaseException as error:
         building.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(building):
+            error.filename = str(path)  # the name that somebody asked for
         raise
     sync_directory(path.parent)

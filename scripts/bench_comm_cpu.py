@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.comm import all_gather, all_reduce_, barrier, build_mesh, connect, disconnect, post_receive, reduce_scatter
+from frontier_llm.comm import Meeting, all_gather, all_reduce_, barrier, build_mesh, connect, disconnect, post_receive, reduce_scatter
 from frontier_llm.comm.axis import Axis
 from frontier_llm.config import CommConfig
 from frontier_llm.topology import Grid
@@ -50,7 +50,7 @@ def operations(size: int, rank: int) -> dict[str, Callable[[Tensor, Axis], objec
 
 def serve(rank: int, ranks: int, port: int, rounds: int, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, ranks, "127.0.0.1", port, "gloo", 120.0)
+    connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 120.0)
     axes = {
         transport: build_mesh(Grid(ranks, 1, 1), rank, timeout_s=60.0, comm=CommConfig(transport=transport)).tp  # type: ignore[arg-type]
         for transport in ("torch", "shm")

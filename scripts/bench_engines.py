@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontier_llm import log
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.comm import barrier, build_mesh, connect
+from frontier_llm.comm import Meeting, barrier, build_mesh, connect
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.topology import make_plan
@@ -63,7 +63,7 @@ def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe
     torch.set_num_threads(1)
     log.set_rank(1, 2)  # no rank speaks for the run
     config = load_run(run, overrides)
-    connect(rank, ranks, "127.0.0.1", port, "gloo", 300.0)
+    connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 300.0)
     plan = make_plan(config, ranks)
     mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 300.0, config.comm)
     import_engine(config)

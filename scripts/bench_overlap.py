@@ -22,7 +22,7 @@ from measured_timeline import Timeline, draw, write_chrome_trace
 from simulated_link import Link, linked
 
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.comm import barrier, build_mesh, connect, disconnect
+from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.topology import make_plan
@@ -56,7 +56,7 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, arguments.ranks, "127.0.0.1", port, "gloo", 120.0)
+    connect(rank, arguments.ranks, Meeting("127.0.0.1", port, 0, arguments.ranks), "gloo", 120.0)
     built = states(arguments, switch, rank)
     times: dict[bool, list[float]] = {True: [], False: []}
     timelines = {overlap: Timeline(rank) for overlap in built}

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.comm import barrier, build_mesh, connect, disconnect
-from frontier_llm.comm.node_store import open_store
+from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
+from frontier_llm.comm.rendezvous import open_store
 from frontier_llm.topology import Grid
 
 JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the last one's set; the same per group
@@ -51,16 +51,16 @@ def connections(port: int) -> int:
 
 def server_us() -> float:
     """What the store's thread of this process has computed; 0 in a process that has none."""
-    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("pt_tcpstore")]
+    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("store server")]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in threads) / 1e3
 
 
 def serve(rank: int, ranks: int, port: int, per_node: int | None, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    first = rank - rank % per_node if per_node else None
+    meeting = Meeting("127.0.0.1", port, rank - rank % arguments.per_node, arguments.per_node, relayed=per_node is not None)
     start_s = time.perf_counter()
-    connect(rank, ranks, "127.0.0.1", port, "gloo", 120.0, (first, per_node) if first is not None and per_node else None)
-    store = open_store("127.0.0.1", port, 60.0, first)  # the notice board's
+    connect(rank, ranks, meeting, "gloo", 120.0)
+    store = open_store(60.0)  # the notice board's
     joined_s = time.perf_counter()
     mesh = build_mesh(Grid(2, 1, ranks // 2), rank, timeout_s=60.0)
     built_s = time.perf_counter()

@@ -13,7 +13,7 @@ import multiprocessing
 import torch
 
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.comm import all_reduce_, barrier, build_mesh, connect, disconnect
+from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.optim import Zero
@@ -40,7 +40,7 @@ def own_gradients(state: TrainState) -> torch.Tensor:
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, arguments.ranks, "127.0.0.1", port, "gloo", 120.0)
+    connect(rank, arguments.ranks, Meeting("127.0.0.1", port, 0, arguments.ranks), "gloo", 120.0)
     states = {name: build(arguments, rank, wire) for name, wire in RUNS.items()}
     nudged = states["nudged"].optimizer
     assert isinstance(nudged, Zero)

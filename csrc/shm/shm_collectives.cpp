@@ -25,6 +25,8 @@ struct Region {
 
 Region& region(void* handle) { return *static_cast<Region*>(handle); }
 
+bool is_rank(void* handle, int rank) { return rank >= 0 && rank < region(handle).memory.size(); }
+
 }  // namespace
 
 FL_EXPORT int64_t fl_shm_abi() { return kAbi; }
@@ -58,14 +60,16 @@ FL_EXPORT int64_t fl_shm_finish(void* handle, int64_t id, int64_t slice_ns) {
 }
 
 FL_EXPORT int64_t fl_shm_send(void* handle, int to, const void* data, uint64_t bytes, int64_t slice_ns) {
+    if (!is_rank(handle, to)) return kBadArgument;
     return region(handle).mail.send(to, data, bytes, slice_ns);
 }
 
 FL_EXPORT int64_t fl_shm_receive(void* handle, int from, void* data, uint64_t bytes, int64_t slice_ns) {
+    if (!is_rank(handle, from)) return kBadArgument;
     return region(handle).mail.receive(from, data, bytes, slice_ns);
 }
 
 // The rank that the last failure or pause was about; how many steps a rank has published; whether the others wait for it.
 FL_EXPORT int64_t fl_shm_culprit(void* handle) { return region(handle).memory.culprit(); }
-FL_EXPORT uint64_t fl_shm_progress(void* handle, int rank) { return region(handle).collectives.published_by(rank); }
-FL_EXPORT int fl_shm_is_missing(void* handle, int rank) { return region(handle).collectives.is_missing(rank); }
+FL_EXPORT uint64_t fl_shm_progress(void* handle, int rank) { return !is_rank(handle, rank) ? 0 : region(handle).collectives.published_by(rank); }
+FL_EXPORT int fl_shm_is_missing(void* handle, int rank) { return !is_rank(handle, rank) || region(handle).collectives.is_missing(rank); }

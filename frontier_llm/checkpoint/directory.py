@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from frontier_llm import log
+from frontier_llm.bounds import lifted, read_beyond
 from frontier_llm.checkpoint.manifest import MAX_MANIFEST_BYTES, DamagedCheckpoint, Manifest, digest_line, parse
 from frontier_llm.errors import CheckpointError
 from frontier_llm.failpoints import hit
@@ -152,7 +153,7 @@ def read_latest(directory: Path) -> str:
 def _read_small(path: Path, limit: int) -> bytes:
     try:
         with os.fdopen(open_plain(path), "rb") as file:
-            return file.read(limit + 1)
+            return read_beyond(file, limit)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot be read: {error.strerror}", where=str(path)) from error
 
@@ -163,7 +164,7 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
     Raises DamagedCheckpoint.
     """
     step, where = step_of(path), path / MANIFEST
-    content, recorded = _read_small(where, MAX_MANIFEST_BYTES), _read_small(path / MANIFEST_DIGEST, 1024)
+    content, recorded = _read_small(where, lifted(MAX_MANIFEST_BYTES)), _read_small(path / MANIFEST_DIGEST, 1024)
     if recorded != digest_line(content):
         actual, expected = digest_line(content).decode().split()[0], recorded[:64].decode("ascii", errors="replace")
         raise DamagedCheckpoint(f"sha256 is {actual}, {MANIFEST_DIGEST} says {json.dumps(expected)}", where=str(where))

@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frontier_llm.blueprint.optimizers import ADAMW, MASTER
+from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.errors import CheckpointError, Problem
 
 FORMAT: Final = "frontier_llm checkpoint"
@@ -151,11 +152,11 @@ def parse(content: bytes, where: str) -> Manifest:
     Raises DamagedCheckpoint for anything that is not one: wrong JSON, types, ranges, file names that are not a shard's, pieces out of
     bounds, tensors that the pieces do not cover exactly once, counters that no run can have; more bytes or values than the bounds above.
     """
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise DamagedCheckpoint(f"has {len(content)} bytes, more than any manifest ({MAX_MANIFEST_BYTES})", where=where)
+    if len(content) > lifted(MAX_MANIFEST_BYTES):
+        raise DamagedCheckpoint(f"has more bytes than any manifest ({lifted(MAX_MANIFEST_BYTES)})", LIFT, where)
     values = sum(map(content.count, (b",", b"[", b"{")))
-    if values > MAX_MANIFEST_VALUES:
-        raise DamagedCheckpoint(f"lists {values} values, more than any manifest ({MAX_MANIFEST_VALUES})", where=where)
+    if values > lifted(MAX_MANIFEST_VALUES):
+        raise DamagedCheckpoint(f"lists {values} values, more than any manifest ({lifted(MAX_MANIFEST_VALUES)})", LIFT, where)
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
@@ -234,8 +235,8 @@ def _coverage_problems(manifest: Manifest) -> list[str]:
     for shard in manifest.shards:
         for number, offset, shape in shard.pieces:
             boxes[len(shape)].append((1, number, *offset, *map(add, offset, shape)))
-    if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > MAX_CORNERS:
-        return [f"has pieces with {corners} corners, more than any checkpoint ({MAX_CORNERS})"]
+    if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > lifted(MAX_CORNERS):
+        return [f"has pieces with {corners} corners, more than any checkpoint ({lifted(MAX_CORNERS)}); {LIFT}"]
     wrong = sorted(number for dims, rows in boxes.items() for number in _uncovered(np.array(rows, np.int64), dims))
     return [f"{manifest.tensors[n].name} {manifest.tensors[n].shape} has pieces that overlap or leave a hole" for n in wrong[:10]]
 

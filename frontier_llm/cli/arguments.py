@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from frontier_llm.errors import FrontierError, closest
-from frontier_llm.units import strict_json
+from frontier_llm.units import printable, strict_json
 
 _BYTES = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -159,8 +159,8 @@ RESUME = (
 
 
 def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> None:
-    """A command's result: with --json its content, else its text."""
-    print(strict_json(content) if args.json else text())
+    """A command's result: with --json its content, else its text, in which names from files cannot command the terminal."""
+    print(strict_json(content) if args.json else printable(text()))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

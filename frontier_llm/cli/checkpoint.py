@@ -36,7 +36,7 @@ def _list(args: argparse.Namespace) -> int:
         except FrontierError as error:
             rows.append({"path": str(path), "damaged": str(error)})
     header = ("checkpoint", "model", "tokens", "size", "shards", "written as", "age", "")
-    show(args, rows, lambda: printable(aligned([header, *(_list_row(row) for row in rows)])))
+    show(args, rows, lambda: aligned([header, *(_list_row(row) for row in rows)]))
     damages = [row["damaged"] for row in rows if "damaged" in row]
     if damages and not args.json:
         print(*(f"\n{damage}" for damage in damages), sep="\n", file=sys.stderr)
@@ -85,7 +85,7 @@ def _diff(args: argparse.Namespace) -> int:
     from frontier_llm.checkpoint.inspect import compare
 
     result = compare(args.first, args.second)
-    show(args, {**asdict(result), "same_state": result.same_state}, lambda: printable("\n".join(_difference_lines(result, args))))
+    show(args, {**asdict(result), "same_state": result.same_state}, lambda: "\n".join(_difference_lines(result, args)))
     return int(not result.same_state)
 
 

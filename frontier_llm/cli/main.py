@@ -12,7 +12,9 @@ from contextlib import suppress
 from typing import NoReturn
 
 from frontier_llm import __version__
+from frontier_llm.bounds import VARIABLE, lift
 from frontier_llm.cli.arguments import Parser
+from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError, not_installed, suggest
 
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads only this table.
@@ -100,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
         return 2
     try:
+        lift(environ(VARIABLE))
         parsed = parse(arguments)
         return int(parsed.work(parsed))
     except FrontierError as error:

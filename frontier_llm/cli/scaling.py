@@ -194,8 +194,9 @@ def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) ->
     """The table, and which files hold it."""
     from frontier_llm import log
     from frontier_llm.scaling.harvest import as_json, as_text
+    from frontier_llm.units import printable
 
-    print(as_json(rows) if args.json else as_text(rows))
+    print(as_json(rows) if args.json else printable(as_text(rows)))
     if paths:
         log.info(f"wrote {', '.join(map(str, paths))}")
 
@@ -231,7 +232,6 @@ scaling = Command(
     examples=(
         "frontier-llm scaling weak --model gpt-175b --nodes 16,32 --site frontier -A ABC1",
         "frontier-llm scaling strong --model gpt-1t --nodes 64,384 --site lumi --simulate",
-        "sbatch -A ABC1 --nodes=65 slurm/weak_series.sbatch --nodes 16,32,64 --spares 1",
         "frontier-llm scaling report runs/scaling",
     ),
     actions={

@@ -43,7 +43,6 @@ DIRECTORY = "runs/tune"
     examples=(
         "frontier-llm tune train_small --ranks 4 --budget-node-hours 0.2",
         "frontier-llm tune train_22b --nodes 16 --budget-node-hours 40 --dry-run",
-        "sbatch -A PROJECT --nodes=17 slurm/tune.sbatch --spares 1 --budget-node-hours 40",
     ),
 )
 def tune(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import IO
 
-from frontier_llm.cluster import hostlist, slurm
+from frontier_llm.cluster import hostlist, job_secret, slurm
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment, rank_python
@@ -24,6 +24,7 @@ from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware
+from frontier_llm.units import printable
 
 ENDING_S = 15.0  # what ranks that are told to end may take, before the batch shell goes on
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
@@ -102,6 +103,7 @@ def run_step(step: JobStep) -> Outcome:
         **step.variables,
         "MASTER_ADDR": master_address(step),
         "FRONTIER_LLM_LOG_DIR": str(step.log_dir),
+        job_secret.VARIABLE: job_secret.new_secret(),
     }
     process = subprocess.Popen(step.srun(), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace")  # noqa: S603 a list
     assert process.stderr is not None
@@ -126,7 +128,7 @@ def run_step(step: JobStep) -> Outcome:
     outcome = diagnose(code, messages, step.log_dir, read_failure(step.job.directory))
     if outcome.failure is not None:
         with suppress(OSError):  # the job's output is on a full disk
-            print("\n".join([*outcome.failure.message, "", outcome.failure.describe()]), file=sys.stderr, flush=True)
+            print(printable("\n".join([*outcome.failure.message, "", outcome.failure.describe()])), file=sys.stderr, flush=True)
     return outcome
 
 

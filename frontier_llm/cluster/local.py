@@ -10,6 +10,7 @@ import ctypes
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,12 +25,14 @@ from types import FrameType
 from typing import IO, BinaryIO
 
 from frontier_llm.cluster.holder import refuse_second_start
+from frontier_llm.cluster.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded, held
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
+from frontier_llm.units import printable
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # from our terminal or scheduler to the ranks
 _ERROR_HEAD = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
@@ -106,6 +109,7 @@ class _Ranks:
         self.ended: queue.Queue[int] = queue.Queue()
         self.exits: list[RankExit] = []  # in the order of their ends
         self.stopping = False
+        self.secret = new_secret()
         self.forwarded: signal.Signals | None = None  # the first signal that the user sent us
         self.threads: list[threading.Thread] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -123,6 +127,7 @@ class _Ranks:
             self._wait()
         finally:
             self._signal_all(signal.SIGKILL)  # only when an exception ended the wait: nobody outlives us
+            shutil.rmtree(folder_of(self.secret.encode()), ignore_errors=True)  # ranks that were killed have left it
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in old.items():
                 signal.signal(number, handler)
@@ -146,7 +151,7 @@ class _Ranks:
             piped = rank == 0
             process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 self.command,
-                env={**self.env, "PYTHONPATH": python_path, **rank_variables(rank, self.num_ranks, port, threads)},
+                env={**self.env, "PYTHONPATH": python_path, **rank_variables(rank, self.num_ranks, port, threads), VARIABLE: self.secret},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=subprocess.PIPE if piped else subprocess.STDOUT,
@@ -227,7 +232,7 @@ class _Ranks:
             if end is not named and end.exit_code:
                 print(f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr)
         verdict = record.describe() if named.stopped_by_us else f"{named.describe()}; it failed first"
-        print("\n".join([*lines, "", f"{verdict} ({named.log})"]), file=sys.stderr, flush=True)
+        print(printable("\n".join([*lines, "", f"{verdict} ({named.log})"])), file=sys.stderr, flush=True)
 
 
 def failure_lines(log: Path) -> list[str]:

@@ -21,6 +21,7 @@ from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_fligh
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.narrow import start_narrow_all_reduce_, start_narrow_reduce_scatter_
 from frontier_llm.comm.p2p import Receive, Sends, post_receive, start_shift
+from frontier_llm.comm.rendezvous import Meeting
 from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
 from frontier_llm.comm.values import all_gather_json, broadcast_bytes, broadcast_json, maximum
 
@@ -30,6 +31,7 @@ __all__ = [
     "Axis",
     "Group",
     "Ledger",
+    "Meeting",
     "Mesh",
     "Pending",
     "Receive",

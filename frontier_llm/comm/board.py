@@ -1,7 +1,6 @@
 """A notice board that outlives the collectives: each rank posts where it stands, anyone may read it while the others are stuck.
 
-It is the rendezvous' key-value store, over a connection of its own (or its node's relay), so that a thread may use it while the main
-thread waits.
+It is the rendezvous' key-value store, over a connection of its own, so that a thread may use it while the main thread waits.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from frontier_llm.comm.node_store import open_store
+from frontier_llm.comm.rendezvous import open_store
 
 _PREFIX = "board"
 
@@ -17,9 +16,9 @@ _PREFIX = "board"
 class Board:
     """One rank's view. Every method raises RuntimeError (torch's DistStoreError) when rank 0's process, which holds the store, is gone."""
 
-    def __init__(self, address: str, port: int, first_local_rank: int | None = None, timeout_s: float = 5.0) -> None:
-        """Connect to the store that `comm.connect` has opened on rank 0; `first_local_rank` is the global rank that may run a relay."""
-        self._store = open_store(address, port, timeout_s, first_local_rank)
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        """Of the store that `comm.connect` has joined."""
+        self._store = open_store(timeout_s)
 
     def post(self, rank: int, notice: dict[str, Any]) -> None:
         """Replace this rank's notice."""

@@ -22,7 +22,7 @@ from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import open_channel
-from frontier_llm.comm.rendezvous import forget_stores, join_store
+from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.turns import Turns
 from frontier_llm.comm.warm_up import LIMIT_S, warm_up, within
@@ -34,12 +34,9 @@ from frontier_llm.topology import AXES, Grid
 AS_DEFAULT = CommConfig()
 
 
-def connect(
-    rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float, node: tuple[int, int] | None = None
-) -> None:
-    """Join the job's rendezvous: a TCP store at rank 0, then the default group.
+def connect(rank: int, world_size: int, meeting: Meeting, backend: str, timeout_s: float) -> None:
+    """Join the job's rendezvous: the store in rank 0's process, then the default group.
 
-    `node` is (this node's first global rank, ranks per node): then only the first has a connection to the store, and serves the others.
     Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
     within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
     """
@@ -52,11 +49,11 @@ def connect(
         if backend == "mpi":
             dist.init_process_group("mpi", timeout=timeout)
             return
-        store = join_store(rank, world_size, address, port, timeout, node)
+        store = join_store(rank, world_size, meeting, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankFailure(
-            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the rendezvous at {address}:{port} "
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the rendezvous at {meeting.address}:{meeting.port} "
             f"within {timeout_s:.0f} s: {error}",
             fix="check that every rank started, that the address is reachable from this node, and that the port is free",
         ) from error
@@ -214,6 +211,7 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
         ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,)),
+        etp=groups.axis("etp", grid.split_experts_group(global_rank) if experts else (global_rank,)),
         edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
     )
     groups.warm_up()

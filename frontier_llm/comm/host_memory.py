@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
+import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 ABI = 2
 BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
 LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libshm_collectives.so"
+_REGION = re.compile(r"/proc/([0-9]{1,10})/fd/[0-9]{1,10}")
 MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
 
 
@@ -51,8 +55,23 @@ def create_memory() -> tuple[int, str]:
 
 
 def open_memory(path: str) -> int:
-    """The file descriptor of a region that a peer has created and still holds."""
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    """The file descriptor of a region that a peer has created and still holds. Raises OSError.
+
+    The path has come from a peer, so it is looked at before it is opened for writing: nothing but a nameless region, of a process of this user, will do.
+    """
+    match = _REGION.fullmatch(path)
+    if match is None:
+        raise PermissionError(errno.EPERM, "is no shared region", path)
+    where = os.open(path, os.O_PATH | os.O_CLOEXEC)  # for looking alone
+    try:
+        status, process = os.fstat(where), os.stat(f"/proc/{match[1]}")
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_dev != MEMORY_DIR.stat().st_dev:
+            raise PermissionError(errno.EPERM, "is no shared region", path)
+        if {status.st_uid, process.st_uid} != {os.getuid()} or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(errno.EPERM, "is not this user's alone", path)
+        return os.open(f"/proc/self/fd/{where}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(where)
 
 
 def share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
@@ -74,7 +93,7 @@ def share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, 
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=process_group)
     together = all(torch.equal(other[:32], everyone[0][:32]) for other in everyone)
-    path = bytes(everyone[0][32:].tolist()).rstrip(b"\0").decode()
+    path = bytes(everyone[0][32:].tolist()).rstrip(b"\0").decode(errors="replace")
     if together and path and rank != 0:
         try:
             descriptor = open_memory(path)

@@ -1,41 +1,60 @@
-"""The job's key-value store as the ranks of a node see it that share one connection, through the relay (`comm.relay`) in their first one.
+"""The job's key-value store as a rank sees it: through connections to rank 0's process, or to the relay (`comm.relay`) of its node.
 
-The store is one server, on rank 0. With a connection (and one more for the notice board) per rank it holds 150,000 sockets at 75,000
-ranks, more than a process may open on most systems; with a relay per node it holds 9,400. Clients reach it by
-a Unix socket of the abstract namespace (no file to clean up), and both ends refuse a peer of another user.
-Every thread of a client has a connection of its own: one may wait for a key while another posts.
+The store is one server, in rank 0's process (`comm.store_server`). Ranks of its node reach it by a Unix socket, the others by TCP (`comm.door`). With connections of
+each rank it holds 150,000 sockets at 75,000 ranks, more than a process may open on most systems; with a relay per node it holds 9,400.
+Unix sockets are of the abstract namespace (no file to clean up), under a name that only the job can know.
+Every question takes a connection that nobody else is using: one thread may wait for a key while another posts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
+import hmac
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
-ANSWER_S = 30.0  # for a relay to answer what needs no waiting: then it is stopped or gone
+from frontier_llm.comm.door import Stranger, exactly, give_proof, same_user
+
+ANSWER_S = 30.0  # for the other end to answer what needs no waiting: then it is stopped or gone
+CONNECT_S = 10.0  # for a network's answer to one attempt
+MOST_PARTS, MOST_BYTES = 1 << 16, 64 << 20  # of a message, as in csrc/store_server.cpp; one of all of a machine's ids has some hundred
 
 Parts = list[bytes]
+Connect = Callable[[], socket.socket]  # raises OSError where nobody is there yet, Stranger where it is somebody else
 
 
-def relay_name(address: str, port: int, first_local_rank: int) -> str:
-    """Abstract socket name of a node's relay: one per job and node (and per pretended node of a test)."""
-    job = hashlib.sha256(f"{address}:{port}:{os.getuid()}".encode()).hexdigest()[:20]
-    return f"\0frontier-llm-{job}-{first_local_rank}"
+def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
+    """Abstract name of the Unix socket of a node: nobody else can take it beforehand. One per job and node (and per pretended node of a test)."""
+    return "\0frontier-llm-" + hmac.digest(secret, f"{port} {first_local_rank}".encode(), "sha256").hex()[:40]
 
 
-def open_store(address: str, port: int, timeout_s: float, first_local_rank: int | None = None) -> dist.Store:
-    """Another connection to the store that `comm.connect` has joined: through the relay of the node, if it has one."""
-    if first_local_rank is not None:
-        with contextlib.suppress(OSError):
-            return NodeStore(relay_name(address, port, first_local_rank), timeout_s, patient=False)
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+def connect_here(name: str) -> socket.socket:
+    """To a process of this user on this node."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(name)
+        same_user(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connect_across(address: str, port: int, secret: bytes) -> socket.socket:
+    """To rank 0's process on another node."""
+    connection = socket.create_connection((address, port), timeout=CONNECT_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        give_proof(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def send_parts(connection: socket.socket, *parts: bytes) -> None:
@@ -45,25 +64,14 @@ def send_parts(connection: socket.socket, *parts: bytes) -> None:
 
 
 def receive_parts(connection: socket.socket) -> Parts:
-    """Raises OSError when the other end is gone."""
-    (count,) = struct.unpack("<I", _exactly(connection, 4))
-    return [_exactly(connection, length) for length in struct.unpack(f"<{count}Q", _exactly(connection, 8 * count))]
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        piece = connection.recv(size - len(received))
-        if not piece:
-            raise ConnectionError("closed by the other side")
-        received += piece
-    return bytes(received)
-
-
-def is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this one's user."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return user == os.getuid()
+    """Raises OSError when the other end is gone, or says what no rank says."""
+    (count,) = struct.unpack("<I", exactly(connection, 4))
+    if not 0 < count <= MOST_PARTS:
+        raise ConnectionError(f"a message of {count} parts")
+    lengths = struct.unpack(f"<{count}Q", exactly(connection, 8 * count))
+    if sum(lengths) > MOST_BYTES:
+        raise ConnectionError(f"a message of {sum(lengths)} bytes")
+    return [exactly(connection, length) for length in lengths]
 
 
 def _as_bytes(value: str | bytes) -> bytes:
@@ -71,49 +79,39 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 class NodeStore(dist.Store):
-    """The job's store as a rank sees it through its node's relay. Raises DistStoreError when relay or server are gone.
+    """The job's store as a rank sees it. Raises DistStoreError when the other end is gone.
 
     torch's C++ (prefixes, gloo, RCCL's groups and their watchdogs) calls a store that is written in Python by names of its own, some of them
     not Python's: every one that it can call is here. Queues and list_keys it cannot call, and no group needs them.
     """
 
-    def __init__(self, name: str, timeout_s: float, patient: bool = True) -> None:
-        """Connect; if `patient`, wait up to `timeout_s` for the relay to be there, else raise OSError when it is not."""
+    def __init__(self, connect: Connect, timeout_s: float, patient: bool = True, connections: int = 1000) -> None:
+        """Connect; if `patient`, try for up to `timeout_s`. At most `connections` at a time: with one, nobody may wait for a key."""
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))  # kept by the C++ half, which hears of it from groups and prefixes too
-        self._name, self._threads = name, threading.local()
+        self._connect, self._room = connect, threading.BoundedSemaphore(connections)
+        self._idle: list[socket.socket] = []  # not one per thread: a thread of C++ is a new one to Python at each call
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
-                self._connection()
+                self._idle.append(connect())
                 return
-            except ConnectionRefusedError as error:
-                if not patient:
-                    raise
-                if time.monotonic() > deadline_s:
-                    raise dist.DistStoreError(f"no store relay on this node within {timeout_s:g} s") from error
+            except (OSError, Stranger) as error:
+                if not patient or time.monotonic() > deadline_s:
+                    raise dist.DistStoreError(f"no store of this job within {timeout_s if patient else 0:g} s: {error}") from error
                 time.sleep(0.01)
 
-    def _connection(self) -> socket.socket:
-        connection: socket.socket | None = getattr(self._threads, "connection", None)
-        if connection is None:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.connect(self._name)
-            if not is_own_user(connection):
-                raise dist.DistStoreError("the store relay of this node belongs to another user")
-            self._threads.connection = connection
-        return connection
-
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
-        """`within_s` is what the relay itself may wait."""
-        try:
-            connection = self._connection()
-            connection.settimeout(within_s + ANSWER_S)
-            send_parts(connection, operation.encode(), *arguments)
-            status, *values = receive_parts(connection)
-        except OSError as error:
-            self._threads.connection = None  # an answer that comes late must not be taken for the next one's
-            raise dist.DistStoreError(f"the store relay of this node is gone: {error}") from error
+        """`within_s` is what the other end itself may wait."""
+        with self._room:
+            try:
+                connection = self._idle.pop() if self._idle else self._connect()
+                connection.settimeout(within_s + ANSWER_S)
+                send_parts(connection, operation.encode(), *arguments)
+                status, *values = receive_parts(connection)  # who fails here is not asked again: a late answer would be the next question's
+            except (OSError, Stranger) as error:
+                raise dist.DistStoreError(f"the store of this job is gone: {error}") from error
+            self._idle.append(connection)
         if status != b"ok":
             raise dist.DistStoreError(values[0].decode())
         return values
@@ -159,7 +157,7 @@ class NodeStore(dist.Store):
         return int(self._ask("num_keys")[0])
 
     def clone(self) -> NodeStore:
-        """For another thread: this one, since each has a connection of its own."""
+        """For another thread: this one, since each question has a connection of its own."""
         return self
 
     deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's C++ calls them

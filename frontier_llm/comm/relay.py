@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from frontier_llm.comm.node_store import Parts, is_own_user, receive_parts, send_parts
+from frontier_llm.comm.node_store import Parts, receive_parts, send_parts
 from frontier_llm.machine.env import STORE_CHECKS_PER_S
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.001, 0.1  # of a key that is waited for; the pause doubles
@@ -28,33 +28,17 @@ def longest_poll_s(nodes: int, asking: int) -> float:
 
 
 class Relay:
-    """Serves the ranks of a node from `upstream`, a thread for each; they end with the process, or with `close`."""
+    """Answers connections from `upstream`, a thread for each; they end with their clients."""
 
-    def __init__(self, upstream: dist.Store, name: str, nodes: int = 1) -> None:
+    def __init__(self, upstream: dist.Store, nodes: int = 1) -> None:
         self._upstream, self._nodes = upstream, nodes
         self._ids: dict[str, bytes] = {}
         self._turns: dict[tuple[str, ...], threading.Lock] = {}
         self._asking: set[int] = set()  # threads that poll
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(name)
-        self._listener.listen(128)
-        threading.Thread(target=self._accept, name="store relay", daemon=True).start()
 
-    def close(self) -> None:
-        """Take no more clients; the name is free again. Those that are connected are served on."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            if is_own_user(connection):
-                threading.Thread(target=self._serve, args=(connection,), name="store relay client", daemon=True).start()
-            else:
-                connection.close()
+    def serve(self, connection: socket.socket) -> None:
+        """Take a connection over."""
+        threading.Thread(target=self._serve, args=(connection,), name="store relay client", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:

@@ -24,6 +24,7 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
+MAXIMUM_BYTES = 1 << 17  # of a file or value of YAML, which takes a second or two to parse; the largest that is shipped has 10 KB
 MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shipped files stay below 1,000
 
 
@@ -63,7 +64,8 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file as a mapping; raises ConfigError with file, line and column when it does not parse."""
     try:
-        content = _parse(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = _parse(file.read(MAXIMUM_BYTES + 1).decode())
     except ConfigError as error:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: not UTF-8, or a date that is none
@@ -77,6 +79,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _parse(text: str) -> Any:
     """YAML's value. Raises ConfigError for a key written twice and for aliases that unfold to more than MAXIMUM_NODES."""
+    if len(text) > MAXIMUM_BYTES:
+        raise ConfigError(f"holds more than {MAXIMUM_BYTES} bytes", "write less: no file of ours needs a tenth of it")
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -158,7 +162,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             continue
         try:
             value = _parse(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none, a number of thousands of digits
             value = text
         *parents, leaf = key.split(".")
         target = nested
@@ -228,6 +232,8 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
+        return Problem(where.rpartition(".")[0], f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}", "")
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}

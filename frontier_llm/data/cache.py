@@ -48,7 +48,7 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
     fix = f"delete {path}; it is made anew"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
         raise DataError(f"is not a .npy array: {error}", where=str(path), fix=fix) from error
     if array.shape != (length,) or array.dtype != np.dtype(dtype):
         what = f"expected {np.dtype(dtype)}[{length}], found {array.dtype}{list(array.shape)}"

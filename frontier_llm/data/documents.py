@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from frontier_llm.data import mds
 from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, InputPiece, open_packed, open_parquet
+from frontier_llm.data.parquet_pages import largest_page_bytes
 from frontier_llm.errors import DataError, suggest
 from frontier_llm.units import format_bytes
 
@@ -25,6 +26,7 @@ BLOCK_BYTES = 1 << 20
 ARRAY_HINT = "; a file with one large JSON value? It takes one object per line: jq -c '.[]' FILE > FILE.jsonl"
 DAMAGE_FIX = "mend the input (iconv -f LATIN1 -t UTF-8 for text in another encoding), or leave such inputs out with --skip-damaged"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+GROUP_OF_LARGEST = 8  # a parquet row group may hold so many values of the largest size; its pages, which are decoded whole, too
 CHUNK_BYTES = 4 << 20  # a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
 
 
@@ -68,7 +70,8 @@ class _Unpacked(io.RawIOBase):
 def read(piece: InputPiece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES) -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
 
-    A line, a parquet value, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory.
+    A line, a parquet value, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory. So is a page or row group of
+    parquet of more than GROUP_OF_LARGEST times as much.
     """
     if piece.kind in ("parquet", "mds"):
         yield from _read_parquet(piece, text_key, max_bytes) if piece.kind == "parquet" else _read_mds(piece, text_key, max_bytes)
@@ -198,26 +201,44 @@ def _line_number(piece: InputPiece) -> int:
 
 
 def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
+    group = piece.start
     try:
         file = open_parquet(piece.path)
-        if text_key not in file.schema_arrow.names:
-            yield Damage(piece.path, f"has no column {text_key!r}; " + suggest(text_key, file.schema_arrow.names[:20]))
+        columns = {file.schema.column(index).path: index for index in range(len(file.schema))}
+        if text_key not in columns:
+            nested = text_key in file.schema_arrow.names
+            why = f"column {text_key!r} is nested, not a string" if nested else f"has no column {text_key!r}"
+            yield Damage(piece.path, f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}")
             return
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in file.iter_batches(row_groups=list(range(piece.start, piece.stop)), columns=[text_key], batch_size=1024):
-            for value in batch.column(0).to_pylist():
-                try:
-                    text = _usable(value, text_key)
-                    if len(text) > max_bytes:
-                        raise DataError(MORE.format(format_bytes(max_bytes)))
-                except DataError as error:
-                    yield Damage(f"{piece.path} row {row}", error.problems[0].what)
-                else:
-                    if text:
-                        yield Text(text)
-                row += 1
-    except (OSError, ValueError) as error:
-        yield Damage(f"{piece.path} (row groups {piece.start} to {piece.stop - 1})", f"cannot be read: {error}")
+        for group in range(piece.start, piece.stop):
+            described = file.metadata.row_group(group)
+            page_bytes = largest_page_bytes(piece.path, described, columns[text_key])
+            most_bytes, text_bytes = GROUP_OF_LARGEST * max_bytes, 0
+            if page_bytes > most_bytes:
+                raise DataError(MORE.format(format_bytes(most_bytes) + " in a page"))
+            rows = max(
+                1, min(1024, most_bytes // max(page_bytes, 1))
+            )  # each may come from a page of its own, or be the same long one of a dictionary
+            for batch in file.iter_batches(row_groups=[group], columns=[text_key], batch_size=rows):
+                for value in batch.column(0).to_pylist():
+                    try:
+                        text = _usable(value, text_key)
+                        if len(text) > max_bytes:
+                            raise DataError(MORE.format(format_bytes(max_bytes)))
+                        text_bytes += len(text)
+                    except DataError as error:
+                        yield Damage(f"{piece.path} row {row}", error.problems[0].what)
+                    else:
+                        if text:
+                            yield Text(text)
+                    row += 1
+                if text_bytes > most_bytes:
+                    raise DataError(MORE.format(format_bytes(most_bytes)))
+    except DataError as error:
+        yield Damage(f"{piece.path} (row group {group})", error.problems[0].what)
+    except (OSError, ValueError, MemoryError, OverflowError) as error:
+        yield Damage(f"{piece.path} (row groups {group} to {piece.stop - 1})", f"cannot be read: {error}")
 
 
 def _read_mds(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:

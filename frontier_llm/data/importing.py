@@ -84,7 +84,7 @@ def _raw(path: Path, dtype: str | None) -> NDArray[Any]:
     if has_header:
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
-        except ValueError as error:
+        except Exception as error:  # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
             raise DataError(f"cannot be read: {error}", where=str(path), fix="copy it again") from error
     if dtype is None:
         raise DataError("has no header that says its type", where=str(path), fix="add --dtype uint16 (or uint32, int32, int64)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 
 MAXIMUM_BYTES = 128 << 20  # of a line, and of an MDS shard (Mosaic's own default is 64 MiB) after decompression; --max-mib
+MAXIMUM_FOOTER_BYTES = 32 << 20  # of a parquet file: some 100,000 columns of row groups
+BUFFER_BYTES = 1 << 20  # of a parquet file's column that is read; without it all of a row group's
 MORE = "holds more than {}; if that is right, give a larger --max-mib"
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
@@ -120,8 +123,12 @@ def _cut_parquet(path: Path, piece_bytes: int) -> list[InputPiece]:
 
 
 def open_parquet(path: str | Path) -> Any:
-    """A pyarrow.parquet.ParquetFile."""
-    return _pyarrow("pyarrow.parquet", path).ParquetFile(str(path))
+    """A pyarrow.parquet.ParquetFile, which reads a column as a stream. Raises ValueError for a footer that no file has."""
+    with Path(path).open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 8, 0))
+        if (footer := int.from_bytes(file.read(4), "little")) > MAXIMUM_FOOTER_BYTES:
+            raise ValueError(f"a footer of {footer} bytes, more than {MAXIMUM_FOOTER_BYTES}")
+    return _pyarrow("pyarrow.parquet", path).ParquetFile(str(path), buffer_size=BUFFER_BYTES)
 
 
 def open_packed(path: Path) -> Any:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
 from frontier_llm.units import format_bytes
@@ -185,9 +186,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         fix = "give a tokenizer's file or directory (nothing is downloaded), train one with `frontier-llm data tokenizer`, or give `bytes`"
         raise DataError("no such tokenizer", where=str(path), fix=fix)
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
-        if file.is_file() and file.stat().st_size > MAXIMUM_BYTES:
-            what = f"is larger than {format_bytes(MAXIMUM_BYTES)}, which no tokenizer is"
-            raise DataError(what, where=str(file), fix="give the tokenizer's own file")
+        if file.is_file() and file.stat().st_size > lifted(MAXIMUM_BYTES):
+            what = f"is larger than {format_bytes(lifted(MAXIMUM_BYTES))}, which no tokenizer is"
+            raise DataError(what, where=str(file), fix=f"give the tokenizer's own file; {LIFT}")
     if path.name.endswith("merges.txt"):
         raise DataError("is half a tokenizer", where=str(path), fix="give the vocab.json beside it")
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)

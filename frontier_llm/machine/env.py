@@ -37,7 +37,8 @@ _PYTORCH = (
     Variable("TORCH_FR_BUFFER_SIZE", "2000", "flight recorder: the last collectives of each rank, dumped when one times out", TORCH),
 )
 
-_NODE_LOCAL = "/tmp/miopen-${SLURM_JOB_ID:-0}-${SLURM_LOCALID:-0}"  # noqa: S108 node-local by intent, one per rank
+PRIVATE = "{private}"  # stands for the job's own folder on the node's local disk
+_NODE_LOCAL = f"{PRIVATE}/miopen-${{SLURM_LOCALID:-0}}"  # one per rank
 
 _ROCM = (
     Variable(

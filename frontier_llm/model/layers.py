@@ -76,6 +76,8 @@ class Attention(nn.Module):
             q_SBaD, k_SBgD = self.q_norm(q_SBaD), self.k_norm(k_SBgD)
         if positions.rope is not None:
             q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
+        if positions.rope is not None or self.queries > 1:  # q is a copy: views beside it would keep all of qkv until backward
+            k_SBgD, v_SBgD = k_SBgD.contiguous(), v_SBgD.contiguous()
 
         scores = Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS, window=self.window)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import Any, TextIO
 import torch
 
 from frontier_llm import log
+from frontier_llm.cluster.job_secret import JobSecret, private_folder
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import adopt, environ
-from frontier_llm.comm import Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
+from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
 from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine import load_machine
-from frontier_llm.machine.env import MACHINES, ONE_QUEUE
+from frontier_llm.machine.env import MACHINES, ONE_QUEUE, PRIVATE
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.machine.precision import FLUSHING, fp16_note
 from frontier_llm.topology import ParallelPlan, in_flight, make_plan
@@ -35,23 +37,22 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
     """Join the job's ranks; leave the groups at the end, whatever happens."""
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
-    sockets_forbidden = _set_environment(config, place)
-    device = _device(config, place)
-    if device.type == "cpu":
-        keep_freed_memory()
-    plan = make_plan(config, world_size)
-    mesh = _join(config, plan, place, device)
-    try:
-        if sockets_forbidden and device.type == "cuda" and place is not None:
-            _check_network(mesh, place)
-        yield plan, mesh, device
-    except (FrontierError, RuntimeError) as error:
-        if mesh.world.size > 1:
-            path = dump_flight_record(mesh, Path(config.train.run_dir) / "logs", str(error))
-            log.warn(f"this rank's last collectives and messages are in {path}")
-        raise
-    finally:
-        disconnect()
+    with _known(config, place) as job:
+        sockets_forbidden = _set_environment(config, job)
+        device = _device(config, job)
+        if device.type == "cpu":
+            keep_freed_memory()
+        plan = make_plan(config, world_size)
+        mesh = _join(config, plan, job, device)
+        try:
+            if sockets_forbidden and device.type == "cuda" and job is not None:
+                _check_network(mesh, job)
+            yield plan, mesh, device
+        except (FrontierError, RuntimeError) as error:
+            if mesh.world.size > 1:
+                path = dump_flight_record(mesh, Path(config.train.run_dir) / "logs", str(error))
+                log.warn(f"this rank's last collectives and messages are in {path}")
+            raise
 
 
 @contextmanager
@@ -65,14 +66,38 @@ def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -
         state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
 
 
-def _set_environment(config: RunConfig, place: RankEnv | None) -> bool:
+class _Job:
+    """What this rank knows of the job that started it, and the job's folder on this node."""
+
+    def __init__(self, config: RunConfig, place: RankEnv) -> None:
+        self.place, self.secret = place, JobSecret(place, Path(config.train.run_dir))
+        self.folder = private_folder(self.secret.wait(config.train.timeout_s))
+        self.rccl_log = self.folder / f"rccl-{place.rank}.log"
+
+
+@contextmanager
+def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
+    """The job of a process that a launcher has started; leaves its groups and removes what it has made outside of the run at the end."""
+    job = _Job(config, place) if place else None
+    try:
+        yield job
+    finally:
+        disconnect()
+        if job is not None:
+            job.secret.forget()
+            if job.place.local_rank == 0:
+                shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def _set_environment(config: RunConfig, job: _Job | None) -> bool:
     """Set what RCCL, libfabric and MIOpen need on this machine before the first of them starts.
 
     Logged with the reasons; what the user has exported stays, and is said. A launcher's exports (slurm/, launch/) come first.
     What torch has read already at its import is told to it. Raises ConfigError for a machine whose environment nobody knows. Returns True where collectives must not fall to sockets: between nodes of a machine whose network has a plugin.
     """
-    if place is None:
+    if job is None:
         return False
+    place = job.place
     machine = Path(config.machine).stem
     if machine not in MACHINES:  # a file of the user's own
         machine = load_machine(config.machine).environment
@@ -81,7 +106,7 @@ def _set_environment(config: RunConfig, place: RankEnv | None) -> bool:
     wanted = [variable for variable in machine_environment(machine, nodes, fsdp) if not any(map(environ, variable.also))]
     if fsdp and environ(ONE_QUEUE) == "1":
         log.warn(f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: unset it")
-    adopted = adopt({variable.name: variable.value for variable in wanted})
+    adopted = adopt({variable.name: variable.value.replace(PRIVATE, str(job.folder)) for variable in wanted})
     if "OMP_NUM_THREADS" not in adopted:
         torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
     reasons = ", ".join(f"{variable.name} ({variable.reason})" for variable in wanted if variable.name not in adopted)
@@ -93,31 +118,28 @@ def _set_environment(config: RunConfig, place: RankEnv | None) -> bool:
     adopt({"TORCH_FR_DUMP_TEMP_FILE": str(Path(config.train.run_dir).resolve() / "logs" / "flight_torch_rank_")})
     sockets_forbidden = nodes > 1 and any(variable.name == "NCCL_NET" for variable in wanted)
     if sockets_forbidden and place.local_rank == 0:
-        adopt({**LOG_VARIABLES, "NCCL_DEBUG_FILE": _rccl_log(place)})
+        adopt({**LOG_VARIABLES, "NCCL_DEBUG_FILE": str(job.rccl_log)})
     return sockets_forbidden
 
 
-def _rccl_log(place: RankEnv) -> str:
-    return f"/tmp/frontier-llm-rccl-{place.master_port}-{place.rank}.log"  # noqa: S108 node-local by intent, read once
-
-
-def _check_network(mesh: Mesh, place: RankEnv) -> None:
+def _check_network(mesh: Mesh, job: _Job) -> None:
     """Raise BackendError when this node's collectives have fallen to sockets: RCCL's own log says what it uses."""
     barrier(mesh.world)  # makes the communicator whose choice is logged
-    if place.local_rank != 0:
+    if job.place.local_rank != 0:
         return
     path = Path(environ("NCCL_DEBUG_FILE") or "")
-    if str(path) != _rccl_log(place):
+    if path != job.rccl_log:
         log.info(f"the network is not checked: RCCL's log goes to {path}, as you exported")
         return
     in_use = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
-    check_transport(in_use, place.hostname)
+    check_transport(in_use, job.place.hostname)
     log.info(f"collectives between nodes: {in_use}")
     path.unlink()
 
 
-def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
+def _device(config: RunConfig, job: _Job | None) -> torch.device:
     """cpu, or this rank's GPU: with one visible device (srun --gpus-per-task=1) that one, else by local rank."""
+    place = job.place if job else None
     wanted = config.train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -132,20 +154,20 @@ def _device(config: RunConfig, place: RankEnv | None) -> torch.device:
         raise FrontierError(what, fix=f"start {visible} ranks per node, or ask the scheduler for a GPU per rank")
     index = (place.local_rank if place else 0) % visible
     torch.cuda.set_device(index)
-    if place is not None and visible < place.local_world_size:
-        _take_gpu(place, torch.cuda.get_device_properties(index))
+    if job is not None and visible < job.place.local_world_size:
+        _take_gpu(job, torch.cuda.get_device_properties(index))
     architecture = getattr(torch.cuda.get_device_properties(index), "gcnArchName", "")  # NVIDIA's have none
     if (place is None or place.rank == 0) and (note := fp16_note(config.precision, architecture.startswith(FLUSHING))):
         log.warn(note)
     return torch.device("cuda", index)
 
 
-def _take_gpu(place: RankEnv, properties: Any) -> None:
+def _take_gpu(job: _Job, properties: Any) -> None:
     """Lock this rank's only GPU for this process, by its place on the bus. Raises FrontierError when another rank of the job has it."""
     where = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if None in where:  # a torch older than 2.8; the communicator will refuse duplicates, later and in other words
         return
-    path = f"/tmp/frontier-llm-gpu-{place.master_port}-{'-'.join(map(str, where))}.lock"  # noqa: S108 node-local by intent
+    place, path = job.place, str(job.folder / f"gpu-{'-'.join(map(str, where))}.lock")
     if path in _LOCKS:
         return
     lock = open(path, "w", encoding="utf-8")  # noqa: SIM115 held until the process ends
@@ -159,15 +181,17 @@ def _take_gpu(place: RankEnv, properties: Any) -> None:
     _LOCKS[path] = lock
 
 
-def _join(config: RunConfig, plan: ParallelPlan, place: RankEnv | None, device: torch.device) -> Mesh:
-    if place is None or place.world_size == 1:
+def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, device: torch.device) -> Mesh:
+    if job is None or job.place.world_size == 1:
         return serial_mesh()
+    place = job.place
     assert place.master_port is not None
     default = "nccl" if device.type == "cuda" else "gloo"
     backend = default if config.comm.backend == "auto" else config.comm.backend
-    node = (place.rank - place.local_rank, place.local_world_size) if config.comm.store == "node" else None
+    relayed, first = config.comm.store == "node", place.rank - place.local_rank
+    meeting = Meeting(place.master_addr, place.master_port, first, place.local_world_size, job.secret, relayed)
     timeout_s = config.train.timeout_s
-    connect(place.rank, place.world_size, place.master_addr, place.master_port, backend, timeout_s, node)
+    connect(place.rank, place.world_size, meeting, backend, timeout_s)
     return build_mesh(
         plan.grid,
         place.rank,

@@ -41,7 +41,7 @@ STAGES = (
     Stage("step_1b", 60, "a 1B model's step; the same losses twice"),
     Stage("step_3b", 60, "a 3B model's step"),
     Stage("reference", 60, "100 steps against the CPU reference"),
-    Stage("hang_test", 90, "which orders of communication are safe here"),
+    Stage("hang_test", 140, "which orders of communication are safe here"),
     Stage("layout", 90, "tensor x pipeline x data parallel against one device"),
     Stage("addresses", 90, "every op under an address checker"),
     Stage("compiled", 90, "each op through torch.compile"),

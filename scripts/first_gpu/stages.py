@@ -92,7 +92,7 @@ def build(_out: Path) -> dict[str, Any]:
     result["native"] = "built" if native.returncode == 0 else "not built: a C++ compiler and torch's headers are wanted (logs/build.log)"
     if REHEARSAL:
         return result | _rehearsed_build()
-    for assembler in (None, shutil.which("ptxas")):
+    for assembler in (None, _assembler()):
         if not (fault := _kernels_fault()):
             return result | _built(result["architecture"])
         print(fault, flush=True)
@@ -106,6 +106,12 @@ def build(_out: Path) -> dict[str, Any]:
             break
     fault = _kernels_fault()
     return result | (_built(result["architecture"]) if not fault else {"wrong": fault})
+
+
+def _assembler() -> str | None:
+    """The ptxas of this machine's CUDA, which its driver understands."""
+    places = [os.environ.get("PATH", ""), *(f"{os.environ.get(name) or '/usr/local/cuda'}/bin" for name in ("CUDA_HOME", "CUDA_PATH"))]
+    return shutil.which("ptxas", path=os.pathsep.join(places))
 
 
 def torch_is_nvidia() -> bool:

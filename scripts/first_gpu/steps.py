@@ -208,7 +208,7 @@ def hang_test(out: Path) -> dict[str, Any]:
     """Steps of one layer per stage in each mode, under a watchdog."""
     tensor, pipeline, data = degrees()
     run_file(out / "hang.yaml", pipeline, tensor, pipeline, data, steps=1000)
-    times = ["--times", "3" if REHEARSAL else "200"]
+    times = ["--times", "3" if REHEARSAL else "100"]
     command = [
         *CLI,
         "bench",

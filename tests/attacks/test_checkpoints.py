@@ -18,6 +18,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from frontier_llm import bounds
 from frontier_llm.checkpoint import DamagedCheckpoint, manifest
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.huggingface import HuggingFaceModel, tokenizer_files
@@ -26,7 +27,7 @@ from frontier_llm.checkpoint.megatron import MegatronModel, archive
 from frontier_llm.cli.main import main
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import CheckpointError, DataError
-from tests.faults.fuzz import MOST_GROWTH_KIB
+from tests.attacks.fuzz import MOST_GROWTH_KIB
 from tests.unit.checkpoint.simulated import TINY, Layout, write
 
 
@@ -106,6 +107,21 @@ def test_two_million_tensors_are_not_read(tmp_path: Path) -> None:
         manifest.parse(b'{"tensors":[' + tensors + b"]}", "manifest.json")
 
 
+def test_a_bound_is_lifted_by_whom_it_is_in_the_way_of(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_VALUES", 100)
+    for times, code in ((None, 1), ("1000", 0), ("1", 1), ("0", 2), ("many", 2), ("1e3", 2)):
+        monkeypatch.delenv(bounds.VARIABLE, raising=False)
+        if times is not None:
+            monkeypatch.setenv(bounds.VARIABLE, times)
+        assert main(["checkpoint", "verify", str(checkpoint)]) == code, capsys.readouterr()
+        said = "".join(capsys.readouterr())
+        assert (f"{bounds.VARIABLE}=N takes N times as much" in said) == (code == 1)
+    monkeypatch.delenv(bounds.VARIABLE)
+    bounds.lift(None)
+
+
 def save_zip(path: Path, pickled: bytes, **members: bytes) -> None:
     """As torch.save lays a file out."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,6 +169,14 @@ def test_a_long_list_of_members_is_not_read(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="lists its members in 2147483648 bytes, more than"):
         MegatronModel(tmp_path)
+
+
+@pytest.mark.parametrize("packed", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2], ids=["xz", "bzip2"])
+def test_members_that_unpack_without_a_bound(packed: int, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model_optim_rng.pt", "w", packed) as file:
+        file.writestr("archive/data.pkl", bytes(15 << 20))
+    with pytest.raises(CheckpointError, match="is packed with bzip2 or LZMA"):
+        archive.TorchArchive(tmp_path / "model_optim_rng.pt")
 
 
 def test_a_rank_with_an_absurd_number(tmp_path: Path) -> None:

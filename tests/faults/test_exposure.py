@@ -1,4 +1,4 @@
-"""What a run shows of itself: no secret of its environment in any file, and no open port but the rendezvous and the transport's own."""
+"""What a run shows of itself: no secret of its environment in any file, and no open port but the transport's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from frontier_llm.cluster.job_secret import VARIABLE, folder_of
 from tests.faults.runs import Run
 from tests.faults.test_runs import wait_for_ranks
 
@@ -46,15 +47,18 @@ def test_ports_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pids = wait_for_ranks(process.pid, run)
     environment = Path(f"/proc/{pids[0]}/environ").read_bytes()
     assert all(value.encode() in environment for value in SECRETS.values())
-    port = next(int(entry[12:]) for entry in environment.decode().split("\0") if entry.startswith("MASTER_PORT="))
+    variables = dict(entry.partition("=")[::2] for entry in environment.decode().split("\0"))
+    port, secret = int(variables["MASTER_PORT"]), variables[VARIABLE]
+    assert len(secret) == 64 and not any(secret.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [process.pid, *pids])
     ports = listening(pids)
     assert {address for address, _ in ports} == {"0100007F"}, "only the job's interface, here 127.0.0.1"
-    assert [number for _, number in ports].count(port) == 1
-    assert len(ports) <= 1 + 3 * len(pids), "the rendezvous, and gloo's own: one per group and rank"
+    assert port not in [number for _, number in ports], "on one node ranks meet at a Unix socket"
+    assert len(ports) <= 3 * len(pids), "gloo's own: one per group and rank"
     os.kill(pids[1], signal.SIGSEGV)  # the files of a crash, too: traceback, stacks, flight records, failure.json
     output, _ = process.communicate(timeout=60)
     files = [path for path in run.run_dir.rglob("*") if path.is_file()]
     assert any(path.name == "failure.json" for path in files) and len(files) > 10
-    for value in SECRETS.values():
+    assert not folder_of(secret.encode()).exists(), "what killed ranks have left on the node"
+    for value in [*SECRETS.values(), secret]:
         assert value not in output
         assert [path for path in files if value.encode() in path.read_bytes()] == []

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.checkpoint.shard import safetensors_head
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.packing import packed
@@ -71,8 +72,9 @@ def _opened(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > MAX_HEADER_BYTES:
-            raise CheckpointError(f"has a header of {header_bytes} bytes, more than {MAX_HEADER_BYTES}", "fetch the file again", str(path))
+        if header_bytes > lifted(MAX_HEADER_BYTES):
+            what = f"has a header of {header_bytes} bytes, more than {lifted(MAX_HEADER_BYTES)}"
+            raise CheckpointError(what, f"fetch the file again; {LIFT}", str(path))
         return safe_open(str(path), framework="pt")
     except FileNotFoundError:
         raise
@@ -86,9 +88,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
     if index.is_file():
         try:
             with index.open("rb") as content:
-                text = content.read(MAX_INDEX_BYTES + 1)
-            if len(text) > MAX_INDEX_BYTES:
-                raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+                text = read_beyond(content, lifted(MAX_INDEX_BYTES))
+            if len(text) > lifted(MAX_INDEX_BYTES):
+                raise ValueError(f"more than {lifted(MAX_INDEX_BYTES)} bytes; {LIFT}")
             weight_map = dict(json.loads(text)["weight_map"])
             outside = [file for file in weight_map.values() if Path(file).name != file]
         except (ValueError, KeyError, TypeError, RecursionError) as error:

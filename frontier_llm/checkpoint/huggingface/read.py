@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from frontier_llm.blueprint import ParameterKind
+from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.checkpoint.huggingface.families import FAMILIES, ConfigJson, Family
 from frontier_llm.checkpoint.huggingface.files import ShardedReader
 from frontier_llm.config import ModelConfig
@@ -116,9 +117,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-        if len(text) > MAX_CONFIG_BYTES:
-            raise CheckpointError(f"has more than {MAX_CONFIG_BYTES} bytes", where=str(path), fix="fetch the file again")
+            text = read_beyond(file, lifted(MAX_CONFIG_BYTES))
+        if len(text) > lifted(MAX_CONFIG_BYTES):
+            raise CheckpointError(f"has more than {lifted(MAX_CONFIG_BYTES)} bytes", where=str(path), fix=f"fetch the file again; {LIFT}")
         content = json.loads(text)
     except OSError as error:
         raise CheckpointError(

@@ -24,10 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.errors import CheckpointError
 from frontier_llm.units import MIB
 
 MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the numbers are elsewhere
+_BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of the others zipfile unpacks whatever comes, not what was asked for
 MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip: some 150,000 members
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member; its data follows it, the name and the extra field
 _STORAGES = {
@@ -129,12 +131,16 @@ class TorchArchive:
 
     def _pickled(self, archive: zipfile.ZipFile) -> bytes:
         member = self._members.get("data.pkl")
-        if member is None or member.file_size > MAX_PICKLE_BYTES:
+        if member is None or member.file_size > lifted(MAX_PICKLE_BYTES):
             what = "is a zip archive without a data.pkl"
             if member is not None:
-                what = f"has a data.pkl of {member.file_size} bytes, more than {MAX_PICKLE_BYTES}"
+                what = f"has a data.pkl of {member.file_size} bytes, more than {lifted(MAX_PICKLE_BYTES)}; {LIFT}"
             raise CheckpointError(what, where=str(self.path), fix="give a file that torch.save wrote")
         order = self._members.get("byteorder")
+        if any(part is not None and part.compress_type not in _BOUNDED for part in (member, order)):
+            raise CheckpointError(
+                "is packed with bzip2 or LZMA, which torch.save never does", where=str(self.path), fix="save it again with torch.save"
+            )
         if order is not None and (order.file_size > len("little") or archive.read(order) != b"little"):
             raise CheckpointError("was written on a big-endian machine", where=str(self.path), fix="save it again on a little-endian one")
         return archive.read(member)
@@ -169,8 +175,8 @@ def _check_directory(path: Path) -> None:
         at = tail.rfind(mark)
         if at >= 0:
             (size,) = struct.unpack_from(form, tail, at + place)
-            if size > MAX_DIRECTORY_BYTES and size != 0xFFFFFFFF:
-                what = f"lists its members in {size} bytes, more than {MAX_DIRECTORY_BYTES}"
+            if size > lifted(MAX_DIRECTORY_BYTES) and size != 0xFFFFFFFF:
+                what = f"lists its members in {size} bytes, more than {lifted(MAX_DIRECTORY_BYTES)}; {LIFT}"
                 raise CheckpointError(what, where=str(path), fix="give a file that torch.save wrote")
 
 

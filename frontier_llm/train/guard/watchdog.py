@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Mesh, dump_flight_record
 from frontier_llm.comm.board import Board
+from frontier_llm.comm.rendezvous import has_joined
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, write_failure
@@ -37,11 +37,9 @@ SHORTEST_S = 0.05  # between two posts, however short the steps are
 class Watchdog:
     """Watches this rank's progress while `guarding`."""
 
-    def __init__(self, train: TrainConfig, mesh: Mesh, place: RankEnv | None) -> None:
-        """Nothing moving for most of train.timeout_s means stuck. `place` is None in a run of one process."""
-        board = None
-        if place is not None and place.world_size > 1 and place.master_port is not None:
-            board = Board(place.master_addr, place.master_port, place.rank - place.local_rank)
+    def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
+        """Nothing moving for most of train.timeout_s means stuck."""
+        board = Board() if has_joined() else None
         self._mesh, self._run_dir, self._logs = mesh, Path(train.run_dir), Path(train.run_dir) / "logs"
         self._rank, self._ledger, self._timeout_s = mesh.world.rank, mesh.ledger, FIRES_AT * train.timeout_s
         self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, self._run_dir, self._here)

@@ -1,12 +1,15 @@
-"""One store connection per node: the relay answers as the store does, and groups are made through it."""
+"""The job's store: it answers as torch's own does, itself and through a node's relay, and groups are made with it."""
 
 from __future__ import annotations
 
+import functools
 import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -17,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.comm import all_reduce_, barrier, build_mesh, connect, disconnect, node_store
+from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect, store_server
 from frontier_llm.comm.board import Board
-from frontier_llm.comm.node_store import NodeStore, relay_name
+from frontier_llm.comm.door import Door, same_user
+from frontier_llm.comm.node_store import NodeStore, connect_here, socket_name
 from frontier_llm.comm.relay import Relay, longest_poll_s
 from frontier_llm.comm.rendezvous import allow_connections
 from frontier_llm.errors import BackendError
@@ -30,31 +34,58 @@ from tests.harness.pool import RankPool
 T = TypeVar("T")
 
 
+@contextmanager
+def opened(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The name of a Unix socket behind which `serve` answers."""
+    name = socket_name(os.urandom(16), 1, 0)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(name)
+    listener.listen(64)
+    entrance = Door(listener, same_user, serve, "a test")
+    yield name
+    entrance.close()
+
+
+def store_at(name: str, timeout_s: float, connections: int = 100) -> NodeStore:
+    return NodeStore(functools.partial(connect_here, name), timeout_s, connections=connections)
+
+
+@pytest.fixture(params=["C++", "Python", "relay"])
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a store answers: the server that ranks have, what stands in where it is not built, and the first through a relay with one connection."""
+    if store_server._library() is None and request.param != "Python":
+        pytest.skip("libstore_server.so has not been built: scripts/build_native.sh")
+    with patch.object(store_server, "_library", lambda: None) if request.param == "Python" else patch.object(os, "name", os.name):
+        serve, close = store_server.open_server()
+    with opened(serve) as name:
+        if request.param == "relay":
+            with opened(Relay(store_at(name, 5.0, connections=1)).serve) as relayed:
+                yield relayed
+        else:
+            yield name
+    close()
+
+
 @pytest.fixture
 def upstream() -> dist.TCPStore:
+    """torch's own, to compare with."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
 
 
-@pytest.fixture
-def name(upstream: dist.TCPStore) -> Iterator[str]:
-    name = relay_name("127.0.0.1", upstream.port, 0)
-    relay = Relay(upstream, name)
-    yield name
-    relay.close()
-
-
-def test_it_answers_as_the_store_does(upstream: dist.TCPStore, name: str) -> None:
-    store = NodeStore(name, 5.0)
+def test_it_keeps_what_it_is_given(name: str) -> None:
+    store, other = store_at(name, 5.0), store_at(name, 5.0)
     store.set("text", "zwölf")
-    store.set("bytes", b"\0\xff")
-    assert store.get("text").decode() == "zwölf" and store.get("bytes") == b"\0\xff" == upstream.get("bytes")
-    assert store.add("count", 2) == 2 and upstream.add("count", 3) == 5 and store.add("count", 0) == 5
+    store.set("bytes", b"\0\xff" * 200_000)
+    assert store.get("text").decode() == "zwölf" and other.get("bytes") == b"\0\xff" * 200_000
+    assert store.add("count", 2) == 2 and other.add("count", 3) == 5 and store.add("count", 0) == 5
+    with pytest.raises(dist.DistStoreError):
+        store.add("text", 1)
     assert store.check(["text", "bytes"]) and not store.check(["text", "missing"])
-    assert store.compare_set("claim", "", "mine") == b"mine" and store.compare_set("claim", "", "yours") == b"mine"
-    assert store.delete_key("text") and not store.delete_key("text") and not upstream.check(["text"])
+    assert store.compare_set("claim", "", "mine") == b"mine" and other.compare_set("claim", "", "yours") == b"mine"
+    assert store.delete_key("text") and not store.delete_key("text") and not other.check(["text"])
     prefixed = dist.PrefixStore("a", store)
     prefixed.set("key", "1")
-    assert upstream.get("a/key") == b"1" and prefixed.get("key") == b"1"
+    assert other.get("a/key") == b"1" and prefixed.get("key") == b"1"
 
 
 def _timed_out(call: Callable[[], object]) -> bool:
@@ -90,12 +121,12 @@ def test_what_torch_s_groups_ask_is_answered_as_by_the_store_itself(
     upstream: dist.TCPStore, name: str, call: Callable[[dist.Store], object]
 ) -> None:
     upstream.set_timeout(timedelta(seconds=0.2))
-    relayed = NodeStore(name, 0.2)
-    assert call(dist.PrefixStore("a", relayed)) == call(dist.PrefixStore("b", upstream))
+    ours = store_at(name, 0.2)
+    assert call(dist.PrefixStore("a", ours)) == call(dist.PrefixStore("b", upstream))
 
 
-def test_waiting_for_a_key_holds_up_nobody(upstream: dist.TCPStore, name: str) -> None:
-    waiting, other = NodeStore(name, 60.0), NodeStore(name, 60.0)
+def test_waiting_for_a_key_holds_up_nobody(name: str) -> None:
+    waiting, other = store_at(name, 60.0), store_at(name, 60.0)
     arrived: list[bytes] = []
     threads = [threading.Thread(target=lambda: arrived.append(waiting.get("late"))) for _ in range(2)]
     for thread in threads:
@@ -132,30 +163,24 @@ class _Counted(dist.HashStore):
 
 def _all_ask(name: str, question: Callable[[NodeStore], T], clients: int = 6) -> list[T]:
     with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(lambda _: question(NodeStore(name, 30.0)), range(clients)))
+        return list(pool.map(lambda _: question(store_at(name, 30.0)), range(clients)))
 
 
 def test_a_node_fetches_each_id_of_a_communicator_once() -> None:
-    server, name = _Counted(), relay_name("127.0.0.1", 1, os.getpid())
-    relay = Relay(server, name)
+    server = _Counted()
     ids = {f"root{number}": bytes([number]) * 128 for number in range(100)}
     for key, value in ids.items():
         server.set(key, value)  # type: ignore[arg-type]
-    try:
+    with opened(Relay(server).serve) as name:
         for _ in range(2):  # at once, and later
             assert _all_ask(name, lambda store: store.multi_get([*ids])) == [[*ids.values()]] * 6
-    finally:
-        relay.close()
     assert server.fetched == dict.fromkeys(ids, 1)
 
 
 def test_of_those_that_wait_for_a_key_one_asks() -> None:
-    server, name = _Counted(), relay_name("127.0.0.1", 2, os.getpid())
-    relay = Relay(server, name)
-    try:
+    server = _Counted()
+    with opened(Relay(server).serve) as name:
         assert _all_ask(name, lambda store: store.get("late")) == [b"now"] * 6
-    finally:
-        relay.close()
     first, *others = sorted(server.polls.values(), reverse=True)
     assert first == server.arrive_after and max(others) <= 2, "one look on arrival, one when the key is said to be there"
 
@@ -166,21 +191,41 @@ def test_the_polls_of_all_nodes_together_are_what_the_server_takes() -> None:
         assert 9408 * asking / longest_poll_s(9408, asking) == pytest.approx(STORE_CHECKS_PER_S)
 
 
-def test_time_outs_and_a_gone_relay_are_store_errors(upstream: dist.TCPStore, name: str) -> None:
-    store = NodeStore(name, 0.2)
+def test_time_outs_and_a_gone_store_are_store_errors(name: str) -> None:
+    store = store_at(name, 0.2)
     with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.2 s, keys: never"):
         store.get("never")
     with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.1 s"):
         store.wait(["never"], timedelta(seconds=0.1))
     store.set("still", "works")
     assert store.get("still") == b"works"
-    with pytest.raises(dist.DistStoreError, match=r"no store relay on this node within 0\.1 s"):
-        NodeStore(name + "-other", 0.1)
+    with pytest.raises(dist.DistStoreError, match=r"no store of this job within 0\.1 s"):
+        store_at(name + "-other", 0.1)
 
 
-def test_another_users_relay_is_refused(name: str) -> None:
-    with patch.object(node_store, "is_own_user", lambda connection: False), pytest.raises(dist.DistStoreError):
-        NodeStore(name, 0.2).set("key", "value")
+def test_a_closed_server_is_gone_for_those_that_wait() -> None:
+    serve, close = store_server.open_server()
+    with opened(serve) as name, ThreadPoolExecutor(1) as pool:
+        store = store_at(name, 60.0)
+        waiting = pool.submit(store.get, "never")
+        store.set("there", "1")
+        close()
+        with pytest.raises(dist.DistStoreError, match="is gone"):
+            waiting.result(30.0)
+
+
+def test_questions_that_no_rank_asks_end_their_connection_alone(name: str) -> None:
+    store = store_at(name, 5.0)
+    with pytest.raises(dist.DistStoreError, match="does not know"):
+        store._ask("list_keys")
+    for nonsense in (b"\0" * 4, b"\xff" * 12, b"\1\0\0\0" + b"\xff" * 8, b"\1"):
+        with connect_here(name) as stranger:
+            stranger.sendall(nonsense)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(5.0)
+            with suppress(ConnectionResetError):  # some of it was not even read
+                assert stranger.recv(1) == b""
+    store.set("still", "works")
 
 
 def _sockets_to(port: int) -> int:
@@ -189,12 +234,12 @@ def _sockets_to(port: int) -> int:
     return sum(int(row[2].split(":")[1], 16) == port and row[3] == "01" for row in rows)
 
 
-def _on_pretended_nodes(rank: int, port: int, per_node: int | None) -> tuple[float, str, int]:
+def _on_pretended_nodes(rank: int, port: int, per_node: int, relayed: bool) -> tuple[float, str, int]:
     dist.barrier()
     dist.destroy_process_group()  # the pool's own world
-    first = rank - rank % per_node if per_node else rank
-    connect(rank, 4, "127.0.0.1", port, "gloo", 30.0, (first, per_node) if per_node else None)
-    board = Board("127.0.0.1", port, first)
+    meeting = Meeting("127.0.0.1", port, rank - rank % per_node, per_node, lambda: b"a secret of this job", relayed)
+    connect(rank, 4, meeting, "gloo", 30.0)
+    board = Board()
     board.post(rank, {"at": rank})
     mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=30.0)
     total = float(all_reduce_(torch.tensor([10.0**rank]), mesh.world)) + float(all_reduce_(torch.tensor([0.5]), mesh.tp))
@@ -207,9 +252,12 @@ def _on_pretended_nodes(rank: int, port: int, per_node: int | None) -> tuple[flo
     return total, claimed, connections
 
 
-@pytest.mark.parametrize(("per_node", "expected"), [(2, 2), (4, 1), (None, 8)], ids=["two nodes", "one node", "direct"])
-def test_groups_and_notices_through_one_connection_per_node(ranks: RankPool, per_node: int | None, expected: int) -> None:
-    for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node):
+@pytest.mark.parametrize(
+    ("per_node", "relayed", "expected"), [(2, True, 1), (2, False, 4), (4, False, 0)], ids=["relayed", "two nodes", "one node"]
+)
+def test_groups_and_notices(ranks: RankPool, per_node: int, relayed: bool, expected: int) -> None:
+    """Two connections of each rank of other nodes, or one of the node; ranks of rank 0's node need no port."""
+    for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node, relayed):
         assert (total, claimed) == (1112.0, "same")
         assert connections == expected
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frontier_llm.comm import Axis, build_mesh, connect, dump_flight_record, group, groups
+from frontier_llm.comm import Axis, Meeting, build_mesh, connect, dump_flight_record, group, groups
 from frontier_llm.comm.group import TorchGroup
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError
@@ -61,7 +61,7 @@ def test_no_communicator_is_made_before_it_is_used(asked: SimpleNamespace) -> No
     """`device_id` would make torch open the world's at once, and every smaller one by splitting it."""
     store = dist.HashStore()
     with patch.object(dist, "is_backend_available", lambda name: True), patch.object(groups, "join_store", lambda *_: store):
-        connect(RANK, 16, "n0", 1234, "nccl", 30.0)
+        connect(RANK, 16, Meeting("n0", 1234, 0, 8), "nccl", 30.0)
     call = inspect.signature(dist.init_process_group).bind(
         *asked.init_process_group.call_args.args, **asked.init_process_group.call_args.kwargs
     )

@@ -28,9 +28,9 @@ class Source:
         return SampleBatch(np.zeros(self.shape, dtype=np.int64), None, None)
 
 
-def config_of(layers: int, recompute: str, micro_batch: int) -> RunConfig:
+def config_of(layers: int, recompute: str, micro_batch: int, **shape: object) -> RunConfig:
     """fp32 with torch's own LayerNorm and attention: the reference ops then keep exactly what the fused ones keep."""
-    model = load_model("bench-l8-h384", {"layers": layers})
+    model = load_model("bench-l8-h384", {"layers": layers, **shape})
     return build(
         RunConfig,
         {
@@ -92,3 +92,12 @@ def test_a_layer_whose_weight_gradients_wait_keeps_all_but_the_attention_core(re
 def test_a_layer_keeps_what_the_list_says(recompute: str, micro_batch: int) -> None:
     measured = (kept_bytes(config_of(4, recompute, micro_batch)) - kept_bytes(config_of(2, recompute, micro_batch))) / 2
     assert listed(config_of(4, recompute, micro_batch)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"position": "rope"}, {"position": "rope", "kv_heads": 2}, {"position": "learned", "kv_heads": 2}], ids=str
+)
+def test_queries_that_are_copied_leave_nothing_of_the_product_behind(shape: dict[str, object]) -> None:
+    """A view of v alone would keep the whole qkv beside rotated queries and keys."""
+    measured = (kept_bytes(config_of(4, "none", 1, **shape)) - kept_bytes(config_of(2, "none", 1, **shape))) / 2
+    assert listed(config_of(4, "none", 1, **shape)) == pytest.approx(measured, rel=0.02)

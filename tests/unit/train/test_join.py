@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from frontier_llm.cluster.job_secret import VARIABLE
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.comm import serial_mesh
-from frontier_llm.config import load_run
+from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
 from frontier_llm.errors import BackendError, ConfigError, FrontierError
 from frontier_llm.machine.env import environment
 from frontier_llm.train import join
 
 PLACE = RankEnv(8, 16, 0, 8, 1, "n1", "n0", 23456, "slurm")
+
+
+def set_environment(config: RunConfig, place: RankEnv | None = PLACE) -> bool:
+    with join._known(config, place) as job:
+        return join._set_environment(config, job)
 
 
 @pytest.fixture
@@ -32,13 +39,14 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     ):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
+    monkeypatch.setenv(VARIABLE, os.urandom(32).hex())
     yield monkeypatch
     torch.set_num_threads(threads)
 
 
 def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     clean.setenv("NCCL_CROSS_NIC", "0")
-    assert join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
+    assert set_environment(load_run("bench", ["machine=frontier"]))
     said = capfd.readouterr().err
     assert environ("FI_CXI_RDZV_PROTO") == "alt_read" and environ("NCCL_NET") == "AWS Libfabric"
     assert environ("NCCL_CROSS_NIC") == "0" and "kept NCCL_CROSS_NIC=0, which you exported, over 1" in said
@@ -49,10 +57,10 @@ def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyP
 def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean: pytest.MonkeyPatch) -> None:
     """torch 2.13 takes PYTORCH_HIP_ALLOC_CONF before PYTORCH_ALLOC_CONF: ours would silently replace the user's."""
     clean.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
+    set_environment(load_run("bench", ["machine=frontier"]))
     assert environ("PYTORCH_HIP_ALLOC_CONF") is None
     clean.delenv("PYTORCH_ALLOC_CONF")
-    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
+    set_environment(load_run("bench", ["machine=frontier"]))
     assert environ("PYTORCH_HIP_ALLOC_CONF") == "max_split_size_mb:512"
 
 
@@ -60,20 +68,20 @@ def test_fsdp_keeps_its_queues(clean: pytest.MonkeyPatch, capfd: pytest.CaptureF
     """With one queue its gathers would wait behind the compute that they are to overlap."""
     for setting, value in (("parallel.data_mode=zero", "1"), ("parallel.data_mode=fsdp", None)):
         clean.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-        join._set_environment(load_run("bench", ["machine=h200", setting]), PLACE)
+        set_environment(load_run("bench", ["machine=h200", setting]))
         assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == value
     clean.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    join._set_environment(load_run("bench", ["machine=h200", "parallel.data_mode=fsdp"]), PLACE)
+    set_environment(load_run("bench", ["machine=h200", "parallel.data_mode=fsdp"]))
     assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and "keeps FSDP's gathers behind" in capfd.readouterr().err
 
 
 def test_threads_are_those_that_are_claimed(clean: pytest.MonkeyPatch) -> None:
     """torch has read OMP_NUM_THREADS when it was imported."""
     torch.set_num_threads(3)
-    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
+    set_environment(load_run("bench", ["machine=frontier"]))
     assert (environ("OMP_NUM_THREADS"), torch.get_num_threads()) == ("7", 7)
     clean.setenv("OMP_NUM_THREADS", "2")  # the user's, which torch has read itself
-    join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
+    set_environment(load_run("bench", ["machine=frontier"]))
     assert torch.get_num_threads() == 7
 
 
@@ -83,30 +91,33 @@ def test_a_machine_file_of_ones_own_has_the_environment_of_its_base_or_is_refuse
         (tmp_path / f"{name}.yaml").write_text(content)
     for name in ("based", "named"):
         clean.delenv("HSA_FORCE_FINE_GRAIN_PCIE", raising=False)
-        assert join._set_environment(load_run("bench", [f"machine={tmp_path}/{name}.yaml"]), PLACE)
+        assert set_environment(load_run("bench", [f"machine={tmp_path}/{name}.yaml"]))
         assert environ("HSA_FORCE_FINE_GRAIN_PCIE") == "1"
     with pytest.raises(ConfigError, match=r"no environment is known for machine 'unknown'[\s\S]*`environment:`[\s\S]*frontier"):
-        join._set_environment(load_run("bench", [f"machine={tmp_path}/unknown.yaml"]), PLACE)
+        set_environment(load_run("bench", [f"machine={tmp_path}/unknown.yaml"]))
 
 
 def test_one_node_and_one_process_forbid_nothing(clean: pytest.MonkeyPatch) -> None:
-    assert not join._set_environment(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, 0, "n0", "n0", 23456, "slurm"))
-    assert not join._set_environment(load_run("bench", ["machine=frontier"]), None)
+    assert not set_environment(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, 0, "n0", "n0", 23456, "slurm"))
+    assert not set_environment(load_run("bench", ["machine=frontier"]), None)
 
 
-def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rccl.log"
-    clean.setattr(join, "_rccl_log", lambda place: str(path))
-    assert join._set_environment(load_run("bench", ["machine=frontier"]), PLACE)
-    path.write_text("n1:1:1 [0] NCCL INFO Using network Socket\n")
-    with pytest.raises(BackendError, match="RCCL uses Socket between nodes"):
-        join._check_network(serial_mesh(), PLACE)
-    path.write_text("NCCL INFO NET/OFI Selected provider is cxi\nNCCL INFO Using network AWS Libfabric\n")
-    join._check_network(serial_mesh(), PLACE)
-    assert "collectives between nodes: AWS Libfabric" in capfd.readouterr().err and not path.exists()
-    clean.setenv("NCCL_DEBUG_FILE", "/elsewhere")
-    join._check_network(serial_mesh(), PLACE)
-    assert "the network is not checked" in capfd.readouterr().err
+def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    config = load_run("bench", ["machine=frontier"])
+    with join._known(config, PLACE) as job:
+        assert job is not None and join._set_environment(config, job)
+        path = Path(environ("NCCL_DEBUG_FILE") or "")
+        assert path.parent == job.folder == Path(environ("MIOPEN_USER_DB_PATH") or "").parent
+        path.write_text("n1:1:1 [0] NCCL INFO Using network Socket\n")
+        with pytest.raises(BackendError, match="RCCL uses Socket between nodes"):
+            join._check_network(serial_mesh(), job)
+        path.write_text("NCCL INFO NET/OFI Selected provider is cxi\nNCCL INFO Using network AWS Libfabric\n")
+        join._check_network(serial_mesh(), job)
+        assert "collectives between nodes: AWS Libfabric" in capfd.readouterr().err and not path.exists()
+        clean.setenv("NCCL_DEBUG_FILE", "/elsewhere")
+        join._check_network(serial_mesh(), job)
+        assert "the network is not checked" in capfd.readouterr().err
+    assert not job.folder.exists()
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, bus: int) -> None:
@@ -116,33 +127,34 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, bus: int) -> None:
         monkeypatch.setattr(torch.cuda, name, function)
 
 
-def _place(local_rank: int, ranks: int, port: int) -> RankEnv:
-    return RankEnv(local_rank, ranks, local_rank, ranks, 0, "n0", "n0", port, "slurm")
+def _job(local_rank: int, ranks: int) -> join._Job:
+    place = RankEnv(local_rank, ranks, local_rank, ranks, 0, "n0", "n0", 23456, "slurm")
+    return join._Job(load_run("quickstart"), place)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend(monkeypatch, 4, 0xC1)
+def test_more_ranks_than_gpus_are_refused(clean: pytest.MonkeyPatch) -> None:
+    _pretend(clean, 4, 0xC1)
     for local_rank in (0, 7):  # each rank, not only those without a GPU: all end with the reason
         with pytest.raises(FrontierError, match="8 ranks on n0, where torch sees 4 GPUs"):
-            join._device(load_run("quickstart", ["train.device=cuda"]), _place(local_rank, 8, 23456))
+            join._device(load_run("quickstart", ["train.device=cuda"]), _job(local_rank, 8))
+    shutil.rmtree(_job(0, 8).folder)
 
 
-def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, port = load_run("quickstart", ["train.device=cuda"]), os.getpid()  # a name of its own for the lock
-    _pretend(monkeypatch, 1, 0xC1)
+def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(clean: pytest.MonkeyPatch) -> None:
+    run, job, other = load_run("quickstart", ["train.device=cuda"]), _job(0, 2), _job(1, 2)
+    _pretend(clean, 1, 0xC1)
     try:
-        assert join._device(run, _place(0, 2, port)).index == 0
-        assert join._device(run, _place(0, 2, port)).index == 0  # a rank that joins again
-        with monkeypatch.context() as another_process:
+        assert join._device(run, job).index == 0
+        assert join._device(run, job).index == 0  # a rank that joins again
+        with clean.context() as another_process:
             another_process.setattr(join, "_LOCKS", {})
             with pytest.raises(FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"):
-                join._device(run, _place(1, 2, port))
-            _pretend(monkeypatch, 1, 0xC6)
-            assert join._device(run, _place(1, 2, port)).index == 0  # its own
+                join._device(run, other)
+            _pretend(clean, 1, 0xC6)
+            assert join._device(run, other).index == 0  # its own
             for lock in join._LOCKS.values():
                 lock.close()
     finally:
-        for path in [path for path in join._LOCKS if f"-{port}-" in path]:
+        for path in [path for path in join._LOCKS if Path(path).parent == job.folder]:
             join._LOCKS.pop(path).close()
-        for lock in Path("/tmp").glob(f"frontier-llm-gpu-{port}-*"):
-            lock.unlink()
+        shutil.rmtree(job.folder)

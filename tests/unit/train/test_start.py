@@ -44,6 +44,7 @@ def test_a_resumed_run_draws_no_weights_and_goes_on_the_same(tmp_path: Path, mon
         return [line["loss"] for line in lines if "loss" in line and "mfu" in line]
 
     whole = trained(tmp_path / "whole", 4)
+    assert len(whole) == 4
     trained(tmp_path / "parts", 2)
     monkeypatch.setattr(importlib.import_module("frontier_llm.model.initialize"), "normals", lambda *_: pytest.fail("weights are drawn"))
     assert trained(tmp_path / "parts", 4) == whole

@@ -29,7 +29,7 @@ def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watchdog:
         raise Ended(code)
 
     monkeypatch.setattr("frontier_llm.train.guard.watchdog.os._exit", end)
-    watchdog = Watchdog(TrainConfig(run_dir=str(tmp_path / "run")), serial_mesh(), None)
+    watchdog = Watchdog(TrainConfig(run_dir=str(tmp_path / "run")), serial_mesh())
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run").touch()
     return watchdog
@@ -75,7 +75,7 @@ def test_stacks_are_written_when_the_collective_gives_up_before_the_watching_thr
     monkeypatch.setattr("frontier_llm.train.guard.watchdog.os._exit", end)
     monkeypatch.setattr(Inquiry, "alone", False)
     monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
-    watchdog = Watchdog(TrainConfig(run_dir=str(tmp_path)), serial_mesh(), None)
+    watchdog = Watchdog(TrainConfig(run_dir=str(tmp_path)), serial_mesh())
     with pytest.raises(Ended, match="1"), watchdog.guarding():
         wait_for_a_frozen_peer()
     assert "in wait_for_a_frozen_peer" in (tmp_path / "logs" / "stacks_rank_00000.txt").read_text()

@@ -1,4 +1,4 @@
-"""Mutated manifests and shard headers: typed errors only, in bounded time and memory, and no path outside the checkpoint is opened (see tests/faults/fuzz)."""
+"""Mutated manifests and shard headers: typed errors only, in bounded time and memory, and no path outside the checkpoint is opened (see tests/attacks/fuzz)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load
 from frontier_llm.checkpoint.inspect import verify
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, parse
-from tests.faults.fuzz import HEADERS, MANIFESTS, mutate, paths, refused
+from tests.attacks.fuzz import HEADERS, MANIFESTS, mutate, paths, refused
 from tests.unit.checkpoint.simulated import TINY, Layout, buckets_of, optimizer_of, write
 
 
@@ -34,7 +34,7 @@ def test_mutated_manifests(checkpoint: Path) -> None:
         return bool(load.read_shards(checkpoint, parse(data, "manifest.json"), optimizer, 0, 1))
 
     cases = [mutate(content, rng, places) for _ in range(MANIFESTS)]
-    assert refused(read, cases, {checkpoint}) > 0.9 * MANIFESTS
+    assert refused("manifests", read, cases, {checkpoint}) > 0.9 * MANIFESTS
     assert not read(json.dumps(content).encode())
 
 
@@ -54,7 +54,7 @@ def test_mutated_headers(checkpoint: Path) -> None:
         return [problem.where for problem in verify(checkpoint)] == [str(path)]
 
     cases = [case for case in (damage() for _ in range(HEADERS)) if case != content]
-    assert refused(read, cases, {checkpoint}) == len(cases) > 0.99 * HEADERS
+    assert refused("headers of shards", read, cases, {checkpoint}) == len(cases) > 0.99 * HEADERS
     path.write_bytes(content)
     assert verify(checkpoint) == []
 

@@ -24,7 +24,7 @@ from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, Problem
 
-SHARDS = Path(__file__).parent / "mds_shards"
+SHARDS = Path(__file__).parents[1] / "unit" / "data" / "mds_shards"
 
 
 @pytest.fixture
@@ -119,6 +119,53 @@ def test_a_parquet_value_beyond_the_bound_is_left_out(tmp_path: Path) -> None:
     (piece,) = cut(tmp_path / "a.parquet", "file", 1 << 20)
     why = "holds more than 1000 B; if that is right, give a larger --max-mib"
     assert list(read(piece, max_bytes=1000)) == [Text("short"), Damage(f"{tmp_path}/a.parquet row 1", why), Text("also")]
+
+
+def damages(path: Path, max_bytes: int) -> list[str]:
+    return [item.why for piece in cut(path, "file", 1 << 20) for item in read(piece, max_bytes=max_bytes) if isinstance(item, Damage)]
+
+
+def test_a_parquet_page_is_measured_before_it_is_decoded(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path, texts = tmp_path / "a.parquet", [f"{number}" * 1000 for number in range(2000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, use_dictionary=False, compression="none", data_page_size=4 << 20)
+    assert damages(path, 2 << 20) == []
+    (why,) = damages(path, 1 << 19)
+    assert "more than 4.0 MiB in a page" in why and "--max-mib" in why
+    content, before = bytearray(path.read_bytes()), peak_bytes()
+    field = next(at for at in range(100) if content[at : at + 3] == b"\x15\x00\x15") + 3  # the type of a data page, then its size
+    assert content[field + 3] < 128 <= content[field + 2], "four bytes"
+    content[field : field + 4] = b"\xfe\xff\xff\x7f"
+    path.write_bytes(content)
+    (why,) = damages(path, 2 << 20)
+    assert "more than 16.0 MiB in a page" in why and peak_bytes() - before < 64 << 20
+    content[field : field + 4] = b"\xff\xff\xff\x7f"  # negative
+    path.write_bytes(content)
+    (why,) = damages(path, 2 << 20)
+    assert "has a damaged page at byte 4" in why
+
+
+def test_one_long_value_said_often_is_not_held_often(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path, before = tmp_path / "a.parquet", peak_bytes()
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 500, pyarrow.int32()), ["x" * (1 << 20)])
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    (why,) = damages(path, 1 << 20)
+    assert "holds more than 8.0 MiB" in why and peak_bytes() - before < 100 << 20
+
+
+def test_a_parquet_footer_that_no_file_has(tmp_path: Path) -> None:
+    with (tmp_path / "a.parquet").open("wb") as file:
+        file.truncate(100 << 20)  # a hole
+        file.seek(0, 2)
+        file.write((90 << 20).to_bytes(4, "little") + b"PAR1")
+    (why,) = damages(tmp_path / "a.parquet", 1 << 20)
+    assert "a footer of 94371840 bytes, more than 33554432" in why
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])

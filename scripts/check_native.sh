@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Builds the C++ parts with AddressSanitizer and UndefinedBehaviorSanitizer in a copy of the checkout and plays their tests: the first bad access ends them.
+#     scripts/check_native.sh [--all] [ARGUMENT of pytest ...]
+# --all: the CPU ops too, whose kernels take minutes to compile. Needs g++ with its sanitizers' libraries.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+tests=(tests/unit/data/test_native.py tests/unit/data/test_samples.py tests/unit/checkpoint/test_digest.py
+    tests/unit/comm/test_shm.py tests/unit/comm/test_node_store.py tests/attacks/test_native.py)
+ops=skip
+if [[ "${1:-}" == --all ]]; then
+    ops=build
+    tests+=(tests/unit/ops/test_cpu.py)
+    shift
+fi
+copy="$(mktemp -d)"
+trap 'rm -rf "$copy"' EXIT
+cp -r csrc tests configs scripts launch slurm setup.py pyproject.toml "$copy"
+mkdir "$copy/frontier_llm"
+tar -c --exclude=_native frontier_llm | tar -x -C "$copy"
+
+# what setup.py calls: the sanitizers, and less optimisation, after its own flags
+cat >"$copy/cxx" <<WRAPPER
+#!/usr/bin/env bash
+if [[ $ops == skip && ("\$*" == *csrc/cpu/* || "\$*" == *libfrontier_ops*) ]]; then
+    for target; do :; done
+    : >"\$target"
+else
+    exec g++ "\$@" -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+fi
+WRAPPER
+chmod +x "$copy/cxx"
+cd "$copy"
+CXX="$copy/cxx" "${PYTHON:-python}" setup.py -q build_ext --inplace >build.log 2>&1 || {
+    cat build.log >&2
+    exit 1
+}
+# Python itself is not built with them, so they come first; what it never frees is not ours
+preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so) $(g++ -print-file-name=libstdc++.so)"
+LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONPATH="$copy" \
+    "${PYTHON:-python}" -m pytest -q -x -p no:cacheprovider "${tests[@]}" "$@"
