@@ -50,6 +50,7 @@ class Under(Enum):
     PRODUCT = "the product that it feeds or drains"
     GRADIENT = "another gradient's product, about as long"
     HEAD = "the head's product, which is far longer"
+    ATTENTION = "attention to what is there already"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Collective:
     size_bytes: int
     under: Under = Under.NOTHING
     in_chunks: bool = False  # beside a product that is cut in `comm.tensor_chunks` pieces, and so is this
+    calls: int = 1  # so many of this size, one after the other
 
 
 @dataclass(frozen=True)

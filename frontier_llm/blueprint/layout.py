@@ -42,6 +42,7 @@ class Layout:
     dtype: str = "bf16"
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
     optimizer: str = "adamw"
+    context_attention: str = "auto"  # of blueprint.context.WAYS, or auto
 
     @property
     def devices(self) -> int:
@@ -91,4 +92,5 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         dtype=config.precision.dtype,
         gradient_wire=config.precision.gradient_wire,
         optimizer=config.optimizer.name,
+        context_attention=parallel.context_attention,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
+from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.expert_work import expert_work
 from frontier_llm.blueprint.items import (
     ADDING,
@@ -166,15 +167,33 @@ def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
 
 def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
-    """Keys and values of the whole sequence, gathered over cp in two halves, forward and again backward; then their gradients, scattered."""
+    """What attention sends over cp: two halves of all keys and values and their gradients; blocks of them in turn; or some heads for some tokens."""
     if layout.cp == 1:
         return
-    half = model.sequence_length // 2 * layout.micro_batch * 2 * model.num_kv_heads // layout.tp * model.dim_per_head
-    size = half * DTYPE_BYTES[layout.dtype]
-    for under in (Under.NOTHING, Under.PRODUCT):  # the second half travels while the first is read
-        yield Item(Phase.F, EXCHANGE, Collective("cp", "all_gather", size, under), ANY)
-        yield Item(Phase.I, EXCHANGE, Collective("cp", "all_gather", size, under))
-        yield Item(Phase.I, EXCHANGE, Collective("cp", "reduce_scatter", size, under))
+    D, cp, B = model.dim_per_head, layout.cp, layout.micro_batch
+    a, g = model.heads // layout.tp, model.num_kv_heads // layout.tp
+    row, held = B * D * DTYPE_BYTES[layout.dtype], model.sequence_length // cp  # bytes of a position of one head; positions
+
+    def send(phase: Phase, operation: str, size: int, under: Under = Under.NOTHING, calls: int = 1) -> Item:
+        return Item(phase, EXCHANGE, Collective("cp", operation, size, under, calls=calls), ANY if phase is Phase.F else ())
+
+    way = context_way(model, layout.tp, cp, layout.context_attention)
+    if way == "gather":
+        for under in (Under.NOTHING, Under.ATTENTION):  # the second half travels while the first is read
+            half = held * cp * g * row
+            yield send(Phase.F, "all_gather", half, under)
+            yield send(Phase.I, "all_gather", half, under)
+            yield send(Phase.I, "reduce_scatter", half, under)
+    elif way == "ring":
+        both = held * 2 * g * row
+        yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
+        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
+        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # gradients, which go home
+    else:
+        for phase, again in ((Phase.F, FULL), (Phase.I, ())):  # of the core alone nothing needs the output once more
+            yield send(phase, "all_to_all", held * (a + 2 * g) * row)
+            yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
+        yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))  # attention's own output, beside the one that came back
 
 
 def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) -> tuple[Pass, Pass]:

@@ -107,13 +107,16 @@ def _index(args: argparse.Namespace) -> int:
     option("--tokenizer", help="to decode with (default: the one that made the data)"),
     option("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)"),
     option("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)"),
+    option(
+        "--sequence-length", type=natural, default=0, metavar="S", help="also count the tokens that sequences of S cut from their beginning"
+    ),
     JSON,
     line="counts, token histogram and decoded samples of a dataset; checks all of its index",
 )
 def _inspect(args: argparse.Namespace) -> int:
     from frontier_llm.data.inspect import inspect
 
-    report = inspect(args.prefix, args.tokenizer, args.samples, args.top)
+    report = inspect(args.prefix, args.tokenizer, args.samples, args.top, sequence_length=args.sequence_length)
     if args.json:
         print(strict_json(report))
     else:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
     from frontier_llm.inference.evaluate import TaskResult
     from frontier_llm.inference.heldout import HeldOut
+    from frontier_llm.inference.needle import Recall
     from frontier_llm.inference.tasks import Task
 
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     option("--shots-from", action="append", metavar="NAME=FILE", help="where a task's examples come from (default: its own file)"),
     option("--limit", type=natural, default=0, metavar="N", help="questions per task; 0 = all (default)"),
     option("--batch-size", type=positive, default=8, metavar="N", help="sequences scored at once (default: 8)"),
+    option("--positions", type=positive, default=1, metavar="N", help="also the loss in N equal stretches of the window (default: 1)"),
+    option("--figure", metavar="FILE", help="draw the loss against the position in the window (with --positions)"),
+    option("--needles", type=natural, default=0, metavar="N", help="hide N needles of random tokens at each of 5 depths and ask for them"),
     option("--output", metavar="FILE", help="also write the JSON there"),
     about="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. Needs no network: "
     "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that lm-evaluation-harness uses.",
@@ -79,12 +83,15 @@ def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, Task, Task | None]]:
 def _evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.data.indexed import IndexedDataset
     from frontier_llm.inference.evaluate import evaluate_task
-    from frontier_llm.inference.heldout import held_out
+    from frontier_llm.inference.heldout import draw_by_position, held_out
+    from frontier_llm.inference.needle import needles
     from frontier_llm.inference.open import check_dataset, open_model
 
     opened = open_model(args.model)
     # whatever is missing is refused before the weights are read
     datasets = args.data or ([] if args.task else _validation(opened.run))
+    if args.needles and not datasets:
+        raise ConfigError("needles are hidden in held-out text", where="--needles", fix="give --data PREFIX")
     if not datasets and not args.task:
         raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
     tokenizer = tokenizer_of(args, opened) if args.task or args.tokenizer or opened.tokenizer_spec else None
@@ -94,14 +101,19 @@ def _evaluate(args: argparse.Namespace) -> int:
             check_dataset(prefix, tokenizer)
     with inference_model(args, opened) as (model, prints):
         progress = ProgressBar(prints)
-        losses = [held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches")) for prefix in datasets]
+        losses = [
+            held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches"), args.positions) for prefix in datasets
+        ]
+        recalls = needles(model, datasets[0], args.needles, args.batch_size, progress.on("needles", "batches")) if args.needles else []
         results = []
         for name, task, pool in _tasks(args):
             assert tokenizer is not None
             results.append(evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name, "batches")))
         progress.close()
         if prints:
-            _report(args, str(opened.path), losses, results)
+            _report(args, str(opened.path), losses, recalls, results)
+            if args.figure:
+                draw_by_position(losses, model.config.sequence_length, Path(args.figure))
     return 0
 
 
@@ -111,10 +123,11 @@ def _validation(run: RunConfig | None) -> list[str]:
     return [source.path for source in run.data.validation]
 
 
-def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], results: list[TaskResult]) -> None:
+def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult]) -> None:
     content = {
         "model": model,
         "held_out": [{**vars(entry), "perplexity": entry.perplexity} for entry in losses],
+        "needles": [vars(entry) for entry in recalls],
         "tasks": [{**vars(entry), "stderr": entry.stderr} for entry in results],
     }
     text = strict_json(content)
@@ -128,6 +141,12 @@ def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], results
         for entry in losses:
             bits = "-" if entry.bits_per_byte is None else f"{entry.bits_per_byte:.4f}"
             print(f"{printable(entry.dataset)[-32:]:<32} {entry.tokens:>12,} {entry.loss:>9.4f} {entry.perplexity:>11.2f} {bits:>10}")
+    for entry in losses if args.positions > 1 else ():
+        print(f"loss by position in {printable(entry.dataset)[-32:]}: {' '.join(f'{loss:.4f}' for loss in entry.by_position)}")
+    if recalls:
+        print(f"{'needles at':<12} {'of length':>10} {'needles':>8} {'found':>7} {'loss':>8}")
+        for one in recalls:
+            print(f"{one.depth:<12.0%} {one.length:>10,} {one.needles:>8} {one.found:>7.2f} {one.loss:>8.4f}")
     if results:
         print(f"{'task':<20} {'shots':>5} {'items':>7} {'acc':>8} {'±':>7} {'acc_norm':>9} {'acc_token':>10}  format")
         for result in results:

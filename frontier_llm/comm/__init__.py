@@ -20,7 +20,7 @@ from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
 from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record, process_group
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.narrow import start_narrow_all_reduce_, start_narrow_reduce_scatter_
-from frontier_llm.comm.p2p import Receive, Sends, post_receive
+from frontier_llm.comm.p2p import Receive, Sends, post_receive, start_shift
 from frontier_llm.comm.rendezvous import Meeting
 from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
 from frontier_llm.comm.values import all_gather_json, broadcast_bytes, broadcast_json, maximum
@@ -67,4 +67,5 @@ __all__ = [
     "start_narrow_reduce_scatter_",
     "start_reduce_scatter",
     "start_reduce_scatter_into",
+    "start_shift",
 ]

@@ -44,12 +44,15 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Llama 3.1's longer context: rotations that turn seldom within the original context are slowed down, fast ones stay."""
+    """A longer context than the one that a model was trained with: rotations are slowed down, all of them or those that turn seldom."""
 
-    factor: PositiveFloat  # by which slow rotations are slowed down
-    low_freq_factor: PositiveFloat  # turns within the original context up to which a rotation is slow
-    high_freq_factor: PositiveFloat  # and from which it is fast; those between are blended
-    original_sequence_length: PositiveInt  # context that the model was trained with before, in tokens
+    kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"  # which rotations: docs/long_context.md (since 0.2)
+    factor: PositiveFloat  # by which rotations are slowed down
+    low_freq_factor: PositiveFloat = 1.0  # llama3: turns within the original context up to which a rotation is slow
+    high_freq_factor: PositiveFloat = 4.0  # llama3: and from which it is fast; those between are blended
+    beta_slow: PositiveFloat = 1.0  # yarn: turns within the original context up to which a rotation is slow (since 0.2)
+    beta_fast: PositiveFloat = 32.0  # yarn: and from which it is fast (since 0.2)
+    original_sequence_length: PositiveInt | None = None  # context that the model was trained with before, in tokens; for llama3 and yarn
 
 
 class MoeConfig(Section):
@@ -97,6 +100,7 @@ class ModelConfig(Section):
     tied_embeddings: bool = False  # the output head is the token embedding
     rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
+    sliding_window: PositiveInt | None = None  # tokens that a query sees, itself included; None = all before it (since 0.2)
     rope_scaling: RopeScaling | None = None  # None = rotations as trained
     alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
     init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)
@@ -145,6 +149,7 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1  # pp, ranks in a row that hold the layers
     data: PositiveInt | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
     context: PositiveInt = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
+    context_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # how they attend to each other (since 0.2)
     expert: PositiveInt = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
     expert_tensor: PositiveInt = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
     chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2

@@ -19,6 +19,14 @@ def model_problems(model: ModelConfig) -> list[Problem]:
         what = f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them"
         problems.append(Problem("model.rope_fraction", what, "choose a fraction that gives 2 or more, an even number"))
     scaling = model.rope_scaling
+    if scaling is not None and scaling.kind in ("llama3", "yarn") and scaling.original_sequence_length is None:
+        what = f"{scaling.kind} is relative to the context of before, which is not given"
+        problems.append(Problem("model.rope_scaling.original_sequence_length", what, f"set it, e.g. {model.sequence_length // 4}"))
+    if scaling is not None and scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
+        what = f"beta_fast {scaling.beta_fast} is not above beta_slow {scaling.beta_slow}"
+        problems.append(Problem("model.rope_scaling", what, "YaRN has 32 and 1"))
+    if scaling is not None and scaling.kind == "ntk" and rotary_dim(model) <= 2:
+        problems.append(Problem("model.rope_scaling.kind", "ntk has nothing to spread with a single rotation", "use linear"))
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         what = f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}"
         problems.append(Problem("model.rope_scaling", what, "Llama 3.1 has 1 and 4"))

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from frontier_llm.comm import Axis
 from frontier_llm.context_parallel.gather import gathered_attention
+from frontier_llm.context_parallel.heads import attention_by_heads
+from frontier_llm.context_parallel.ring import ring_attention
 from frontier_llm.ops import Ops, Scores
 
 # (q_SBaD, k_SBgD, v_SBgD, scores) → o_SBaD. S: this rank's tokens in the order of `topology.held_positions`; the document ids in `scores`
 # are those of the whole sequence.
 Core = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
+_WAYS = {"gather": gathered_attention, "ring": ring_attention, "heads": attention_by_heads}
 
 
-def attention_core(ops: Ops, cp: Axis) -> Core:
-    """How the ranks of `cp` attend."""
-    return ops.attention if cp.size == 1 else partial(gathered_attention, ops=ops, cp=cp)
+def attention_core(ops: Ops, cp: Axis, way: str) -> Core:
+    """How the ranks of `cp` attend; `way` is one of `blueprint.context.WAYS`."""
+    return ops.attention if cp.size == 1 else partial(_WAYS[way], ops=ops, cp=cp)

@@ -39,15 +39,14 @@ class _Keys:
         ]
         self._cp = cp
 
-    def seen_by(self, query: Query) -> tuple[Tensor, Tensor]:
+    def seen_by(self, query: Query) -> tuple[Tensor, ...]:
         """Keys and values up to the last position of a chunk of queries, which are asked for in the order of the sequence."""
         last = query.positions.stop
         self._arriving[0].wait()
         if last > self._size:
             self._arriving[1].wait()
             self.whole_K2BgD[self._size :].copy_(_chunks_reversed(self._reversed, self._cp.size))
-        k_KBgD, v_KBgD = self.whole_K2BgD[:last].unbind(1)
-        return k_KBgD, v_KBgD
+        return self.whole_K2BgD[:last].unbind(1)
 
 
 class _Gathered(Function):
@@ -56,9 +55,8 @@ class _Gathered(Function):
         keys = _Keys(k, v, cp)
         outputs, sums = [], []
         for query in queries_of(q.shape[0], cp):
-            o_QBaD, logsumexp_BaQ = ops.attention_block(
-                q[query.rows], *keys.seen_by(query), query.scores(scores, range(query.positions.stop))
-            )
+            seen = range(query.positions.stop)
+            o_QBaD, logsumexp_BaQ = ops.attention_block(q[query.rows], keys.seen_by(query), query.scores(scores, seen))
             outputs.append(o_QBaD)
             sums.append(logsumexp_BaQ)
         o_SBaD = torch.cat(outputs)
@@ -74,7 +72,7 @@ class _Gathered(Function):
         for query, logsumexp_BaQ in zip(queries_of(q.shape[0], cp), sums, strict=True):
             rows, seen = query.rows, range(query.positions.stop)
             grad_q[rows], *grads = ops.attention_block_backward(
-                grad_SBaD[rows], q[rows], *keys.seen_by(query), o[rows], logsumexp_BaQ, query.scores(ctx.scores, seen)
+                grad_SBaD[rows], q[rows], keys.seen_by(query), o[rows], logsumexp_BaQ, query.scores(ctx.scores, seen)
             )
             for to_KBgD, grad_KBgD in zip(grad_K2BgD[: seen.stop].unbind(1), grads, strict=True):
                 to_KBgD += grad_KBgD

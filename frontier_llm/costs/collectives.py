@@ -8,7 +8,7 @@ from frontier_llm.costs.layouts import Number
 from frontier_llm.machine.rates import Rates, Table
 
 # how often a ring moves the tensor: an all-reduce is a reduce-scatter and an all-gather
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # an all-to-all of its own input
 
 
 def table_s(table: Table, row: Number, size_bytes: Number) -> Number:

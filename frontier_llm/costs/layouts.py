@@ -38,6 +38,7 @@ class Layouts:
     dtype: str = "bf16"
     gradient_wire: str = "full"
     optimizer: str = "adamw"
+    context_attention: str = "auto"
     etp: int = 1
     imbalance: float = 1.0
 
@@ -74,8 +75,8 @@ class Layouts:
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Layouts of one dtype, gradient wire, optimizer and imbalance as a table."""
-    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "etp", "imbalance")}
+    """Layouts of one dtype, gradient wire, optimizer, way of context parallelism and imbalance as a table."""
+    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "context_attention", "etp", "imbalance")}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
     }

@@ -71,7 +71,8 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
             block_working=whole if mode == "full" else 0.0,
             logits=kept_bytes(head, mode),
             logits_waiting=kept_bytes(head, mode, Phase.W),
-            exchanged=sum(
+            exchanged=EXCHANGE_COPIES
+            * sum(
                 item.work.size_bytes
                 for item in block
                 if item.phase is Phase.F and item.cause == EXCHANGE and isinstance(item.work, Collective)
@@ -120,7 +121,7 @@ def stage_memory(
         "activations": activations * rates.fragmentation,
         "recompute working set": working,
         "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed
-        "gathered keys and values": EXCHANGE_COPIES * parts.exchanged,
+        "gathered keys and values": parts.exchanged,
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
         "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,

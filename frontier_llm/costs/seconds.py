@@ -15,7 +15,7 @@ from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.collectives import fabric_bandwidth, node_s
+from frontier_llm.costs.collectives import fabric_bandwidth, message_s, node_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split
@@ -57,6 +57,7 @@ def tensor_s(collective: Collective, tp: int, rates: Rates) -> float:
         Under.PRODUCT: 1 - rates.tp_overlap,
         Under.GRADIENT: (1 - rates.tp_overlap) * beside_other,
         Under.HEAD: 0.0,
+        Under.ATTENTION: 1 - rates.dp_overlap,
     }[collective.under]
     if tp <= rates.node_devices:
         return shown * float(node_s(rates, tp, collective.size_bytes, collective.operation))
@@ -72,10 +73,14 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     node, tp, cp = rates.node_devices, layout.tp, layout.cp
     inside = min(cp, max(node // tp, 1))
     beside = 0.0 if rates.host_executes or collective.under is Under.NOTHING else rates.dp_overlap
+    sharing = node // inside  # groups of a node, each with a rail of its own
+    if collective.operation == "exchange":
+        near = cp <= inside
+        return (1 - beside) * collective.calls * float(message_s(rates, collective.size_bytes, near, 1 if near else sharing))
     if cp <= inside:  # a ring through every tp-th device is no faster than one through all of them
         reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
         return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
-    return (1 - beside) * float(collective_s(rates, cp, inside, node // inside, collective.size_bytes, collective.operation))
+    return (1 - beside) * float(collective_s(rates, cp, inside, sharing, collective.size_bytes, collective.operation))
 
 
 def experts_inside(layouts: Layout | Layouts, rates: Rates) -> Number:

@@ -72,8 +72,9 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
                     pieces = config.comm.tensor_chunks if item.work.in_chunks else 1
-                    calls = times * plan.microbatches * pieces * (2 if layout.recompute in item.repeated_by else 1)
-                    traffic.add(item.work.axis, item.work.operation, item.work.size_bytes // pieces, calls)
+                    calls = times * plan.microbatches * pieces * item.work.calls * (2 if layout.recompute in item.repeated_by else 1)
+                    for operation in ("send", "recv") if item.work.operation == "exchange" else (item.work.operation,):
+                        traffic.add(item.work.axis, operation, item.work.size_bytes // pieces, calls)
         if experts and layout.tp > 1:
             wide = max(8, DTYPE_BYTES[layout.dtype])
             traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64

@@ -17,10 +17,12 @@ CHUNK_TOKENS = 1 << 24
 PERCENTILES = (0, 25, 50, 75, 99, 100)
 
 
-def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: int = 20, characters: int = 200) -> dict[str, Any]:
+def inspect(
+    prefix: str, tokenizer: str | None = None, samples: int = 3, top: int = 20, characters: int = 200, sequence_length: int = 0
+) -> dict[str, Any]:
     """A JSON-ready description of a dataset; every entry of the index is checked on the way.
 
-    `tokenizer` None = the one in the record, when it is still there. Raises DataError for damage, and for a tokenizer that did not
+    `tokenizer` None = the one in the record, when it is still there; with a `sequence_length` also what sequences of so many tokens cut. Raises DataError for damage, and for a tokenizer that did not
     make the data.
     """
     dataset = IndexedDataset(prefix, scan=True)
@@ -52,6 +54,8 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
         ],
         "samples": [_sample(dataset, document, codec, characters) for document in documents],
     }
+    if sequence_length:
+        report["truncated"] = truncation(lengths, sequence_length)
     if meta is not None:
         report |= {"tokenizer": meta.tokenizer, "tokenizer_digest": meta.tokenizer_digest, "vocab_size": meta.vocab_size, "eod": meta.eod}
         report["damaged"] = meta.damaged
@@ -59,6 +63,26 @@ def inspect(prefix: str, tokenizer: str | None = None, samples: int = 3, top: in
             report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token}
             report["bits_per_byte_of_one_nat"] = 1 / (math.log(2) * meta.bytes_per_token)
     return report
+
+
+def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
+    """How many tokens are parted from the beginning of their document by sequences of this length.
+
+    Training lays documents end to end and cuts every S tokens, so a cut falls anywhere: token p of a document has lost its beginning with
+    probability p / S (`expected_tokens`). However documents were packed, those past S of a longer one would have (`unavoidable_tokens`).
+    """
+    S, lengths = sequence_length, lengths.astype(np.float64)
+    total = max(float(lengths.sum()), 1.0)
+    within, beyond = np.minimum(lengths, S), np.maximum(lengths - S, 0.0)
+    expected, unavoidable = float((within * (within - 1) / (2 * S) + beyond).sum()), float(beyond.sum())
+    return {
+        "sequence_length": S,
+        "longer_documents": int((lengths > S).sum()),
+        "expected_tokens": round(expected),
+        "expected_share": expected / total,
+        "unavoidable_tokens": round(unavoidable),
+        "unavoidable_share": unavoidable / total,
+    }
 
 
 def recorded_tokenizer(prefix: str, name: str) -> str | None:

@@ -52,15 +52,16 @@ class KeyValueCache:
                 kept_BgTD[:, :, self._block] = new_SBgD.permute(1, 2, 0, 3)
         return keys[:, :, : self._length], values[:, :, : self._length]
 
-    def bias(self, alibi_slopes_a: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, scores: Scores, dtype: torch.dtype) -> Tensor | None:
         """What is added to a pass's scores, (B, 1 or a, S, T), made once for all of its layers; None where nothing is."""
-        if self._sees_all and alibi_slopes_a is None:
+        alibi_slopes_a, window = scores.alibi_slopes_a, scores.window or self._length
+        if self._sees_all and alibi_slopes_a is None and self._length <= window:
             return None
         if self._bias is None:
             slots_T = torch.arange(self._length, device=self._positions_SB.device)
             distance_B1ST = (self._positions_SB.T[:, :, None] - slots_T)[:, None]
             slopes = 0.0 if alibi_slopes_a is None else alibi_slopes_a[:, None, None]
-            self._bias = torch.where(distance_B1ST < 0, -math.inf, -slopes * distance_B1ST).to(dtype)
+            self._bias = torch.where((distance_B1ST < 0) | (distance_B1ST >= window), -math.inf, -slopes * distance_B1ST).to(dtype)
         return self._bias
 
 
@@ -77,7 +78,7 @@ class RememberingAttention:
             assert scores.documents_BS is None
             k_BgTD, v_BgTD = self.cache.extend(k_SBgD, v_SBgD)
             if not self.cache.is_prefill:
-                return attend(q_SBaD, k_BgTD, v_BgTD, scores.scale, self.cache.bias(scores.alibi_slopes_a, q_SBaD.dtype))
+                return attend(q_SBaD, k_BgTD, v_BgTD, scores.scale, self.cache.bias(scores, q_SBaD.dtype))
         return self._attention(q_SBaD, k_SBgD, v_SBgD, scores)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class HeldOut:
     tokens: int  # targets that were scored
     loss: float  # nats per token
     bits_per_byte: float | None  # None where the text's size was not recorded with the dataset
+    by_position: tuple[float, ...] = ()  # loss in equal stretches of the window, from its beginning to its end
 
     @property
     def perplexity(self) -> float:
@@ -31,11 +33,16 @@ class HeldOut:
 
 
 def held_out(
-    model: InferenceModel, prefix: str, windows: int = 0, batch_size: int = 8, on_batch: Callable[[int], object] = lambda done: None
+    model: InferenceModel,
+    prefix: str,
+    windows: int = 0,
+    batch_size: int = 8,
+    on_batch: Callable[[int], object] = lambda done: None,
+    positions: int = 1,
 ) -> HeldOut:
     """Score a dataset's tokens in their order, in windows of S targets that see only their own window; `windows` 0 = all of them.
 
-    The windows are evenly spaced over the dataset when not all are taken. Collective over the world. Raises DataError for a dataset
+    The windows are evenly spaced over the dataset when not all are taken; the loss is also given in `positions` equal stretches of them. Collective over the world. Raises DataError for a dataset
     without a single window or with tokens outside the vocabulary.
     """
     dataset, S = IndexedDataset(prefix), model.config.sequence_length
@@ -50,9 +57,26 @@ def held_out(
     if highest >= model.config.vocab_size:
         what = f"holds token {highest}, the model's vocabulary has {model.config.vocab_size}"
         raise DataError(what, where=prefix, fix="tokenize the text with the model's own tokenizer")
-    scores = score(model, [(text[:1], text[1:]) for text in texts], batch_size, on_batch)
+    scores = score(model, [(text[:1], text[1:]) for text in texts], batch_size, on_batch, positions)
     tokens = sum(entry.tokens for entry in scores)
     loss = -math.fsum(entry.log_probability for entry in scores) / tokens
+    sizes = [len(part) for part in np.array_split(np.arange(S), positions)]
+    by_position = [-math.fsum(entry.parts[part] for entry in scores) / (len(scores) * size) for part, size in enumerate(sizes)]
     meta = read_meta(prefix)
     known = meta is not None and meta.text_bytes > 0
-    return HeldOut(prefix, tokens, loss, loss / math.log(2) / meta.bytes_per_token if known and meta is not None else None)
+    bits = loss / math.log(2) / meta.bytes_per_token if known and meta is not None else None
+    return HeldOut(prefix, tokens, loss, bits, tuple(by_position))
+
+
+def draw_by_position(losses: Sequence[HeldOut], window: int, path: Path) -> None:
+    """Loss against the place of a token in the window, a line for each dataset."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for entry in losses:
+        middles = [(part + 0.5) * window / len(entry.by_position) for part in range(len(entry.by_position))]
+        axes.plot(middles, entry.by_position, marker=".", label=Path(entry.dataset).name)
+    axes.set(xlabel="position in the window, tokens", ylabel="loss, nats per token", xlim=(0, window))
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -13,7 +13,7 @@ from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
 from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
 from frontier_llm.model import Microbatch, Stage, build_stages
-from frontier_llm.ops import select_ops, statistics_dtype, working_dtype
+from frontier_llm.ops import AttentionNeeds, select_ops, statistics_dtype, working_dtype
 from frontier_llm.tensor_parallel import LayerContext, WeightGradients, materialise
 from frontier_llm.topology import ParallelPlan, make_plan
 
@@ -84,7 +84,8 @@ def build_inference_model(
 ) -> InferenceModel:
     """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a missing op."""
     working = working_dtype(dtype)
-    selected = select_ops(ops, device.type, working)
+    needs = AttentionNeeds(window=source.model.sliding_window is not None)
+    selected = select_ops(ops, device.type, working, needs)
     attention = RememberingAttention(selected.attention)
     context = LayerContext(mesh.tp, False, selected.but(attention=attention), WeightGradients(), working, ep=mesh.ep, etp=plan.grid.etp)
     (stage,) = build_stages(source.model, plan.stages_of(mesh.pp.rank), context, device)

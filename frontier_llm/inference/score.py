@@ -21,6 +21,7 @@ class Likelihood:
     log_probability: float  # summed over the continuation's tokens, nats
     greedy: bool  # each of its tokens is the most likely one
     tokens: int
+    parts: tuple[float, ...]  # log_probability by equal stretches of the continuation
 
 
 def score(
@@ -28,8 +29,9 @@ def score(
     requests: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch_size: int = 8,
     on_batch: Callable[[int], object] = lambda done: None,
+    parts: int = 1,
 ) -> list[Likelihood]:
-    """log p(continuation | context) for every (context, continuation). Collective over the world; every rank returns all scores.
+    """log p(continuation | context) for every (context, continuation), in `parts` equal stretches of the latter. Collective over the world; every rank returns all scores.
 
     What does not fit the context window S is cut from the left. Batches go to the dp replicas in turn; the numbers do not depend
     on the batch size beyond rounding. Raises ConfigError for an empty context or continuation, or a continuation longer than S.
@@ -40,18 +42,18 @@ def score(
     # long ones first: rows of a batch are of like length, and running out of memory happens at once
     order = sorted(range(len(texts)), key=lambda index: (-len(texts[index][0]), index))
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    sums_N2 = torch.zeros(len(texts), 2, dtype=torch.float64)
+    sums_NP = torch.zeros(len(texts), 1 + parts, dtype=torch.float64)  # whether greedy, and the stretches
     for number, batch in enumerate(batches):
         if number % model.mesh.dp.size != model.mesh.dp.rank:
             continue
         rows = token_scores(model, [texts[index][0] for index in batch], [texts[index][1] for index in batch])
         if rows is not None and model.mesh.tp.rank == 0:
             for index, (log_probabilities, greedy) in zip(batch, rows, strict=True):
-                sums_N2[index, 0] = log_probabilities.sum(dtype=torch.float64)
-                sums_N2[index, 1] = float(greedy.all())
+                sums_NP[index, 0] = float(greedy.all())
+                sums_NP[index, 1:] = torch.stack([part.sum(dtype=torch.float64) for part in log_probabilities.tensor_split(parts)])
         on_batch(number + 1)
-    total = all_reduce_(sums_N2.to(model.device), model.mesh.world).tolist()
-    return [Likelihood(value, bool(greedy), texts[index][1]) for index, (value, greedy) in enumerate(total)]
+    total = all_reduce_(sums_NP.to(model.device), model.mesh.world).tolist()
+    return [Likelihood(sum(values), bool(greedy), texts[index][1], tuple(values)) for index, (greedy, *values) in enumerate(total)]
 
 
 @torch.inference_mode()

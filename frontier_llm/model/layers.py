@@ -56,10 +56,10 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, recompute_core: bool) -> None:
         super().__init__()
         self.ops, self.recompute_core = context.ops, recompute_core
-        self.attend = attention_core(context.ops, context.cp)
+        self.attend = attention_core(context.ops, context.cp, context.context_attention)
         self.head_dim, self.queries = model.dim_per_head, model.heads // model.num_kv_heads
         self.local_kv_heads = model.num_kv_heads // context.tp.size
-        self.scale = self.head_dim**-0.5
+        self.scale, self.window = self.head_dim**-0.5, model.sliding_window or 0
         self.qkv = ColumnLinear(context, declared, f"{name}.qkv")
         normed = model.qk_norm is not None
         self.q_norm, self.k_norm = (HeadNorm(model, context, declared, f"{name}.{one}_norm") if normed else None for one in "qk")
@@ -79,8 +79,10 @@ class Attention(nn.Module):
         if positions.rope is not None or self.queries > 1:  # q is a copy: views beside it would keep all of qkv until backward
             k_SBgD, v_SBgD = k_SBgD.contiguous(), v_SBgD.contiguous()
 
+        scores = Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS, window=self.window)
+
         def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
-            return self.attend(q_SBaD, k_SBgD, v_SBgD, Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS))
+            return self.attend(q_SBaD, k_SBgD, v_SBgD, scores)
 
         o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)
         return self.output(o_SBaD.flatten(2))

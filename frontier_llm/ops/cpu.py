@@ -31,10 +31,10 @@ class CpuOps(DifferentiableOps):
         o_SBaD, logsumexp_BaS = _native.attention(q_SBaD, k_SBgD, v_SBgD, scores.scale, slopes_a, documents_BS)
         return Attended(q_SBaD, k_SBgD, v_SBgD, o_SBaD, logsumexp_BaS, slopes_a, documents_BS)
 
-    def attention_backward(self, grad_o: Tensor, saved: Attended, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
-        q, k, v, o, logsumexp, slopes, documents = saved
-        return _native.attention_backward(grad_o, q, k, v, o, logsumexp, scale, slopes, documents)
+        q, k, v, o, logsumexp, slopes, documents, _ = saved
+        return _native.attention_backward(grad_o, q, k, v, o, logsumexp, scores.scale, slopes, documents)
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind

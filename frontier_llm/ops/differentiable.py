@@ -6,6 +6,7 @@ A back-end derives from `DifferentiableOps` and gives the plain calls. None of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,6 +25,7 @@ class Attended(NamedTuple):
     logsumexp: Tensor  # [B, a, S or more]
     slopes: Tensor | None  # [a]
     documents: Tensor | None  # [B, S or more]
+    key_documents: Tensor | None = None  # [B, K]; None = those of the queries
 
 
 class NormKind(NamedTuple):
@@ -81,8 +83,8 @@ class DifferentiableOps(ABC):
         """The output, and what the backward needs."""
 
     @abstractmethod
-    def attention_backward(self, grad_o: Tensor, saved: Attended, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+    def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v. Of `scores` only what is no tensor counts: those are in `saved`."""
 
     @abstractmethod
     def norm_forward(
@@ -126,12 +128,12 @@ class _Attention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ops: DifferentiableOps) -> Tensor:
         saved = ops.attention_forward(q, k, v, scores)
         ctx.save_for_backward(*saved)
-        ctx.scale, ctx.ops = scores.scale, ops
+        ctx.scores, ctx.ops = replace(scores, alibi_slopes_a=None, documents_BS=None, key_documents_BK=None), ops
         return saved.o
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.ops.attention_backward(grad_outputs[0], Attended(*ctx.saved_tensors), ctx.scale), None, None)
+        return (*ctx.ops.attention_backward(grad_outputs[0], Attended(*ctx.saved_tensors), ctx.scores), None, None)
 
 
 class _Norm(Function):

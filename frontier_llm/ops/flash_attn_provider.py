@@ -15,6 +15,8 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
     import flash_attn  # type: ignore[import-not-found, unused-ignore]
 
     options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
+    if scores.window:
+        options["window_size"] = (scores.window - 1, 0)
     if scores.alibi_slopes_a is not None:
         options["alibi_slopes"] = scores.alibi_slopes_a.float()
     q_BSaD, k_BSgD, v_BSgD = (x.transpose(0, 1) for x in (q_SBaD, k_SBgD, v_SBgD))

@@ -47,9 +47,9 @@ class GpuOps(DifferentiableOps):
         """bf16 and fp16, head dims up to 256 that are multiples of 16."""
         return gpu_attention.forward(self.kernels, q_SBaD, k_SBgD, v_SBgD, scores)
 
-    def attention_backward(self, grad_o: Tensor, saved: Attended, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
-        return gpu_attention.backward(self.kernels, grad_o, saved, scale)
+        return gpu_attention.backward(self.kernels, grad_o, saved, scores)
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind

@@ -39,9 +39,10 @@ def forward(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, sc
     return Attended(q, k, v, o, logsumexp, slopes, documents)
 
 
-def backward(kernels: Kernels, grad_o: Tensor, saved: Attended, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward(kernels: Kernels, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    q, k, v, o, logsumexp, slopes, documents = saved
+    q, k, v, o, logsumexp, slopes, documents, _ = saved
+    scale = scores.scale
     grad_o, delta = _readable(grad_o), torch.empty_like(logsumexp)
     sequence, batch, heads, head_dim = q.shape
     group, plain, variant = heads // k.shape[2], _variant(head_dim, False), _variant(head_dim, documents is not None)

@@ -25,6 +25,14 @@ PARTS = frozenset({"attention_block", "attention_block_backward"})  # what an at
 CPU, GPU = frozenset({"cpu"}), frozenset({"cuda"})  # "cuda" is also ROCm's name in torch
 
 
+class AttentionNeeds(NamedTuple):
+    """What a run asks of attention beyond a sequence of one document."""
+
+    documents: bool = False  # masked at their boundaries
+    parts: bool = False  # stretches of a sequence, with offsets and each row's log-sum-exp
+    window: bool = False  # a query sees only so many positions
+
+
 class Refusal(NamedTuple):
     """Why a back-end cannot serve, and what to run where that would mend it."""
 
@@ -48,19 +56,23 @@ class Provider:
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
     build: str = ""  # what to run to get it
-    parts: bool = False  # its attention serves stretches of a sequence, which context parallelism needs
+    parts: bool = False  # its attention serves stretches of a sequence, which context parallelism by gather or ring needs
+    windows: bool = True  # its attention serves sliding windows
     required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
-    def refusal(self, group: str, device_type: str, dtype: torch.dtype, parts: bool = False) -> Refusal | None:
-        """Why this provider cannot serve `group` there; `parts`: attention over stretches of a sequence."""
+    def refusal(self, group: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds | None = None) -> Refusal | None:
+        """Why this provider cannot serve `group` there."""
         if group not in self.groups:
             return Refusal(f"{self.name} has no {group}")
         if device_type not in self.devices:
             return Refusal(f"{self.name} does not run on {device_type}")
         if dtype not in self.group_dtypes.get(group, self.dtypes):
             return Refusal(f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}")
-        if parts and group == "attention" and not self.parts:
+        needs = needs if needs and group == "attention" else AttentionNeeds()
+        if needs.window and not self.windows:
+            return Refusal(f"{self.name} has no attention in a sliding window (model.sliding_window)")
+        if needs.parts and not self.parts:
             return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's log-sum-exp")
         missing = self.missing()
         return missing if isinstance(missing, Refusal) else Refusal(missing, self.build) if missing else None
@@ -165,6 +177,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU,
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             load=_load_cpu,
+            windows=False,
             version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
             missing=native.load_cpu_library,
             build=native.BUILD_COMMAND,
@@ -179,6 +192,7 @@ PROVIDERS: dict[str, Provider] = {
             missing=_triton_missing,
             required=True,
             group_dtypes={"attention": HALVES},
+            windows=False,
         ),
         Provider(
             name="flash_attn",

@@ -31,6 +31,7 @@ class Scores:
     documents_BS: Tensor | None = None
     offset: int = 0
     key_documents_BK: Tensor | None = None  # None = those of the queries
+    window: int = 0  # positions that a query sees, its own included; 0 = all before it
 
 
 @dataclass(frozen=True)
@@ -71,26 +72,27 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
     return o_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype)
 
 
-def attention_block(q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """(o_SBaD, logsumexp_BaS) of queries to one stretch of keys, without a graph; the logarithms in fp32 (fp64).
+def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+    """(o_SBaD, logsumexp_BaS) of queries to one stretch of keys and values, without a graph; the logarithms in fp32 (fp64).
 
     Outputs over several stretches merge by their logarithms. A query that sees none of these keys has the output 0 and the logarithm -inf.
     """
     with torch.no_grad():
-        logits_BaSK, v_BaKD = _logits(q_SBaD, k_KBgD, v_KBgD, scores)
+        logits_BaSK, v_BaKD = _logits(q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
         logsumexp_BaS = logits_BaSK.logsumexp(-1)
         p_BaSK = _probabilities(logits_BaSK, logsumexp_BaS)
         return (p_BaSK @ v_BaKD).permute(2, 0, 1, 3).to(q_SBaD.dtype), logsumexp_BaS
 
 
 def attention_block_backward(
-    grad_SBaD: Tensor, q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+    grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one stretch of keys adds to the gradient of the queries, and the queries to those of the keys and values.
 
     `o` and `logsumexp` are those over all keys that the queries see, whichever stretch this is.
     """
     with torch.no_grad():
+        k_KBgD, v_KBgD = kv_KBgD
         logits_BaSK, v_BaKD = _logits(q_SBaD, k_KBgD, v_KBgD, scores)
         p_BaSK = _probabilities(logits_BaSK, logsumexp_BaS.to(logits_BaSK.dtype))
         grad_BaSD, o_BaSD, q_BaSD = (x.permute(1, 2, 0, 3).to(p_BaSK.dtype) for x in (grad_SBaD, o_SBaD, q_SBaD))
@@ -125,6 +127,8 @@ def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, devi
     """What is added to the scores, broadcastable to [B, a, S, K]: -inf where the mask forbids, ALiBi's line elsewhere."""
     distance_SK = scores.offset + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
     forbidden_BaSK = (distance_SK < 0)[None, None]
+    if scores.window:
+        forbidden_BaSK = forbidden_BaSK | (distance_SK >= scores.window)
     if (documents_BS := scores.documents_BS) is not None:
         documents_BK = documents_BS if scores.key_documents_BK is None else scores.key_documents_BK
         forbidden_BaSK = forbidden_BaSK | (documents_BS[:, None, :, None] != documents_BK[:, None, None, :])

@@ -12,12 +12,12 @@ from .reference import Scores, score_bias
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """Causal attention o_SBaD on strided views, without copies of q, k, v; see `reference.attention` for the meaning.
 
-    ALiBi and documents go in as an additive bias [B, a, S, S] of the inputs' type; without them the kernel's own causal
+    ALiBi, documents and a window go in as an additive bias [B, a, S, S] of the inputs' type; without them the kernel's own causal
     mask is used, which skips the upper triangle.
     """
     q_BaSD, k_BgSD, v_BgSD = (tensor.permute(1, 2, 0, 3) for tensor in (q_SBaD, k_SBgD, v_SBgD))
     bias_BaSS: Tensor | None = None
-    if scores.alibi_slopes_a is not None or scores.documents_BS is not None:
+    if scores.alibi_slopes_a is not None or scores.documents_BS is not None or scores.window:
         bias_BaSS = score_bias(q_SBaD.shape[0], k_SBgD.shape[0], scores, statistics_dtype(q_SBaD.dtype), q_SBaD.device).to(q_SBaD.dtype)
     o_BaSD = F.scaled_dot_product_attention(
         q_BaSD,

@@ -16,8 +16,10 @@ from frontier_llm.ops.attention_table import AttentionShape, load_attention, rul
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.dtypes import working_dtype
 from frontier_llm.ops.no_jit import forbid_jit
-from frontier_llm.ops.providers import PROVIDERS, Provider
+from frontier_llm.ops.providers import PROVIDERS, AttentionNeeds, Provider
 from frontier_llm.ops.reference import GROUPS, Op, Ops
+
+PLAIN = AttentionNeeds()
 
 # What `auto` tries, best first. apex is only taken when asked for: the prebuilt kernels do the same in fewer passes.
 PREFERENCE: dict[str, tuple[str, ...]] = {
@@ -42,9 +44,8 @@ def choose(
     wanted: str,
     device_type: str,
     dtype: torch.dtype,
+    needs: AttentionNeeds = PLAIN,
     *,
-    documents: bool = False,
-    parts: bool = False,
     allow_fallback: bool = False,
     first: tuple[str, ...] = (),
 ) -> ChosenBackend | Problem:
@@ -55,18 +56,22 @@ def choose(
     """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
-        refusal = provider.refusal(group, device_type, dtype, parts)
+        refusal = provider.refusal(group, device_type, dtype, needs)
         if refusal is None:
             return ChosenBackend(group, provider, f"asked for by ops.{group}")
         return Problem(f"ops.{group}={wanted}", refusal.why, f"{refusal.build}, or ops.{group}=auto".removeprefix(", or "))
     if dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    order = dict.fromkeys((*first, *(_WITH_DOCUMENTS if documents and device_type == "cuda" else PREFERENCE[device_type])))
+    order = dict.fromkeys((*first, *(_WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type])))
     for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
-        refusal = provider.refusal(group, device_type, dtype, parts)
+        refusal = provider.refusal(group, device_type, dtype, needs)
+        if refusal is None and provider.name == "reference" and group == "attention" and device_type == "cuda" and not allow_fallback:
+            what = f"none serves what the run asks of it but the reference, which keeps whole squares of scores: {'; '.join(passed_over)}"
+            fix = "set parallel.context_attention=heads where the heads suffice, or go on without: ops.attention=reference"
+            return Problem("ops.attention=auto", what, fix)
         if refusal is None:
             return ChosenBackend(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
         if refusal.build and provider.required and not allow_fallback:
@@ -77,25 +82,22 @@ def choose(
 
 
 def select_ops(
-    config: OpsConfig,
-    device_type: str,
-    dtype: torch.dtype,
-    *,
-    documents: bool = False,
-    parts: bool = False,
-    attention: AttentionShape | None = None,
+    config: OpsConfig, device_type: str, dtype: torch.dtype, needs: AttentionNeeds = PLAIN, *, attention: AttentionShape | None = None
 ) -> Ops:
     """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
 
-    `documents`: attention will be masked at their boundaries; `parts`: over stretches of sequences (context parallelism); `attention`: its shape,
-    by which ops.attention_table chooses. Raises BackendError, naming flag and build command, for every explicit choice
+    `needs`: of attention; `attention`: its shape, by which ops.attention_table chooses.
+    Raises BackendError, naming flag and build command, for every explicit choice
     that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at once.
     """
     if config.no_jit:
         forbid_jit()
-    wishes = {"documents": documents, "parts": parts, "allow_fallback": config.allow_fallback}
-    first = {"attention": _measured_first(config.attention_table, device_type, attention)} if attention and not parts else {}
-    outcomes = [choose(group, getattr(config, group), device_type, dtype, **wishes, first=first.get(group, ())) for group in GROUPS]
+    fallback, measurable = config.allow_fallback, attention is not None and not needs.parts and not needs.window
+    first = {"attention": _measured_first(config.attention_table, device_type, attention)} if attention and measurable else {}
+    outcomes = [
+        choose(group, getattr(config, group), device_type, dtype, needs, allow_fallback=fallback, first=first.get(group, ()))
+        for group in GROUPS
+    ]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:
         raise BackendError(problems)

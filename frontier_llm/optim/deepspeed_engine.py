@@ -21,7 +21,6 @@ from frontier_llm.errors import BackendError
 from frontier_llm.optim.inputs import EngineInputs
 from frontier_llm.optim.registry import Slice, SliceUpdate, slice_update
 from frontier_llm.tensor_parallel import ShardedParameter
-from frontier_llm.topology import Grid
 
 
 class PartitionOptimizer(torch.optim.Optimizer):
@@ -57,19 +56,16 @@ class PartitionOptimizer(torch.optim.Optimizer):
 
 
 def _groups(inputs: EngineInputs) -> SimpleNamespace:
-    """Our mesh as DeepSpeed asks for it ("mpu"): model parallel is everything that differs between ranks of one replica."""
+    """Our mesh as DeepSpeed asks for it ("mpu"): model parallel is everything that differs between ranks of one dp coordinate."""
     mesh, grid = inputs.mesh, inputs.plan.grid
     rank = mesh.world.ranks[mesh.world.rank]
-    ranks = tuple(other for other in range(grid.world_size) if _replica(grid, other) == _replica(grid, rank))
+    replica = grid.coordinates(rank)["dp"]
+    ranks = tuple(other for other in range(grid.world_size) if grid.coordinates(other)["dp"] == replica)
     answers: dict[str, Callable[[], Any]] = {}
-    for name, axis in {"data": mesh.replicas, "model": Axis("model", ranks.index(rank), len(ranks), ranks, None, mesh.ledger)}.items():
+    for name, axis in {"data": mesh.dp, "model": Axis("model", ranks.index(rank), len(ranks), ranks, None, mesh.ledger)}.items():
         facts = {"group": process_group(axis, inputs.config.train.timeout_s), "rank": axis.rank, "world_size": axis.size}
         answers |= {f"get_{name}_parallel_{fact}": partial(lambda value: value, value) for fact, value in facts.items()}
     return SimpleNamespace(**answers)
-
-
-def _replica(grid: Grid, rank: int) -> tuple[int, ...]:
-    return tuple(grid.coordinates(rank)[axis] for axis in grid.replicas.split("."))
 
 
 def _import(device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.blueprint.context import WAYS
 from frontier_llm.blueprint.layout import RECOMPUTE, Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, as_table
@@ -40,6 +41,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
     "axis_order": ("axis_order", {name: name for name in AXIS_ORDERS}),
     "gradient_wire": ("gradient_wire", {"full": "full", "bf16": "bf16"}),
+    "context_attention": ("context_attention", {name: name for name in ("auto", *WAYS)}),
 }
 
 
@@ -78,13 +80,17 @@ def enumerate_layouts(
             dp, beyond = divmod(rest, cp * pp)
             degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
-            if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
+            way_fits = fixed.get("context_attention") != "heads" or model.num_kv_heads // tp % cp == 0
+            if wanted and way_fits and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
                 degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
                 rows += [_options(model, Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep), global_batch // dp, fixed) for ep in degrees_of_experts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
     }
-    return Layouts(**columns, gradient_wire=fixed.get("gradient_wire", "full"), imbalance=fixed.get("imbalance", 1.0), **shared)
+    shared |= {
+        name: fixed.get(name, default) for name, default in (("gradient_wire", "full"), ("context_attention", "auto"), ("imbalance", 1.0))
+    }
+    return Layouts(**columns, **shared)
 
 
 def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -147,7 +147,7 @@ def search(
         dominated=_dominated(seconds, memory[fits]),
         plans=tuple(plans),
         finalists=len(plans),
-        rejected=tuple(_rejections(layouts, memory, fits, rates)),
+        rejected=(*_rejections(layouts, memory, fits, rates), *_without_context(fitting, seconds)),
         across=_best_across(model, rates, wide) if cross_node else None,
     )
 
@@ -201,10 +201,11 @@ def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
 
 def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
     """What holds this plan back: the memory wall, or the largest cost that is not arithmetic."""
-    tp = plan.layout.tp
     reasons = []
-    if np.any(legal.tp < tp) and not np.any(fitting.tp < tp):
-        reasons.append(f"TP{tp}: {plan.limit_bytes / GIB:.0f} GiB")
+    for axis in ("tp", "cp"):
+        degree = getattr(plan.layout, axis)
+        if np.any(getattr(legal, axis) < degree) and not np.any(getattr(fitting, axis) < degree):
+            reasons.append(f"{axis.upper()}{degree}: {plan.limit_bytes / GIB:.0f} GiB")
     shares = overheads(plan)
     name = max(shares, key=lambda key: shares[key])
     reasons.append(f"{name} {100 * shares[name]:.1f} %")
@@ -229,17 +230,30 @@ def overheads(plan: Plan) -> dict[str, float]:
 def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
     """Why whole families of layouts are out."""
     lines = []
-    for tp in np.unique(layouts.tp):
-        family = layouts.tp == tp
-        if not np.any(fits & family):
-            needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
-            lines.append(f"TP{tp}: none of {int(family.sum())} layouts fits; the smallest needs {needs}")
-    for mode, name in (("none", "without recomputation"), ("selective", "with selective recomputation")):
-        family = layouts.recompute == mode
+    for axis in ("tp", "cp"):
+        for degree in np.unique(getattr(layouts, axis)):
+            family = getattr(layouts, axis) == degree
+            if not np.any(fits & family):
+                needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
+                lines.append(f"{axis.upper()}{degree}: none of {int(family.sum())} layouts fits; the smallest needs {needs}")
+    families = {"without recomputation": layouts.recompute == "none", "with selective recomputation": layouts.recompute == "selective"}
+    if np.any(layouts.cp > 1):
+        families["without context parallelism"] = layouts.cp == 1
+    for name, family in families.items():
         out = int((family & ~fits).sum())
         if out:
             lines.append(f"{name} {out} of {int(family.sum())} layouts exceed {rates.memory_bytes / GIB:.0f} GiB")
     return lines
+
+
+def _without_context(fitting: Layouts, seconds: np.ndarray) -> list[str]:
+    """What it would cost to leave each sequence on one tensor-parallel group, where that fits but is not the best."""
+    alone = fitting.cp == 1
+    if not np.any(alone) or alone[np.argmin(seconds)]:
+        return []
+    fastest = fitting.where(alone).row(int(np.argmin(seconds[alone])))
+    words = f"TP{fastest.tp} PP{fastest.pp} DP{fastest.dp}, recompute {fastest.recompute}"
+    return [f"CP1: the fastest layout that fits, {words}, takes {100 * (seconds[alone].min() / seconds.min() - 1):.0f} % longer"]
 
 
 def _best_across(model: ModelConfig, rates: Rates, layouts: Layouts) -> Plan | None:

@@ -28,6 +28,7 @@ class LayerContext:
     cp: Axis = field(default_factory=partial(single, "cp"))
     ep: Axis = field(default_factory=partial(single, "ep"))  # ranks that share out the experts
     etp: int = 1  # of them, neighbours that split each expert's width
+    context_attention: str = "gather"  # of blueprint.context.WAYS, where there are several cp ranks
 
     def declare(self, parameter: Parameter, tied_rank: int = 0) -> ShardedParameter:
         """This rank's part, on the meta device: memory comes later, as a view into the flat buffer of the rank that owns the stage.

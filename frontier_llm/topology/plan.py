@@ -177,13 +177,20 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
 
 
 def _context_problems(config: RunConfig) -> list[Problem]:
-    """parallel.context cuts each sequence in two chunks per rank."""
-    cp, length = config.parallel.context, config.model.sequence_length
-    if cp == 1 or length % (2 * cp) == 0:
+    """parallel.context cuts each sequence in two chunks per rank, or shares out the key/value heads."""
+    cp, length, kv_heads = config.parallel.context, config.model.sequence_length, config.model.num_kv_heads // config.parallel.tensor
+    if cp == 1:
         return []
+    problems = []
+    if config.parallel.context_attention == "heads" and kv_heads % cp:
+        what = f"heads, but context {cp} does not go into the {plural(kv_heads, 'key/value head')} that tensor {config.parallel.tensor} leaves a rank"
+        problems.append(Problem("parallel.context_attention", what, "use gather or ring, or another parallel.context"))
+    if length % (2 * cp) == 0:
+        return problems
     valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
     what = f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
-    return [Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context")]
+    problems.append(Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context"))
+    return problems
 
 
 def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
@@ -285,6 +292,9 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
         what = f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order of its own"
         fix = "use the native engine with data_mode=zero, or set comm.in_flight=many where many at a time do not hang"
         refuse("comm.in_flight", what, fix)
+    if deepspeed and parallel.context > 1:
+        fix = "use the native engine, or set parallel.context=1"
+        refuse("optimizer.engine", f"deepspeed with context {parallel.context} was never tried", fix)
     if fsdp and deepspeed:
         refuse("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them")
     if parallel.zero > 1:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from frontier_llm.blueprint.context import context_way
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.model import Stage, build_stages, losses
-from frontier_llm.ops import AttentionShape, select_ops, working_dtype
+from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
 from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
 from frontier_llm.pipeline import ActivationSpec, Engine
 from frontier_llm.schedule import Schedule, forward_only
@@ -52,15 +53,17 @@ def build_state(
     Raises BackendError when a chosen op is not there.
     """
     dtype = working_dtype(config.precision.dtype)
-    documents = config.data.reset_at_documents
-    shape = AttentionShape(config.model.dim_per_head, extras=documents or config.model.position == "alibi")
-    ops = select_ops(config.ops, device.type, dtype, documents=documents, parts=mesh.cp.size > 1, attention=shape)
+    model, documents = config.model, config.data.reset_at_documents
+    shape = AttentionShape(model.dim_per_head, extras=documents or model.position == "alibi")
+    way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
+    needs = AttentionNeeds(documents, parts=mesh.cp.size > 1 and way != "heads", window=model.sliding_window is not None)
+    ops = select_ops(config.ops, device.type, dtype, needs, attention=shape)
     gradients = gradient_destination(config)
     context = LayerContext(
-        mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp
+        mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp, way
     )
     specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
-    stages = build_stages(config.model, specs, context, device, config.train.recompute, terms)
+    stages = build_stages(model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
 
     sequence = config.model.sequence_length // mesh.cp.size // (mesh.tp.size if plan.sequence_parallel else 1)

@@ -73,19 +73,40 @@ def _slowed(frequency: float, scaling: Mapping[str, float]) -> float:
     return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
 
 
+def _stretched(frequency: float, j: int, rotating: int, config: Config) -> float:
+    """The frequency of rotation j under the scaling's kind."""
+    scaling = config["rope_scaling"]
+    kind, factor, theta = scaling.get("kind", "llama3"), scaling["factor"], config["rope_theta"]
+    if kind == "linear":
+        return frequency / factor
+    if kind == "ntk":
+        return (theta * factor ** (rotating / (rotating - 2))) ** (-2 * j / rotating)
+    if kind == "yarn":
+        low, high = (
+            rotating * math.log(scaling["original_sequence_length"] / (beta * 2 * math.pi)) / (2 * math.log(theta))
+            for beta in (scaling["beta_fast"], scaling["beta_slow"])
+        )
+        low, high = max(math.floor(low), 0), min(math.ceil(high), rotating - 1)
+        ramp = min(max((j - low) / max(high - low, 0.001), 0), 1)
+        return frequency / factor * ramp + frequency * (1 - ramp)
+    return _slowed(frequency, scaling)
+
+
 def _rotate(x_SD: Tensor, positions: list[int], config: Config) -> Tensor:
     """RoPE on the first R = `rope_fraction` D dims, dim j paired with dim j + R / 2, angle position * theta^(-2 j / R)."""
     rotating = int(x_SD.shape[-1] * config["rope_fraction"])
     half = rotating // 2
     columns = list(x_SD.unbind(-1))
+    scaling = config.get("rope_scaling") or {}
+    amplitude = 0.1 * math.log(scaling["factor"]) + 1 if scaling.get("kind") == "yarn" else 1.0
     for j in range(half):
         frequency = config["rope_theta"] ** (-2 * j / rotating)
         if config.get("rope_scaling"):
-            frequency = _slowed(frequency, config["rope_scaling"])
+            frequency = _stretched(frequency, j, rotating, config)
         angle = torch.tensor([position * frequency for position in positions], dtype=x_SD.dtype)
         first, second = x_SD[:, j], x_SD[:, j + half]
-        columns[j] = first * angle.cos() - second * angle.sin()
-        columns[j + half] = second * angle.cos() + first * angle.sin()
+        columns[j] = amplitude * (first * angle.cos() - second * angle.sin())
+        columns[j + half] = amplitude * (second * angle.cos() + first * angle.sin())
     return torch.stack(columns, -1)
 
 
@@ -94,7 +115,8 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
     A, D = config["heads"], config["head_dim"] or config["hidden"] // config["heads"]
     G, S = config["kv_heads"] or A, len(documents)
     weight, bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
-    allowed = torch.tensor([[j <= i and documents[j] == documents[i] for j in range(S)] for i in range(S)])
+    window = config.get("sliding_window") or S
+    allowed = torch.tensor([[i - window < j <= i and documents[j] == documents[i] for j in range(S)] for i in range(S)])
     distance = torch.tensor([[float(j - i) for j in range(S)] for i in range(S)], dtype=x_SH.dtype)
     slopes = alibi_slopes(A, config["alibi_max_bias"])
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
-from frontier_llm.context_parallel import gather
+from frontier_llm.context_parallel import gather, ring
 from frontier_llm.context_parallel.blocks import Query
 from frontier_llm.expert_parallel import Dispatch
 from frontier_llm.model import Stage
@@ -174,6 +174,29 @@ def positions_by_own_index() -> Iterator[None]:
 def keys_without_gradient() -> Iterator[None]:
     """The gradients of keys and values stay where their queries are."""
     with patch.object(gather, "start_reduce_scatter", lambda x, axis: (x.chunk(axis.size)[axis.rank], DONE)):
+        yield
+
+
+@sabotage
+def missing_merge() -> Iterator[None]:
+    """Outputs over several blocks of keys are averaged, as if each had the same share of the sum."""
+
+    def merge(merged: Any, o: Any, logsumexp: Any) -> Any:
+        return (o, logsumexp) if merged is None else ((merged[0] + o) / 2, merged[1].logaddexp(logsumexp))
+
+    with patch.object(ring, "merge", merge):
+        yield
+
+
+@sabotage
+def backward_with_own_logsumexp() -> Iterator[None]:
+    """The ring's backward has for each query the sum over the last block that it saw, not over all of them."""
+    honest = ring.merge
+
+    def merge(merged: Any, o: Any, logsumexp: Any) -> Any:
+        return honest(merged, o, logsumexp)[0], logsumexp if merged is None else merged[1]
+
+    with patch.object(ring, "merge", merge):
         yield
 
 

@@ -15,6 +15,7 @@ from tests.parity.witness import witness
 __all__ = ["run_case"]
 
 LONGER = ("model.sequence_length=16",)
+GATHER, RING = (Case("llama", cp=2, settings=(f"parallel.context_attention={way}",)) for way in ("gather", "ring"))
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
@@ -43,20 +44,53 @@ def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+def test_every_way_of_attention(run_case: RunCase, way: str, family: str, documents: bool) -> None:
+    case = Case(family, cp=4, documents=documents, recompute="selective", settings=(*LONGER, f"parallel.context_attention={way}"))
+    assert differences(run_case(case), run_case(case.serial())) == []
+
+
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
+def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
+    """Llama 3's is that of the family `llama`. A head of 16 dims has 8 rotations, some of which turn fast and some slowly within 8 tokens."""
+    scaling = [
+        f"model.rope_scaling.{key}={value}"
+        for key, value in (("kind", kind), ("factor", 4), ("original_sequence_length", 8), ("beta_fast", 1.5))
+    ]
+    settings = (*LONGER, "model.rope_fraction=1.0", "model.head_dim=16", *scaling, "model.rope_scaling.beta_slow=0.25")
+    case = Case("neox", cp=2, settings=settings)
+    serial = run_case(case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run_case(case), serial) == []
+
+
+@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
+    settings = (*LONGER, "model.sliding_window=5")
+    case = Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True, settings=(*settings, f"parallel.context_attention={way}"))
+    serial = run_case(case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run_case(case), serial) == []
+
+
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [
         ("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
         ("local-division", Case("llama", cp=2, documents=True), "losses"),
         ("mask-by-own-index", Case("llama", cp=2), "losses"),
-        ("mask-by-own-index", Case("mpt", cp=2, documents=True), "losses"),
+        ("mask-by-own-index", Case("mpt", cp=2, documents=True, settings=("parallel.context_attention=gather",)), "losses"),
         ("positions-by-own-index", Case("neox", cp=2), "losses"),
-        ("keys-without-gradient", Case("llama", cp=2), "gradient of layers.0.attention.qkv.weight"),
+        ("keys-without-gradient", GATHER, "gradient of layers.0.attention.qkv.weight"),
+        ("missing-merge", RING, "losses"),
+        ("backward-with-own-logsumexp", RING, "gradient of layers.0.attention.qkv.weight"),
     ],
     ids=lambda value: str(value),
 )
 def test_sabotage_turns_the_comparison_red(run_case: RunCase, mistake: str, case: Case, reddens: str) -> None:
-    case = replace(case, settings=LONGER)
+    case = replace(case, settings=(*LONGER, *case.settings))
     found = differences(run_case(case, mistake), run_case(case.serial()))
     assert any(reddens in line for line in found), found
 

@@ -120,6 +120,7 @@ def assert_equal_training(
     [
         Case("llama", tp=2, dp=2, sequence_parallel=True, recompute="full"),
         thorough(Case("gpt", dp=2)),
+        thorough(Case("gpt", cp=2, dp=2, settings=("model.sequence_length=16",))),
         thorough(Case("mpt", dp=4, schedule="gpipe", documents=True)),
     ],
     ids=str,

@@ -72,6 +72,8 @@ class Family:
             reasons.append(f"head_dim is {model.head_dim}, needs {model.hidden / model.heads:g}")
         if "qkv_bias" not in self.always and model.has_qkv_bias != model.bias:
             reasons.append(f"qkv_bias is {model.qkv_bias}, needs {model.bias}")
+        if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
+            reasons.append(f"rope_scaling.kind is {model.rope_scaling.kind!r}, needs 'llama3'")
         if model.qk_norm != self.qk_norm:
             reasons.append(f"qk_norm is {model.qk_norm!r}, needs {self.qk_norm!r}")
         if (model.moe is None) != (self.routing is None):
@@ -171,11 +173,19 @@ _MPT_KEYS = {
     "layers": ("n_layers",), "hidden": ("d_model",), "heads": ("n_heads",), "sequence_length": ("max_seq_len", 2048),
     "norm_eps": ("layer_norm_epsilon", 1e-5), "init_std": ("initializer_range", 0.02),
 }  # fmt: skip
-_LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "rope_fraction": 1.0, "parallel_residual": False}
-_BIASED = {"norm": "layernorm", "bias": True, "norm_bias": True}
+_LLAMA = {
+    "position": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "rope_fraction": 1.0,
+    "parallel_residual": False,
+    "sliding_window": None,
+}
+_MISTRAL = {ours: value for ours, value in _LLAMA.items() if ours != "sliding_window"} | {"bias": False}
+_BIASED = {"norm": "layernorm", "bias": True, "norm_bias": True, "sliding_window": None}
 _MPT = {
     "position": "alibi", "norm": "layernorm", "activation": "gelu", "bias": False, "norm_bias": False, "tied_embeddings": True,
-    "parallel_residual": False, "alibi_max_bias": MPT_ALIBI_MAX_BIAS,
+    "parallel_residual": False, "alibi_max_bias": MPT_ALIBI_MAX_BIAS, "sliding_window": None,
 }  # fmt: skip
 _GELUS = ("gelu", "gelu_tanh")
 _PLAIN = {"score": "softmax", "selection_bias": False, "scale": 1.0, "shared_hidden": 0, "shared_gate": False}
@@ -189,10 +199,10 @@ FAMILIES = (
         "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, _LLAMA_KEYS, _read_qwen2,
         lambda m: {**write_llama_like(m), "use_sliding_window": False}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
-    # after Llama, which computes the same: a Mistral comes in, and goes out as a Llama
+    # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a Llama
     Family(
-        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, read_mistral,
-        lambda m: {**write_llama_like(m), "sliding_window": None}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        "MistralForCausalLM", "mistral", LLAMA, _MISTRAL, _LLAMA_KEYS, read_mistral,
+        lambda m: {**write_llama_like(m), "sliding_window": m.sliding_window}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     Family(
         "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, _read_qwen3,

@@ -63,12 +63,14 @@ def write_llama_like(m: ModelConfig) -> dict[str, Any]:
 
 
 def read_mistral(f: ConfigJson) -> dict[str, Any]:
-    """Llama, if no window cuts its attention."""
-    return read_mistral_with(f, MISTRAL_DEFAULT_WINDOW)
+    """Llama, with a window where that cuts its attention."""
+    window = f.content.get("sliding_window", MISTRAL_DEFAULT_WINDOW)
+    narrow = window is not None and window < f.get("max_position_embeddings", 131072)
+    return {**read_llama_like(f), "sliding_window": window if narrow else None}
 
 
 def read_mistral_with(f: ConfigJson, default_window: int | None) -> dict[str, Any]:
-    """The same; what a configuration without the key means."""
+    """Llama, if no window cuts its attention; `default_window` is what a configuration without the key means."""
     window = f.content.get("sliding_window", default_window)
     if window is not None and window < f.get("max_position_embeddings", 131072):
         f.refuse("sliding_window", window, "null, or no less than max_position_embeddings")

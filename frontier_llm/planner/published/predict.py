@@ -97,7 +97,7 @@ def complete(row: PublishedRun, numbers: Rates) -> Layout:
     choices = []
     for values in product(*(GRID[name] for name in row.unstated)):
         option = replace(given, **dict(zip(row.unstated, values, strict=True)))
-        dp, uneven = divmod(given.devices, option.tp * option.pp)
+        dp, uneven = divmod(given.devices, option.tp * option.cp * option.pp)
         if dp < 1 or uneven or option.pp * option.chunks > model.layers + 2 or model.heads % option.tp:
             continue
         m, uneven = divmod(given.global_batch, dp * option.micro_batch)

@@ -68,14 +68,16 @@ def _dies(row: Row) -> int:
 def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
     """The row's degrees, microbatches and sharding; what is not stated is what such codes are run with."""
     tp, pp, shard = _degree(row["TP"]), _degree(row["PP"]), row["zero_or_shard"].lower()
+    cp = int(number_of(row["CP"], 1.0)) or 1
     devices = int(number_of(row["devices"])) * _dies(row) or 8 * tp * pp  # else enough for eight replicas
-    dp = int(number_of(row["DP"])) or max(devices // tp // pp, 1)
+    dp = int(number_of(row["DP"])) or max(devices // tp // cp // pp, 1)
     B = int(number_of(row["MBS"])) or (1 if pp > 1 or tp > 1 else 4)
     global_batch = int(number_of(row["GBS"])) * (dp if "replica" in row["GBS"] else 1)
     per_virtual = number_of(row["layers_per_virtual_stage"])
     chunks = max(1, round(shape["layers"] / pp / per_virtual)) if per_virtual else 1
     return Layout(
         tp=tp,
+        cp=cp,
         pp=pp,
         dp=dp,
         chunks=chunks,

@@ -35,12 +35,13 @@ class Layout:
     order: str = "tp-dp-pp"
     dtype: str = "fp32"
     bucket_numel: int = 30_000
+    cp: int = 1
     ep: int = 1
     etp: int = 1
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.tp, self.pp, self.dp, self.order, ep=self.ep, etp=self.etp)
+        return Grid(self.tp, self.pp, self.dp, self.order, self.cp, ep=self.ep, etp=self.etp)
 
 
 def progress(step: int = 7) -> Progress:
@@ -66,7 +67,7 @@ def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu
     mine = [specs[chunk * layout.pp + pp_rank] for chunk in range(layout.chunks)]
     stages = build_stages(model, mine, context, torch.device("cpu" if device == "cpu" else device))
     edp = axis(grid, "edp", rank)
-    return build_buckets(stages, ADAMW, axis(grid, "dp", rank), layout.zero, torch.device(device), layout.bucket_numel, edp=edp)
+    return build_buckets(stages, ADAMW, axis(grid, grid.replicas, rank), layout.zero, torch.device(device), layout.bucket_numel, edp=edp)
 
 
 def value(kind: str, name: str, index: np.ndarray) -> np.ndarray:
@@ -112,7 +113,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         described.append([describe_piece(part) for part in snapshot.saved])
         dtype = snapshot.dtype
     tensors, rows = index_pieces(described)
-    degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
+    degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
     manifest = build_manifest(
         progress(step),
         incarnation=1,

@@ -18,6 +18,7 @@ LAYOUTS = [
     Layout(tp=2, pp=2, dp=2, chunks=2, order="tp-pp-dp"),
     Layout(pp=4, dp=2, dtype="fp16"),
     Layout(tp=2, pp=2, zero=0, dtype="bf16"),
+    Layout(tp=2, cp=2, dp=2, dtype="bf16"),
 ]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from frontier_llm.cli.main import parse
+from frontier_llm.data.inspect import truncation
 from frontier_llm.errors import DataError
 
 
@@ -134,3 +135,15 @@ def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFix
     for _ in range(2):  # the second time the first result lies among the inputs
         assert run("tokenize", corpus / "in", "--output", corpus / "in" / "tokens", "--tokenizer", "bytes", "--workers", 1) == 0
     assert (corpus / "in" / "tokens.meta.json").exists()
+
+
+def test_the_tokens_that_lose_their_beginning_are_counted() -> None:
+    """Against cuts at every offset of documents laid end to end."""
+    lengths, S = np.array([3, 17, 40, 8, 1]), 8
+    ends = lengths.cumsum()
+    beginnings = np.repeat(ends - lengths, lengths)  # of each token's document
+    places = np.arange(lengths.sum())
+    lost = [int((beginnings < (places + offset) // S * S - offset).sum()) for offset in range(S)]
+    found = truncation(lengths, S)
+    assert found["longer_documents"] == 2 and found["unavoidable_tokens"] == 9 + 32
+    assert found["expected_tokens"] == round(np.mean(lost)) and found["expected_share"] == pytest.approx(np.mean(lost) / lengths.sum())

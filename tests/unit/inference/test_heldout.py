@@ -12,7 +12,7 @@ import torch
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.errors import DataError
-from frontier_llm.inference.heldout import held_out
+from frontier_llm.inference.heldout import draw_by_position, held_out
 from tests.unit.inference.models import prompts, tiny
 
 
@@ -59,3 +59,21 @@ def test_unfit_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with pytest.raises(DataError, match="vocabulary has 250"):
         held_out(tiny("llama-tiny"), dataset(tmp_path / "b", (2000,), vocab=400)[0])
+
+
+def test_loss_by_position_is_that_of_each_stretch_of_the_windows(tmp_path: Path) -> None:
+    model = tiny("llama-tiny")
+    prefix, tokens = dataset(tmp_path, (50, 61, 30))
+    found = held_out(model, prefix, batch_size=2, positions=5)
+    losses = []
+    with torch.inference_mode():
+        for start in range(0, 128, 32):
+            window = torch.tensor(tokens[start : start + 33])
+            x = model.hidden(window[:-1, None])
+            assert x is not None
+            losses.append(torch.nn.functional.cross_entropy(model.whole_logits(x)[:, 0], window[1:], reduction="none"))
+    expected = [float(part.mean()) for part in torch.stack(losses).tensor_split(5, dim=1)]
+    assert found.by_position == pytest.approx(expected, rel=1e-12)
+    assert len(held_out(model, prefix).by_position) == 1
+    draw_by_position([found], 32, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 1000

@@ -60,14 +60,14 @@ def test_stretches_of_keys_merge_to_the_whole(extras):
         return Scores(0.6, slopes, ids[0], offset=3 - first, key_documents_BK=ids[1])
 
     stretches = [(0, 2), (2, 5), (5, 8)]
-    blocks = [reference.attention_block(q[3:], k[a:b], v[a:b], scores(a, b)) for a, b in stretches]
+    blocks = [reference.attention_block(q[3:], (k[a:b], v[a:b]), scores(a, b)) for a, b in stretches]
     logsumexp = torch.stack([one for _, one in blocks]).logsumexp(0)
     out = sum(o * (one - logsumexp).exp().permute(2, 0, 1)[..., None] for o, one in blocks)
     torch.testing.assert_close(out, whole.detach())
     assert all(torch.isfinite(o).all() for o, _ in blocks)
     found = [torch.zeros_like(x) for x in (q, k, v)]
     for a, b in stretches:
-        parts = reference.attention_block_backward(grad, q[3:], k[a:b], v[a:b], out, logsumexp, scores(a, b))
+        parts = reference.attention_block_backward(grad, q[3:], (k[a:b], v[a:b]), out, logsumexp, scores(a, b))
         for total, part, rows in zip(found, parts, (slice(3, 8), slice(a, b), slice(a, b)), strict=True):
             total[rows] += part
     for got, want in zip(found, expected, strict=True):

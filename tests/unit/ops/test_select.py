@@ -15,7 +15,7 @@ from torch import Tensor
 
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import Scores, native, providers, reference, sdpa, select, select_ops
+from frontier_llm.ops import AttentionNeeds, Scores, native, providers, reference, sdpa, select, select_ops
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.reference import GROUPS, Ops
 from frontier_llm.ops.select import backends
@@ -123,10 +123,21 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
     assert (wanted if provider.parts else wanted - providers.PARTS) <= set(functions)
 
 
+def test_a_gpu_does_not_silently_fall_to_squares_of_scores(monkeypatch):
+    for name in ("flash_attn", "triton"):
+        monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
+    outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, AttentionNeeds(parts=True))
+    assert outcome.where == "ops.attention=auto" and "triton has no attention over part" in outcome.what and "=heads" in outcome.fix
+    assert (
+        select.choose("attention", "auto", "cuda", torch.bfloat16, AttentionNeeds(parts=True), allow_fallback=True).provider.name
+        == "reference"
+    )
+
+
 def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
     with pytest.raises(BackendError, match="sdpa has no attention over part of a sequence"):
-        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, parts=True)
-    assert select_ops(OpsConfig(), "cpu", torch.float64, parts=True).attention_block is reference.attention_block
+        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(parts=True))
+    assert select_ops(OpsConfig(), "cpu", torch.float64, AttentionNeeds(parts=True)).attention_block is reference.attention_block
 
 
 def test_fp16_on_the_cpu_is_plain_torch_and_listed_so():
@@ -180,7 +191,7 @@ def test_flash_attn_is_not_first_where_documents_are_masked(monkeypatch):
     for name in ("flash_attn", "triton"):
         monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
     for documents, expected in ((False, "flash_attn"), (True, "triton")):
-        outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, documents=documents)
+        outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, AttentionNeeds(documents))
         assert outcome.provider.name == expected
 
 

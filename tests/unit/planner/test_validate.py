@@ -136,6 +136,13 @@ def test_llama_3_405b_is_timed_and_on_16k_devices_fits() -> None:
     assert not whole.fits
 
 
+def test_llama_3_405b_at_131072_tokens_is_timed_and_fits() -> None:
+    (row,) = predict([row for row in ROWS if row.key.startswith("llama3-131k")])
+    layout = row.row.layout
+    assert (layout.tp, layout.cp, layout.pp, layout.dp, layout.devices) == (8, 16, 16, 8, 16384)
+    assert abs(row.error) < 0.1 and row.fits
+
+
 @pytest.mark.parametrize(
     ("hardware", "shard", "precision", "flash", "expected"),
     [

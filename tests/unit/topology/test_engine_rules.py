@@ -22,6 +22,7 @@ DEEPSPEED = {"engine": "deepspeed"}
     ("sections", "expected"),
     [
         ({"parallel": {"data_mode": "fsdp", "pipeline": 2}}, "parallel.pipeline: 2 stages with fsdp: "),
+        ({"parallel": {"context": 2}, "optimizer": DEEPSPEED}, "optimizer.engine: deepspeed with context 2"),
         ({"parallel": {"data_mode": "fsdp"}, "optimizer": DEEPSPEED}, "parallel.data_mode: fsdp and the engine deepspeed"),
         ({"parallel": {"zero": 2}}, "parallel.zero: 2 is not supported: "),
         ({"parallel": {"zero": 3}, "optimizer": DEEPSPEED}, "parallel.zero: 3 is not supported: "),

@@ -61,6 +61,7 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-3.1": lambda: llama(rope_parameters=LLAMA_3),
     "llama-3.2-tied": lambda: llama(rope_parameters=LLAMA_3, tie_word_embeddings=True, head_dim=12),
     "mistral": lambda: llama("Mistral", sliding_window=None, head_dim=12),
+    "mistral-window": lambda: llama("Mistral", sliding_window=5, head_dim=12),
     "qwen2": lambda: llama("Qwen2", tie_word_embeddings=True),
     "qwen3": lambda: llama("Qwen3", head_dim=12),
     "mixtral": lambda: llama("Mixtral", num_local_experts=4, num_experts_per_tok=2),

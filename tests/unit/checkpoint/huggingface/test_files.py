@@ -251,7 +251,6 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
         ("llama-gqa", {"num_key_value_heads": 4}, "kv_heads"),
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}}, "low_freq_factor: is missing"),
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "high_freq_factor": 1.0}}, "not above low_freq_factor"),
-        ("mistral", {"sliding_window": 8}, "sliding_window"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("neox", {"rope_parameters": LLAMA_3}, "llama3"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

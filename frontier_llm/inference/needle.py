@@ -1,0 +1,72 @@
+"""Does a model find again what it has read far back? Random tokens are hidden in held-out text, their first half stands once more at its end,
+and the model is asked for the second half.
+
+No tokenizer and no language are needed, and no answer can be guessed: what a model recalls it has attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.errors import DataError
+from frontier_llm.inference.model import InferenceModel
+from frontier_llm.inference.score import score
+
+HALF = 4  # tokens of a needle's key, and of its value
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: at the beginning of the text, 1: right before the question
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Of the needles at one depth of texts of one length."""
+
+    length: int  # tokens, question and answer included
+    depth: float
+    needles: int
+    found: float  # share whose every token was the model's first choice
+    loss: float  # nats per token of the answers; log(vocabulary) is chance
+
+
+def lengths_up_to(window: int) -> list[int]:
+    """The window, and its halves down to 1024 tokens; of a smaller one itself alone."""
+    lengths = [window]
+    while lengths[-1] // 2 >= 1024:
+        lengths.append(lengths[-1] // 2)
+    return lengths[::-1]
+
+
+def needles(
+    model: InferenceModel, prefix: str, samples: int, batch_size: int = 1, on_batch: Callable[[int], object] = lambda done: None
+) -> list[Recall]:
+    """Recall by length and depth, `samples` needles each in other text. Collective over the world. Raises DataError for too little text."""
+    dataset, window = IndexedDataset(prefix), model.config.sequence_length
+    lengths = lengths_up_to(window)
+    room = lengths[0] - 4 * HALF
+    if room < 1 or dataset.token_count < window:
+        what = f"holds {dataset.token_count} tokens, a text to hide needles in takes {window} of a window of {4 * HALF + 1} or more"
+        raise DataError(what, where=prefix, fix="give a larger dataset, or a model with a longer context")
+    cells = list(product(lengths, DEPTHS))
+    requests = [_request(dataset, model.config.vocab_size, cell, sample) for cell in cells for sample in range(samples)]
+    answers = score(model, requests, batch_size, on_batch)
+    recalls = []
+    for index, (length, depth) in enumerate(cells):
+        mine = answers[index * samples : (index + 1) * samples]
+        loss = -sum(answer.log_probability for answer in mine) / (samples * HALF)
+        recalls.append(Recall(length, depth, samples, sum(answer.greedy for answer in mine) / samples, loss))
+    return recalls
+
+
+def _request(dataset: IndexedDataset, vocabulary: int, cell: tuple[int, float], sample: int) -> tuple[Sequence[int], Sequence[int]]:
+    """(text with a needle and its key once more, value): a function of length, depth and number alone."""
+    (length, depth), filler = cell, cell[0] - 4 * HALF
+    draw = np.random.default_rng([length, round(100 * depth), sample])
+    needle = draw.integers(0, vocabulary, 2 * HALF).tolist()
+    start = int(draw.integers(0, dataset.token_count - filler + 1))
+    text = np.asarray(dataset.tokens[start : start + filler], np.int64).tolist()
+    place = round(depth * filler)
+    return [*text[:place], *needle, *text[place:], *needle[:HALF]], needle[HALF:]
