@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/configuration.md from config/schema.py: every key with its type, default, meaning and the version that brought it.
+"""Writes docs/configuration.md from config/model.py and config/schema.py: every key with its type, default, meaning and the version that brought it.
 
 A field's meaning is the comment behind it; `(since 0.2)` at its end is the version, without it the key is as old as the project.
     python scripts/config_reference.py [--check]
@@ -19,6 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from frontier_llm.config import model as model_keys
 from frontier_llm.config import schema
 from frontier_llm.config.schema import RunConfig
 
@@ -41,13 +42,14 @@ NAMES = {
 
 def source_notes() -> dict[tuple[str, str], tuple[str, str]]:
     """(annotation, comment) as written, by (class, field)."""
-    source = inspect.getsource(schema)
-    lines, notes = source.splitlines(), {}
-    for node in ast.parse(source).body:
-        for field in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                _, _, comment = lines[field.end_lineno - 1].partition("  # ")
-                notes[node.name, field.target.id] = ast.unparse(field.annotation), comment.strip()
+    notes = {}
+    for source in map(inspect.getsource, (model_keys, schema)):
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            for field in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    _, _, comment = lines[field.end_lineno - 1].partition("  # ")
+                    notes[node.name, field.target.id] = ast.unparse(field.annotation), comment.strip()
     return notes
 
 
@@ -119,7 +121,7 @@ def page() -> str:
         for name, field in fields.items():
             annotation, comment = notes[model.__name__, name]
             if not comment:
-                raise ValueError(f"{model.__name__}.{name} in config/schema.py has no comment that says what it means")
+                raise ValueError(f"{model.__name__}.{name} has no comment that says what it means")
             since = re.search(r"\(since ([\d.]+)\)$", comment)
             meaning = comment[: since.start()].strip() if since else comment
             cells = (f"`{prefix + '.' if prefix else ''}{name}`", type_text(annotation), default_text(field), meaning)
@@ -132,7 +134,7 @@ def page() -> str:
 
 HEAD = """# Configuration
 
-Every key of a run file, made from `frontier_llm/config/schema.py` by `scripts/config_reference.py`. A run file is YAML; `base: NAME` takes another one's
+Every key of a run file, made from `frontier_llm/config/model.py` and `schema.py` by `scripts/config_reference.py`. A run file is YAML; `base: NAME` takes another one's
 keys first, `key=value` on the command line comes last, and an unknown key is an error that names the nearest valid one. "nothing" is YAML's `null`.
 
 """

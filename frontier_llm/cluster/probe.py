@@ -19,7 +19,7 @@ from pathlib import Path
 
 from frontier_llm.cluster.rank_env import environ, environment, node_name
 from frontier_llm.cluster.sites import Site
-from frontier_llm.config.schema import Section
+from frontier_llm.config.fields import Section
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.units import GIB
 

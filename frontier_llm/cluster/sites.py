@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from frontier_llm.config import build
+from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
-from frontier_llm.config.schema import PositiveFloat, PositiveInt, Section
 from frontier_llm.errors import ConfigError, Problem, suggest
 
 

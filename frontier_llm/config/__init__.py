@@ -1,19 +1,17 @@
 """What the user asked for: frozen, strict, composed from YAML files and key=value overrides."""
 
 from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
+from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.schema import (
     BatchConfig,
     CommConfig,
     DataConfig,
     DataSource,
     GuardConfig,
-    ModelConfig,
-    MoeConfig,
     OpsConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    RopeScaling,
     RunConfig,
     TrainConfig,
 )

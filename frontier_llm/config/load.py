@@ -18,8 +18,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from frontier_llm.config.model import ModelConfig
 from frontier_llm.config.plugins import import_plugins
-from frontier_llm.config.schema import ModelConfig, RunConfig
+from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)

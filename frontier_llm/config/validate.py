@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from frontier_llm.config.schema import ModelConfig, MoeConfig, OptimizerConfig, RunConfig
+from frontier_llm.config.model import ModelConfig, MoeConfig
+from frontier_llm.config.schema import OptimizerConfig, RunConfig
 from frontier_llm.errors import Problem, divisors, nearest
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from frontier_llm.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from frontier_llm.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 Tag = Literal["measured", "published", "estimated"]  # estimated includes fitted: the source then says on what
 

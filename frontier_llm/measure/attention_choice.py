@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from frontier_llm.config.schema import ModelConfig
+from frontier_llm.config.model import ModelConfig
 from frontier_llm.measure.op_cases import CASES, Shapes
 from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops import working_dtype

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from frontier_llm.config.schema import ModelConfig
+from frontier_llm.config.model import ModelConfig
 from frontier_llm.ops import sdpa
 from frontier_llm.ops.reference import AdamWUpdate, Ops, Scores
 

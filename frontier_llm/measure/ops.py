@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from frontier_llm.config.schema import ModelConfig
+from frontier_llm.config.model import ModelConfig
 from frontier_llm.measure.op_cases import CASES, Case, Run, Shapes
 from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops.reference import Ops

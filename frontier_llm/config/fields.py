@@ -1,0 +1,38 @@
+"""What every section of a configuration is made of: its base class, and kinds of numbers and paths."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole(value: Any) -> Any:
+    """1e3 is a whole number, which YAML hands on as text."""
+    return int(float(value)) if isinstance(value, str) and re.fullmatch(r"[1-9]\d*[eE]\+?\d\d?", value) else value
+
+
+# bounded, so that no mistyped number makes a search for its divisors or neighbours endless
+PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
+NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+def _path(text: str) -> str:
+    """`~` is the home directory, as in a shell; a variable would mean another file for everybody who reads the run's record."""
+    if "$" in text:
+        raise ValueError("must be a path without variables (on the command line the shell replaces them)")
+    return os.path.expanduser(text)
+
+
+PathText = Annotated[str, AfterValidator(_path)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)  # JSON has neither
