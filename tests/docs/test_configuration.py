@@ -32,7 +32,7 @@ def test_a_field_without_a_comment_is_an_error(reference: ModuleType, monkeypatc
     read = reference.inspect.getsource
     bare = source.replace(line, line.partition("  #")[0])
     monkeypatch.setattr(reference.inspect, "getsource", lambda module: bare if module is schema else read(module))
-    with pytest.raises(ValueError, match=r"OptimizerConfig.clip_norm .* has no comment"):
+    with pytest.raises(ValueError, match=r"OptimizerConfig.clip_norm has no comment"):
         reference.page()
 
 
