@@ -108,7 +108,7 @@ def _index(args: argparse.Namespace) -> int:
     option("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)"),
     option("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)"),
     option(
-        "--sequence-length", type=natural, default=0, metavar="S", help="also count the tokens that sequences of S cut from their beginning"
+        "--sequence-length", type=natural, default=0, metavar="N", help="also count the tokens that sequences of N cut from their beginning"
     ),
     JSON,
     line="counts, token histogram and decoded samples of a dataset; checks all of its index",

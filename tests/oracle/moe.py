@@ -69,7 +69,7 @@ def balance(said: Said, config: Config) -> Tensor:
 
 def losses(routers: Sequence[Sequence[Said]], config: Config) -> Tensor:
     """Both of the routers' losses, weighted: summed over layers, meant over sequences."""
-    if not config["moe"]:
+    if not config.get("moe"):
         return torch.zeros((), dtype=torch.float64)
     total, moe = torch.zeros((), dtype=torch.float64), config["moe"]
     for said in (said for sequence in routers for said in sequence):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracle import gpt
+from tests.oracle import gpt, moe
 
 transformers = pytest.importorskip("transformers")
 
@@ -217,7 +217,10 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
 
 
 def test_the_oracle_imports_nothing_of_the_package() -> None:
-    tree = ast.parse(Path(gpt.__file__).read_text(encoding="utf-8"))
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert modules == {"__future__", "collections.abc", "math", "torch", "typing"}
+    modules: set[str] = set()
+    for source in (gpt, moe):
+        tree = ast.parse(Path(source.__file__).read_text(encoding="utf-8"))
+        modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in modules if name.startswith("frontier_llm")} == set()
+    assert modules - {"__future__", "collections", "collections.abc", "dataclasses", "math", "torch", "typing"} <= {"tests.oracle"}

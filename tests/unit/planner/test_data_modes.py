@@ -17,7 +17,7 @@ from frontier_llm.costs.time import gradient_reduction_s, layer_s, sharding_s, s
 from frontier_llm.errors import LayoutError
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.candidates import enumerate_layouts, parse_fixed
-from frontier_llm.planner.emit import emit
+from frontier_llm.planner.emit import Request, emit
 from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import search, simulate_layout
 
@@ -78,13 +78,13 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed([f"data_mode={mode}"]))
     if mode == "fsdp":  # not where one communication at a time is the rule, and without being told it is not proposed there either
         with pytest.raises(LayoutError, match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own"):
-            emit(path, "llama-2-7b", "frontier", machine, found, FRONTIER)
+            emit(path, Request("llama-2-7b", "frontier"), machine, found, FRONTIER, None)
         assert {plan.layout.sharding for plan in search(MODEL, FRONTIER, 4, 256, parse_fixed(["pipeline=1"])).plans} <= {
             "none",
             "optimizer",
         }
     name = "frontier" if mode == "zero" else "mi300x"
-    emit(path, "llama-2-7b", name, load_machine(name), found, FRONTIER)
+    emit(path, Request("llama-2-7b", name), load_machine(name), found, FRONTIER, None)
     config = load_run(str(path))
     assert config.parallel.data_mode == mode
     assert layout_of(config, 32).sharding == found.best.layout.sharding
@@ -97,6 +97,6 @@ def test_gradients_in_16_bits_take_half_the_time_on_the_wire(tmp_path: Path) -> 
     assert narrow == pytest.approx(full / 2, rel=0.01)
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed(["gradient_wire=bf16"]))
     path = tmp_path / "mine.yaml"
-    emit(path, "llama-2-7b", "frontier", load_machine("frontier"), found, FRONTIER)
+    emit(path, Request("llama-2-7b", "frontier"), load_machine("frontier"), found, FRONTIER, None)
     assert load_run(str(path)).precision.gradient_wire == "bf16"
     assert layout_of(load_run(str(path)), 32).gradient_wire == "bf16"

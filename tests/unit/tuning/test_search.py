@@ -25,7 +25,7 @@ NUMBERS = rates(load_machine("local"))
 @pytest.fixture(scope="module")
 def space() -> Space:
     config = load_run("train_small", ["batch.global_batch=16"])
-    return make_space(config, NUMBERS, 8, 2, {"recompute": "none", "sharding": "optimizer"}, most=60)
+    return make_space(config, NUMBERS, 8, 2, {"recompute": "none", "sharding": "optimizer", "cp": 1, "chunks": 1}, most=60)
 
 
 def trial_of(search: Tuner, proposal: Proposal, step_s: float | None, status: str = "ok") -> Trial:
