@@ -125,8 +125,9 @@ def by_schedule(layouts: Layout | Layouts, of: Callable[..., Number], *columns: 
     stages = () if stage is None else (stage,)
     if isinstance(layouts, Layout):
         return of(layouts.schedule, *(getattr(layouts, name) for name in columns), *stages)
-    result = np.zeros(len(layouts))
+    fields = np.broadcast_arrays(np.zeros(len(layouts)), *(getattr(layouts, column) for column in columns), *stages)
+    result = np.zeros(fields[0].shape)  # the last axis is that of the layouts
     for name in distinct(layouts.schedule):
         rows = layouts.schedule == name
-        result = np.where(rows, of(name, *(getattr(layouts, column) for column in columns), *stages), result)
+        result[..., rows] = of(name, *(field[..., rows] for field in fields[1:]))
     return result
