@@ -170,8 +170,8 @@ setup(
             "import-linter",
             "types-PyYAML",
             "zstandard",
-            "matplotlib",  # the pictures of docs/
             *TUNING,  # scipy: also scripts/fit_machines.py
+            "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels
@@ -183,7 +183,7 @@ setup(
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two
         "plot": ["plotly", "tensorboard"],
         "trackers": ["wandb", "mlflow-skinny", "sqlalchemy", "alembic"],  # the last two for mlflow's local file
-        "tune": [*TUNING],
+        "tune": [*TUNING, "plotly"],
         "docs": ["mkdocs"],
     },
 )

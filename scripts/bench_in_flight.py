@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.comm import Group, Mesh, Pending, barrier, build_mesh, connect, disconnect
+from frontier_llm.comm import Group, Meeting, Mesh, Pending, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.group import Sending
 from frontier_llm.config import CommConfig
 from frontier_llm.pipeline import ActivationSpec, Engine
@@ -103,7 +103,7 @@ def engine_of(mesh: Mesh, name: str, chunks: int, m: int, forward_s: float) -> E
 
 def serve(rank: int, port: int, args: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, STAGES, "127.0.0.1", port, "gloo", 120.0)
+    connect(rank, STAGES, Meeting("127.0.0.1", port, 0, STAGES), "gloo", 120.0)
     forward_s, measured = args.forward_ms / 1e3, {}
     for name, chunks, m, share in CASES:
         engines = {}

@@ -38,7 +38,7 @@ frontier-llm plan --machine "$machine" --measured "$run_dir" "$other_run_dir"
 say "a sample"
 frontier-llm generate "$run_dir" --prompt 'def read_lines(path):' --max-new-tokens 80 --temperature 0.7 --seed 1 | tee "$run_dir/sample.txt"
 
-next="frontier-llm train $planned train.run_dir=$run_dir train.steps=1000      # goes on from the checkpoint"
+next="frontier-llm train $planned train.run_dir=runs/longer train.steps=1000      # a longer run, from its start"
 frontier-llm report "$run_dir" "$other_run_dir" --output "$run_dir/report.html" --sample "$run_dir/sample.txt" --next "$next" >/dev/null
 
 say "done"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from frontier_llm.blueprint.layout import statistics_bytes
+from frontier_llm.blueprint.matrices import is_matrix
 from frontier_llm.blueprint.parameters import Parameter, model_parameters
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import ConfigError, suggest
@@ -20,6 +21,7 @@ class OptimizerRule:
     name: str  # optimizer.name in a run file
     states: Callable[[Parameter], tuple[str, ...]]  # beside the master copy, in the order in which a shard file holds them
     whole: Callable[[Parameter], bool] = lambda parameter: False  # its update needs the whole tensor: ZeRO must not cut it
+    gathers: bool = False  # but may cut it where whole tensors would leave gaps: the update gathers them (optim.whole)
 
     def kinds(self, parameter: Parameter) -> tuple[str, ...]:
         """Everything that is kept of a parameter: the master copy and the states."""
@@ -32,7 +34,12 @@ class OptimizerRule:
 
 ADAMW = OptimizerRule("adamw", lambda parameter: ("exp_avg", "exp_avg_sq"))
 
-_RULES = {ADAMW.name: ADAMW}
+LION = OptimizerRule("lion", lambda parameter: ("momentum",))
+MUON = OptimizerRule(
+    "muon", lambda parameter: ("momentum",) if is_matrix(parameter) else ADAMW.states(parameter), whole=is_matrix, gathers=True
+)
+
+_RULES = {rule.name: rule for rule in (ADAMW, LION, MUON)}
 
 
 def declare(rule: OptimizerRule) -> None:

@@ -79,7 +79,13 @@ class Parameter:
     uses: int = (
         1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the head of the same rank; 0: no gradient
     )
+    grouped: bool = False  # dim 0 counts key/value heads, each with its queries
     wide: bool = False  # kept in fp32 (fp64 under fp64) whatever the working type
+
+    @property
+    def tensor_axis(self) -> str:
+        """The axis over which tensor parallelism would cut it."""
+        return "etp" if self.kind is ParameterKind.EXPERTS else "tp"
 
     @property
     def replicas(self) -> str:
@@ -122,8 +128,8 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
 
     def column(part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()) -> Iterator[Parameter]:
         """Output features (all dims but the last) cut over tp along `dim`."""
-        split = {"tp": Split(dim)}
-        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces)
+        split, grouped = {"tp": Split(dim)}, part == "attention.qkv"
+        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces, grouped=grouped)
         if bias:
             yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
 

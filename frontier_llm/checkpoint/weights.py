@@ -145,11 +145,16 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     return folder.commit(directory, manifest)
 
 
+_OF_POSITION = {"rope": {"rope_theta", "rope_fraction", "rope_scaling"}, "alibi": {"alibi_max_bias"}}
+
+
 def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
     """Every field in which a run's model is not the function that the imported weights belong to."""
     free = {"name", "vocab_multiple", "init_std"}
     if run.position != "learned":
         free.add("sequence_length")  # training may go on with another context
+    for position, fields in _OF_POSITION.items():  # the right position is asked for, and these mean nothing with it
+        free |= fields if imported.position != position else set()
     ours, theirs = _resolved(run), _resolved(imported)
 
     def written(value: object) -> str:  # as a run file has it
@@ -167,12 +172,7 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
 
 
 def _resolved(model: ModelConfig) -> dict[str, object]:
-    content = {**model.model_dump(), "kv_heads": model.num_kv_heads, "head_dim": model.dim_per_head, "qkv_bias": model.has_qkv_bias}
-    if model.position != "rope":
-        content |= {"rope_theta": None, "rope_fraction": None, "rope_scaling": None}
-    if model.position != "alibi":
-        content["alibi_max_bias"] = None
-    return content
+    return {**model.model_dump(), "kv_heads": model.num_kv_heads, "head_dim": model.dim_per_head, "qkv_bias": model.has_qkv_bias}
 
 
 def _write_shard(path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: np.dtype[Any]) -> str:

@@ -83,7 +83,11 @@ def check_start(config: RunConfig, world_size: int) -> None:
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
         raise ConfigError("ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop))
-    if config.train.device == "cuda" or any(Path(gpu).exists() for gpu in GPU_FILES):
+    has_gpu = any(Path(gpu).exists() for gpu in GPU_FILES)
+    if config.train.device == "cuda" and not has_gpu:
+        what = f"is cuda, and this computer has no GPU ({' and '.join(GPU_FILES)} are not there)"
+        raise ConfigError(what, "set train.device=cpu, or submit the run to nodes that have one", "train.device")
+    if has_gpu:
         return
     parallel, dtype = config.parallel, config.precision.dtype
     whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients

@@ -232,6 +232,8 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
+        return Problem(where.rpartition(".")[0], f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}", "")
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}

@@ -66,6 +66,7 @@ class MoeConfig(Section):
     scale: PositiveFloat = 1.0  # of a token's weights, after that (since 0.2)
     selection_bias: bool = False  # a bias for each expert, moved towards an even load, decides who is chosen and nothing else (since 0.2)
     bias_rate: NonNegativeFloat = 1e-3  # by which it moves after each step (since 0.2)
+    capacity: PositiveFloat | None = None  # rows over its even share that an expert takes of a rank's microbatch; None = all (since 0.2)
     balance: Literal["sequence", "microbatch"] = "sequence"  # what the load is even over; microbatch depends on the layout (since 0.2)
     balance_weight: NonNegativeFloat = 0.01  # of the balance loss of each layer, logged without it as router-balance (since 0.2)
     z_weight: NonNegativeFloat = 0.0  # of the mean squared log-sum-exp of the router's logits, logged as router-z (since 0.2)
@@ -146,8 +147,8 @@ class ParallelConfig(Section):
     context: PositiveInt = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
     expert: PositiveInt = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
     expert_tensor: PositiveInt = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
-    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved
-    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zb-h1, or what was registered (schedule.register)
+    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
+    schedule: str = "1f1b"  # see docs/schedules.md: 1f1b, interleaved, zb-h1, zb-v, v-half, …, or what was registered
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
@@ -170,7 +171,7 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    name: str = "adamw"  # checked by the optimizers' own registry, blueprint.optimizers (since 0.2)
+    name: str = "adamw"  # or muon, lion, or what was registered: checked by the optimizers' own registry, blueprint.optimizers (since 0.2)
     engine: Literal["native", "deepspeed"] = "native"  # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4  # the highest learning rate, after warm-up
@@ -182,6 +183,8 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # after warm-up; wsd stays at lr until its decay
     warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr
     decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
+    momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
+    heads: Literal["together", "groups"] = "together"  # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
 
 
 class PrecisionConfig(Section):

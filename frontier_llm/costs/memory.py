@@ -21,11 +21,13 @@ from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts
-from frontier_llm.costs.parameters import expert_numel, stage_columns, stage_numel
+from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
+from frontier_llm.costs.seats import cut
 from frontier_llm.costs.seconds import mean_of_layers
-from frontier_llm.costs.time import cut, p2p_bytes, stage_layers
+from frontier_llm.costs.time import p2p_bytes, stage_layers
+from frontier_llm.costs.update import whole_update
 from frontier_llm.machine.rates import Rates
-from frontier_llm.schedule import peak_in_flight, peak_waiting
+from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
@@ -111,7 +113,7 @@ def stage_memory(
     working = parts.block_working * rates.fragmentation
     logits = np.where(head, parts.logits + parts.logits_waiting * waiting, 0.0)
     sent = p2p_bytes(model, layouts, replace(rates, p2p_split=False))
-    return {
+    lines = {
         "weights": np.where(twice, 0.0, parameters * size),
         "gradients": gradients,
         "optimizer": state,
@@ -123,12 +125,20 @@ def stage_memory(
         "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
+    if rule.gathers:
+        update = whole_update(model, layouts, rates, layers)
+        owned = np.where(cut(layouts, 1), replicas, 1)
+        # slices' padding holds weights, gradients and state; of one bucket at a time there are 16 bits gathered, and 32 of the direction
+        padded = update.padding * (size + rates.gradient_bytes + 2 * wide / owned)
+        gathered = np.where(update.gathered > 0, update.largest * size, 0.0)
+        lines["whole matrices"] = padded + gathered + update.largest * wide / owned
+    return lines
 
 
 def memory_by_rank(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[dict[str, float], ...]:
     """Lines of every pipeline rank of one layout with exactly these virtual stages."""
     ranks = np.arange(layout.pp)
-    layers, embeds, ends = (column.reshape(-1, len(ranks)).sum(axis=0) for column in stage_columns(stages))
+    layers, embeds, ends = (by_rank(column, layout) for column in stage_columns(stages))
     lines = stage_memory(model, layout, rates, ranks, layers, embeds > 0, ends > 0)
     lines = {name: np.broadcast_to(values, ranks.shape) for name, values in lines.items()}
     return tuple({name: float(values[rank]) for name, values in lines.items()} for rank in ranks)
@@ -143,5 +153,7 @@ def peak_memory(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> 
     """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the last (head, logits)."""
     layers = np.stack(stage_layers(model, layouts))
     alone, yes = layouts.pp == 1, np.ones_like(layouts.pp, dtype=bool)
-    stage, embedding, head = (np.stack(ends) for ends in ((0 * layouts.pp, layouts.pp - 1), (yes, alone), (alone, yes)))
+    both = by_schedule(layouts, one_end) > 0
+    ends = (0 * layouts.pp, layouts.pp - 1), (yes, alone), (alone | both, alone | ~both)
+    stage, embedding, head = map(np.stack, ends)
     return total(stage_memory(model, layouts, rates, stage, layers, embedding, head)).max(axis=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, Number
+from frontier_llm.schedule import rule
 
 
 def stage_numel(
@@ -55,5 +56,11 @@ def expert_numel(
 
 
 def stage_columns(stages: tuple[StageSpec, ...]) -> np.ndarray:
-    """Rows layers, embedding, head over virtual stages; a row reshaped to (chunks, pp) has the pipeline ranks as its columns."""
+    """Rows layers, embedding, head over virtual stages."""
     return np.array([(stage.num_layers, stage.embedding, stage.head) for stage in stages], dtype=float).T
+
+
+def by_rank(values: Sequence[float] | np.ndarray, layout: Layout) -> np.ndarray:
+    """Sums over the virtual stages of each pipeline rank."""
+    holders = np.array(rule(layout.schedule).placement(layout.pp, layout.chunks).rank_of)
+    return np.bincount(holders, weights=np.asarray(values, dtype=float), minlength=layout.pp)

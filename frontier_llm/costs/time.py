@@ -14,48 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from frontier_llm.blueprint.layout import DTYPE_BYTES, SHARDING, Layout
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.collectives import message_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import memory_s
-from frontier_llm.costs.layouts import Layouts, Number, split
+from frontier_llm.costs.layouts import Layouts, Number, by_schedule, split
 from frontier_llm.costs.parameters import expert_numel, stage_numel
+from frontier_llm.costs.seats import cut, seats
 from frontier_llm.costs.seconds import Times, times, waiting_s
+from frontier_llm.costs.update import WholeUpdate, whole_update
 from frontier_llm.machine.rates import Rates
-
-
-@dataclass(frozen=True)
-class Seats:
-    """Where the ranks of each axis sit: how many share a node, and who shares the NICs."""
-
-    tp_per_node: Number
-    cp_per_node: Number
-    replicas_per_node: Number  # of dp x cp
-    replicas_sharing: Number  # groups of replicas of one node that reduce at the same time
-    pp_inside: Number  # 1 = pipeline neighbours sit in the same node
-    pp_sharing: Number  # devices of a node that send at the same time
-
-
-def seats(layouts: Layout | Layouts, rates: Rates) -> Seats:
-    """tp innermost, then cp; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
-    node, tp, cp, pp, dp = rates.node_devices, layouts.tp, layouts.cp, layouts.pp, layouts.dp
-    tp_inside = np.minimum(tp, node)
-    cp_inside = np.minimum(cp, np.maximum(node / tp_inside, 1.0))
-    room = np.maximum(node / (tp_inside * cp_inside), 1.0)
-    dp_outer = layouts.axis_order == "tp-pp-dp"
-    stages_inside = np.where(dp_outer, np.minimum(pp, room), np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0))
-    replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
-    replicas = replicas * cp_inside
-    per_node = np.minimum(node, tp * cp * pp * dp)
-    return Seats(tp_inside, cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
-
-
-def cut(layouts: Layout | Layouts, stage: int) -> Number:
-    """Whether replicas share out what this stage of ZeRO does: 1 optimizer state, 2 gradients, 3 weights."""
-    if isinstance(layouts, Layout):
-        return SHARDING[layouts.sharding] >= stage
-    return np.logical_or.reduce([layouts.sharding == name for name, reached in SHARDING.items() if reached >= stage])
+from frontier_llm.schedule import idle_share, one_end, rule
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
@@ -117,12 +87,21 @@ def overlap_windows(layouts: Layout | Layouts) -> Number:
 
 
 def tail(
-    layouts: Layout | Layouts, rates: Rates, parameters: Number, last_backward_s: Number, first_forward_s: Number, experts: Number = 0.0
+    layouts: Layout | Layouts,
+    rates: Rates,
+    parameters: Number,
+    last_backward_s: Number,
+    first_forward_s: Number,
+    experts: Number = 0.0,
+    whole: WholeUpdate | None = None,
 ) -> StepTail:
     """The step's end for a stage of `parameters` (this rank's part), beside those of `experts`; the seconds are one microbatch's over the whole stage.
 
+    `whole` is what an update of whole matrices adds.
+
     Gradients that are cut (ZeRO-2) and have no pipeline between their microbatches are scattered after each of them, not once.
     """
+    parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
     owned = parameters / np.where(cut(layouts, 1), layouts.replicas, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
@@ -133,7 +112,7 @@ def tail(
     shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(every, layouts.microbatches, 1)
     return StepTail(
         reduce_s=np.where(sharded, 0.0, shown_s),
-        optimizer_s=update_s + rates.step_s,
+        optimizer_s=update_s + rates.step_s + (whole.seconds if whole else 0.0),
         gather_s=np.where(sharded, 0.0, exposed_s(gather_s, windows * first_forward_s, rates.gather_overlap)),
     )
 
@@ -189,7 +168,8 @@ def _turns(layouts: Layout | Layouts, rates: Rates) -> Number:
     """
     chunks, waits = layouts.chunks, meets_inside(layouts) | rates.host_executes
     few = np.where(split(layouts), 0.8, 1.5)
-    return np.where(chunks > 1, chunks * np.where(waits, 3.5, 2.0), np.where(waits, 2.0, few))
+    deep = by_schedule(layouts, lambda name: (2.0 if rule(name).idle < 1 / 4 else 3.0) if one_end(name) else 3.5)  # a full V has more slack
+    return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
 
 
 def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
@@ -202,8 +182,9 @@ def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Numbe
     last_layers = np.maximum(last_layers, np.minimum(least_last, most))
     message = 2 * p2p_s(model, layouts, rates)
     host = rates.microbatch_s
-    first = most * both + ends[0] + np.where(pp == 1, ends[1], 0.0)
-    last = last_layers * both + ends[1]
+    beside = (pp == 1) | (by_schedule(layouts, one_end) > 0)  # the head, of the embedding
+    first = most * both + ends[0] + np.where(beside, ends[1], 0.0)
+    last = last_layers * both + np.where(beside, 0.0, ends[1])
     middle = np.where(pp > 2, most * both, 0.0)
     slowest = np.maximum(np.maximum(first, np.where(pp > 1, last, 0.0)), middle) + host
     if rates.blocking_messages:
@@ -218,11 +199,13 @@ def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Numbe
             turns = np.where(pp > 1, _turns(layouts, rates), 0.0) * message  # the model's ends have one neighbour, not two
             ends_turns = np.where(split(layouts), turns, turns / 2)
             busiest = np.maximum(slowest + ends_turns, np.where(pp > 1, lighter, 0.0) + turns)
-    ramp = (model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest) / v
-    # ZB-H1 (Qi et al. 2023): a stage's bubble shrinks by two weight gradients; a single microbatch can defer only its own
-    deferred = (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0))
-    ramp = ramp - np.where(split(layouts), np.minimum(deferred, ramp), 0.0)
+    ramp = model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest
+    # of a bubble of three equal passes, what weight gradients fill (Qi et al. 2023, 2024); a single microbatch can defer only its own
+    idle = by_schedule(layouts, idle_share, "chunks")
+    deferred = 3 * (1 - idle) * (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0)) / 2
+    ramp = np.where(split(layouts), ramp - np.minimum(deferred, ramp), ramp * idle)
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
     parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
-    end = tail(layouts, rates, parameters, most * per_layer[1], most * per_layer[0], expert_numel(model, layouts, most))
+    whole = whole_update(model, layouts, rates, most)
+    end = tail(layouts, rates, parameters, most * per_layer[1], most * per_layer[0], expert_numel(model, layouts, most), whole)
     return pipeline + end.reduce_s + end.optimizer_s + end.gather_s

@@ -7,22 +7,21 @@ the full input, send and recv the message.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from math import prod
 
 from frontier_llm.blueprint.expert_work import Rows, even_rows, expert_work
 from frontier_llm.blueprint.items import Collective, Software
 from frontier_llm.blueprint.layout import DTYPE_BYTES, layout_of, statistics_bytes
+from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part, matrices_of
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import RunConfig
-from frontier_llm.packing import packed
 from frontier_llm.schedule import build, rule
-from frontier_llm.topology import BUCKET_ALIGNMENT, ParallelPlan
+from frontier_llm.topology import BucketPlan, ParallelPlan, plan_buckets
 
 
 @dataclass
@@ -39,8 +38,8 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
-def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Sequence[Rows] | None = None) -> Traffic:
-    """Everything that one rank of pipeline rank `pp_rank` moves in one training step.
+def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Sequence[Rows] | None = None, owner: int = 0) -> Traffic:
+    """Everything that one rank of pipeline rank `pp_rank` moves in one training step; `owner` is its place among its replicas.
 
     `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even shares.
     """
@@ -49,12 +48,13 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Se
     expert_traffic(config, plan, pp_rank, traffic, routed)
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
+    update_traffic(config, plan, pp_rank, owner, traffic)
     if config.data.reset_at_documents and plan.grid.degree(plan.grid.replicas) > 1:
         traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:
         model = config.model
-        further = len(config.train.loss_weights) + (0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 1))
+        further = len(config.train.loss_weights) + (0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 2))
         # losses, squared gradient norm, wishes to stop and to save, of experts two losses and the load, fp64
         traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic
@@ -112,7 +112,8 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
     """
     weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
     wire = config.precision.gradient_wire
-    for numel, parameter in buckets(config, plan, pp_rank):
+    for bucket in buckets(config, plan, pp_rank):
+        numel, parameter = bucket.numel, bucket.members[0]
         replicas = axis_of(parameter.replicas, plan)
         for axis in parameter.partial_axes():
             if axis == "tied" or plan.grid.degree(axis) > 1:
@@ -134,26 +135,52 @@ def axis_of(replicas: str, plan: ParallelPlan) -> str:
     return plan.grid.replicas if replicas == "dp" else replicas
 
 
-def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[tuple[int, Parameter]]:
-    """(elements with padding, one of its parameters) of each of a pipeline rank's buckets, as `optim/buckets.py` fills them."""
-    degrees, limit = {axis: plan.grid.degree(axis) for axis in ("tp", "ep", "etp")}, config.comm.bucket_elements
-    update = optimizer_rule(config.optimizer.name)
+def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
+    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of experts, etp)."""
+    dtype = config.precision.dtype
+    item_bytes, wide = DTYPE_BYTES[dtype], statistics_bytes(dtype)
+    for bucket in buckets(config, plan, pp_rank):
+        if not bucket.whole or not optimizer_rule(config.optimizer.name).gathers:
+            continue
+        replicas, axis = axis_of(bucket.members[0].replicas, plan), bucket.members[0].tensor_axis
+        owners, tp = plan.grid.degree(replicas) if plan.zero else 1, plan.grid.degree(axis)
+        if not bucket.apart and owners > 1:
+            traffic.add(replicas, "all_gather", bucket.numel * item_bytes)
+        size = bucket.numel // owners
+        start = size * (owner % owners)
+        held = [
+            parameter
+            for parameter, offset in zip(bucket.members, bucket.offsets, strict=True)
+            if offset < start + size and start < offset + rank_numel(parameter, plan)
+        ]
+        ep = plan.grid.degree("ep") if axis == "etp" else 1
+        everything = [one for parameter in held for one in matrices_of(parameter, config.optimizer.heads == "groups")]
+        cut = [one for one in everything if one.part(tp) is Part.SHORT]
+        if cut:
+            traffic.add(axis, "all_gather", sum(tp * prod(one.on_rank(tp, ep)) for one in cut) * item_bytes)
+        summed = Counter[tuple[int, int]]()
+        for one in everything:
+            if one.part(tp) is Part.LONG:
+                summed[one.short, one.long] += one.on_rank(tp, ep)[0]
+        if summed:
+            traffic.add(axis, "all_reduce", summed.total() * wide)
+        for (short, _), count in summed.items():
+            traffic.add(axis, "all_reduce", count * short**2 * item_bytes, NEWTON_SCHULZ_STEPS)
 
-    def alike(one: Parameter) -> tuple[Any, ...]:
-        return one.decay, one.partial_axes(), update.whole(one), update.kinds(one), one.replicas, one.wide
 
-    def numel(parameter: Parameter) -> int:
-        return int(parameter.rank_numel(degrees))
+def rank_numel(parameter: Parameter, plan: ParallelPlan) -> int:
+    """Elements of a parameter that a rank holds."""
+    return int(parameter.rank_numel({axis: plan.grid.degree(axis) for axis in ("tp", "ep", "etp")}))
 
+
+def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[BucketPlan[Parameter]]:
+    """A pipeline rank's buckets, as `optim/buckets.py` fills them."""
     declared = list(rank_parameters(config.model, plan.stages_of(pp_rank), plan.sequence_parallel))
-    backwards = declared[::-1]  # the order in which backward completes them; sorting is stable
-    for (_, _, whole, _, replicas, _), equals in groupby(sorted(backwards, key=alike), key=alike):
-        members, dp = list(equals), plan.grid.degree(axis_of(replicas, plan))
-        owners = dp if plan.zero else 1
-        room = max(limit, owners * max(map(numel, members))) if whole else limit
-        for group in packed(members, numel, room):
-            slices = [0] * (owners if whole else 1)  # a whole parameter lies within one owner's slice: the largest first, where least is
-            for size in sorted((-(-numel(one) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT for one in group), reverse=True):
-                slices[slices.index(min(slices))] += size
-            multiple = BUCKET_ALIGNMENT * dp // len(slices)
-            yield len(slices) * (-(-max(slices) // multiple) * multiple), members[0]
+    return plan_buckets(
+        declared[::-1],
+        lambda parameter: (parameter, rank_numel(parameter, plan)),
+        optimizer_rule(config.optimizer.name),
+        lambda replicas: plan.grid.degree(axis_of(replicas, plan)),
+        bool(plan.zero),
+        config.comm.bucket_elements,
+    )

@@ -30,14 +30,32 @@ class Dispatch:
     place: Tensor  # of each such number: where it stands in the order of sending
     arrival: Tensor  # of each row that an expert works on, in the order of experts: where it stands in the order of arriving
     fan: int  # rows of a token: experts that it goes to, times etp
+    dropped: Tensor | None = None  # of each such number whether it stays at home, beyond an expert's capacity
 
 
-def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1) -> Dispatch:
-    """Where the rows of N tokens go, given their chosen experts. Collective over the axis; the host waits for the numbers of rows."""
+def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, capacity: int) -> Tensor:
+    """Which choices an expert that takes `capacity` rows leaves out, (N, k): those of the smallest weights."""
+    experts_A, by_weight = experts_Nk.flatten(), weights_Nk.detach().flatten().argsort(descending=True, stable=True)
+    order = by_weight[experts_A[by_weight].argsort(stable=True)]  # by expert, and then by weight
+    counts_E = torch.bincount(experts_A, minlength=experts)
+    first_A = (counts_E.cumsum(0) - counts_E)[experts_A[order]]
+    late = torch.arange(len(order), device=order.device) - first_A >= capacity
+    return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)
+
+
+def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1, dropped_Nk: Tensor | None = None) -> Dispatch:
+    """Where the rows of N tokens go, given their chosen experts, but for what is dropped.
+
+    Collective over the axis; the host waits for the numbers of rows.
+    """
     device, ranks, local = experts_Nk.device, axis.size, experts * etp // axis.size
     part = torch.arange(etp, device=device)
     # of each row the rank and, within it, the expert: neighbours of etp ranks hold the same experts
     slot_A = (((experts_Nk // local)[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
+    source = torch.arange(len(slot_A), device=device)
+    dropped_A = None if dropped_Nk is None else dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten()
+    if dropped_A is not None:
+        slot_A, source = slot_A[~dropped_A], source[~dropped_A]
     leaving_RE = torch.bincount(slot_A, minlength=ranks * local).view(ranks, local)
     arriving_RE = leaving_RE
     if axis.size > 1:
@@ -46,12 +64,13 @@ def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1) ->
     counts = torch.cat((leaving_RE.sum(1), arriving_RE.sum(1), arriving_RE.sum(0))).tolist()
     sent, received, rows = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :]
 
-    source = torch.arange(len(slot_A), device=device)
+    kept = len(source)
     if axis.size > 1 and 0 in sent:
         empty = torch.tensor([rank for rank, count in enumerate(sent) if not count], device=device)
         slot_A, source = torch.cat((slot_A, empty * local)), torch.cat((source, torch.zeros_like(empty)))
     order = slot_A.argsort(stable=True)
-    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+    standing = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+    place = torch.zeros(experts_Nk.numel() * etp, dtype=order.dtype, device=device).index_copy_(0, source[:kept], standing[:kept])
     # the rows that nobody reads count as an expert past the last, so that they stand behind all others
     filler_R = (arriving_RE.sum(1) == 0).long() * (axis.size > 1)
     number = torch.arange(local + 1, device=device).repeat(ranks)
@@ -59,7 +78,7 @@ def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1) ->
     received = [max(count, int(axis.size > 1)) for count in received]
     arrival = number.repeat_interleave(with_filler, output_size=sum(received)).argsort(stable=True)[: sum(rows)]
     sent = [max(count, int(axis.size > 1)) for count in sent]
-    return Dispatch(axis, rows, sent, received, source[order], place[: experts_Nk.numel() * etp], arrival, experts_Nk.shape[1] * etp)
+    return Dispatch(axis, rows, sent, received, source[order], place, arrival, experts_Nk.shape[1] * etp, dropped_A)
 
 
 class _Travel:
@@ -79,8 +98,9 @@ class _Travel:
 
 
 def _leave(x: Tensor, plan: Dispatch, fan: int) -> _Travel:
-    """Each of x's entries stands for `fan` rows."""
-    return _Travel(x[plan.source // fan], plan, back=False)
+    """Each of x's entries stands for `fan` rows; a rank that has none sends rows that nobody reads."""
+    rows = x[plan.source // fan] if len(x) else x.new_zeros(len(plan.source), *x.shape[1:])
+    return _Travel(rows, plan, back=False)
 
 
 def _return(y: Tensor, plan: Dispatch) -> _Travel:
@@ -90,7 +110,12 @@ def _return(y: Tensor, plan: Dispatch) -> _Travel:
 
 def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
     """The sum of each entry's `fan` rows, in one order whatever the layout; in fp32 (fp64), rounded once."""
-    rows = returned[plan.place].unflatten(0, (-1, fan))
+    if plan.dropped is not None and not len(returned):
+        returned = returned.new_zeros(1, *returned.shape[1:])  # on a rank that has dropped everything
+    rows = returned[plan.place]
+    if plan.dropped is not None:
+        rows[plan.dropped] = 0
+    rows = rows.unflatten(0, (len(rows) // fan, fan))
     return rows.sum(1, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from frontier_llm.blueprint import StageSpec, matrix_parameters
@@ -36,6 +36,7 @@ def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, 
     parts = [
         _tiles(records),
         f"<h2>Curves</h2>{figures(_curves(records))}",
+        _experts(records),
         *(_layout(record, part) for record in records for part in record.parts),
         *(communication_section(_of_run(record, record.moved_on.name), record.operations) for record in records if record.operations),
         _runs(records),
@@ -117,6 +118,33 @@ def _phases(record: RunRecord) -> Chart:
         for index, name in enumerate(names)
     ]
     return Chart(f"Phases of the step on rank 0: {record.name}", "step", "milliseconds", traces)
+
+
+def _experts(records: Sequence[RunRecord]) -> str:
+    """How evenly routers have shared out tokens; '' where no run has any."""
+    routed = [(index, record, [step for step in record.steps if "routing" in step]) for index, record in enumerate(records)]
+    routed = [(index, record, rows) for index, record, rows in routed if rows]
+    if not routed:
+        return ""
+
+    def over_steps(title: str, unit: str, of: Callable[[Mapping[str, Any]], float]) -> Chart:
+        return Chart(
+            title,
+            "step",
+            unit,
+            [line(record.name, _steps(rows), [of(row["routing"]) for row in rows], index) for index, record, rows in routed],
+        )
+
+    def at_last(record: RunRecord, rows: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+        counts = rows[-1]["routing"]["rows_per_expert"]
+        return points(record.name, list(range(len(counts))), counts, index)
+
+    charts = (
+        over_steps("Busiest expert of the worst layer", "rows over the mean", lambda routing: max(routing["largest_over_mean"])),
+        over_steps("Entropy of the routers' scores, mean of layers", "nats", lambda routing: fmean(routing["entropy"])),
+        Chart("Load in the last step", "expert", "rows, all layers", [at_last(record, rows, index) for index, record, rows in routed]),
+    )
+    return f"<h2>Experts</h2>{figures(charts)}"
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from frontier_llm.comm import all_reduce_
 from frontier_llm.config import ModelConfig
 from frontier_llm.expert_parallel import (
     GroupedLinear,
+    beyond_capacity,
     combine,
     dispatch,
     gather_sequence,
@@ -27,7 +29,7 @@ class Routed(NamedTuple):
 
     balance: Tensor  # sum over sequences of the balance loss, as far as these tokens' scores go; 0-dim, fp32 (fp64 under fp64)
     z: Tensor  # sum over tokens of the squared log-sum-exp of their logits
-    load: Tensor  # fp64, E + 1: rows for each expert, and the sum over tokens of the entropy of their scores
+    load: Tensor  # fp64, E + 2: rows for each expert, the sum over tokens of the entropy of their scores, and rows that were dropped
 
 
 class Router(nn.Module):
@@ -39,8 +41,8 @@ class Router(nn.Module):
         self.moe, self.context = model.moe, context
         self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
 
-    def forward(self, x_sBH: Tensor) -> tuple[Tensor, Tensor, Routed]:
-        """(s, B, H) → (experts_Nk, weights_Nk, what is said of them)."""
+    def forward(self, x_sBH: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Routed]:
+        """(s, B, H) → (experts_Nk, weights_Nk, which choices are dropped, what is said of them)."""
         moe = self.moe
         logits_NE = router_product(x_sBH.flatten(0, 1), self.weight, self.context)
         scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
@@ -49,11 +51,17 @@ class Router(nn.Module):
         weights_Nk = scores_NE.gather(1, experts_Nk)
         if moe.normalise:
             weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
-        return experts_Nk, weights_Nk * moe.scale, self._routed(logits_NE, scores_NE, experts_Nk, *x_sBH.shape[:2])
+        dropped_Nk = None
+        if moe.capacity is not None:
+            room = math.ceil(experts_Nk.numel() / moe.experts * moe.capacity)
+            dropped_Nk = beyond_capacity(experts_Nk, weights_Nk, moe.experts, room)
+        routed = self._routed(logits_NE, scores_NE, experts_Nk, x_sBH.shape[1], dropped_Nk)
+        return experts_Nk, weights_Nk * moe.scale, dropped_Nk, routed
 
-    def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, s: int, B: int) -> Routed:
+    def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, B: int, dropped_Nk: Tensor | None) -> Routed:
         """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts)."""
         moe, tp, cp = self.moe, self.context.tp, self.context.cp
+        s = len(experts_Nk) // B
         if moe.score == "sigmoid":
             scores_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
         rows_BE = scores_NE.new_zeros(B, moe.experts)
@@ -69,7 +77,8 @@ class Router(nn.Module):
             balance = rows_BE.sum(0) @ scores_BE.sum(0) * (moe.experts / (moe.top_k * B * S**2))
         with torch.no_grad():
             entropy = -torch.special.xlogy(scores_NE, scores_NE).sum()
-            load = torch.cat((own_E.double(), entropy.double()[None]))
+            dropped = entropy.new_zeros(()) if dropped_Nk is None else dropped_Nk.sum()
+            load = torch.cat((own_E.double(), torch.stack((entropy.double(), dropped.double()))))
         return Routed(balance, logits_NE.logsumexp(-1).square().sum(), load)
 
 
@@ -82,9 +91,9 @@ class Experts(nn.Module):
         self.context, self.experts, self.gated, self.approximate = context, model.moe.experts, model.gated, model.activation == "gelu_tanh"
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
-    def forward(self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+    def forward(self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, dropped_Nk: Tensor | None = None) -> Tensor:
         """(N, H) → (N, H)."""
-        plan = plan_dispatch(experts_Nk, self.experts, self.context.ep, self.context.etp)
+        plan = plan_dispatch(experts_Nk, self.experts, self.context.ep, self.context.etp, dropped_Nk)
         x_MH, weights_M = dispatch(x_NH, weights_Nk, plan)
         return combine(self.down(weighted_activation(self.up(x_MH, plan.rows), weights_M, self._activation), plan.rows), plan)
 
@@ -113,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         if beside is not None and self.shared_gate is not None:
             beside = beside * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
         x_sBH = take_part(x, tp) if cut else x
-        experts_Nk, weights_Nk, routed = self.router(x_sBH)
-        y_sBH = self.experts(x_sBH.flatten(0, 1), experts_Nk, weights_Nk).view(x_sBH.shape)
+        *choice, routed = self.router(x_sBH)
+        y_sBH = self.experts(x_sBH.flatten(0, 1), *choice).view(x_sBH.shape)
         y = gather_sequence(y_sBH, tp) if cut else y_sBH
         return y if beside is None else y + beside, routed

@@ -31,7 +31,7 @@ def weights(config: RunConfig) -> dict[str, float]:
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of what stages return beside losses, to be summed."""
-    return {} if model.moe is None else {LOAD: (len(model.routed_layers), model.moe.experts + 1)}
+    return {} if model.moe is None else {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Stage(nn.Module):
         z = torch.stack([one.z for one in routed.values()]).sum() / tokens
         both = losses.whole_value(torch.stack((balance, z)), tp)
         first = self.model.routed_layers.start
-        load_LE = both.new_zeros(len(self.model.routed_layers), moe.experts + 1, dtype=torch.float64)
+        load_LE = both.new_zeros(len(self.model.routed_layers), moe.experts + 2, dtype=torch.float64)
         load_LE[[layer - first for layer in routed]] = torch.stack([one.load for one in routed.values()])
         return {losses.BALANCE: both[0], losses.ROUTER_Z: both[1], losses.LOAD: load_LE}
 

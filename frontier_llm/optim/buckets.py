@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from frontier_llm.blueprint import Parameter
 from frontier_llm.blueprint.optimizers import OptimizerRule
 from frontier_llm.comm import DONE, Axis, Pending, single, start_all_gather_into
 from frontier_llm.ops import statistics_dtype
-from frontier_llm.packing import packed
 from frontier_llm.tensor_parallel import ShardedParameter
-from frontier_llm.topology import BUCKET_ALIGNMENT, ShardSpec
+from frontier_llm.topology import ShardSpec, plan_buckets
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class Bucket:
     decay: bool
     partial_axes: tuple[str, ...]  # summed over these before dp
     kinds: tuple[str, ...]  # what the optimizer keeps of them: the master copy and its states
-    whole: bool  # each of them lies within one owner's slice
+    whole: bool  # the optimizer wants them whole
+    apart: bool  # and each lies within one owner's slice
     dp: Axis
     owner: Axis  # dp with ZeRO-1; otherwise a single rank, which owns everything
     first_use: int = 0  # position of its earliest parameter in the order of the forward pass
@@ -117,83 +116,49 @@ def build_buckets(
     """Allocate the flat buffers and put every parameter of the (meta) stages into them.
 
     Afterwards each parameter is a view of its bucket's weights and its main_grad a view of the gradients. Weights are
-    uninitialised, gradients zero. `edp` has the experts' replicas (None: there are no experts). Parameters that `rule` wants whole lie in buckets of their own, each within one owner's slice.
+    uninitialised, gradients zero. `edp` has the experts' replicas (None: there are no experts). Parameters that `rule` wants whole lie in
+    buckets of their own (see topology.buckets).
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]
     position = {parameter: index for index, parameter in enumerate(declared)}
-    last_first = declared[::-1]
     placed: dict[nn.Parameter, ShardedParameter] = {}
     bucket_of: dict[nn.Parameter, Bucket] = {}
     buckets = []
 
-    def alike(parameter: ShardedParameter) -> tuple[Any, ...]:
-        spec = parameter.spec
-        return (
-            spec.decay,
-            spec.partial_axes,
-            rule.whole(spec.parameter),
-            rule.kinds(spec.parameter),
-            spec.parameter.replicas,
-            spec.parameter.wide,
-        )
+    def replicas_of(name: str) -> Axis:
+        return edp if name == "edp" and edp is not None else dp
 
-    for (decay, partial_axes, whole, kinds, axis, _), equals in groupby(sorted(last_first, key=alike), key=alike):
-        members, replicas = list(equals), edp if axis == "edp" and edp is not None else dp
-        owner = replicas if zero else single(replicas.name, replicas.ranks[replicas.rank], replicas.ledger)
-        # whole parameters need room for one in each owner's slice, or most of a bucket would be padding
-        limit = max(bucket_numel, owner.size * max(map(Tensor.numel, members))) if whole else bucket_numel
-        for group in packed(members, Tensor.numel, limit):
-            offsets, size = (_apart if whole else _in_a_row)(group, owner.size, replicas.size)
-            weights = torch.zeros(size, dtype=group[0].dtype, device=device)
-            gradients = torch.zeros(size, dtype=statistics_dtype(weights.dtype), device=device)
-            real = [_view(*pair, weights, gradients) for pair in zip(group, offsets, strict=True)]
-            bucket = Bucket(
-                parameters=real,
-                offsets=offsets,
-                flat_weights=weights,
-                gradients=gradients,
-                decay=decay,
-                partial_axes=partial_axes,
-                kinds=kinds,
-                whole=whole,
-                dp=replicas,
-                owner=owner,
-                first_use=min(position[parameter] for parameter in group),
-            )
-            placed.update(zip(group, real, strict=True))
-            bucket_of.update(dict.fromkeys(real, bucket))
-            buckets.append(bucket)
+    def shard_of(parameter: ShardedParameter) -> tuple[Parameter, int]:
+        return parameter.spec.parameter, parameter.numel()
+
+    for plan in plan_buckets(declared[::-1], shard_of, rule, lambda name: replicas_of(name).size, bool(zero), bucket_numel):
+        weights = torch.zeros(plan.numel, dtype=plan.members[0].dtype, device=device)
+        gradients = torch.zeros(plan.numel, dtype=statistics_dtype(weights.dtype), device=device)
+        real = [_view(*pair, weights, gradients) for pair in zip(plan.members, plan.offsets, strict=True)]
+        spec = real[0].spec
+        replicas = replicas_of(spec.parameter.replicas)
+        bucket = Bucket(
+            parameters=real,
+            offsets=plan.offsets,
+            flat_weights=weights,
+            gradients=gradients,
+            decay=spec.decay,
+            partial_axes=spec.partial_axes,
+            kinds=rule.kinds(spec.parameter),
+            whole=plan.whole,
+            apart=plan.apart,
+            dp=replicas,
+            owner=replicas if zero else single(replicas.name, replicas.ranks[replicas.rank], replicas.ledger),
+            first_use=min(position[parameter] for parameter in plan.members),
+        )
+        placed.update(zip(plan.members, real, strict=True))
+        bucket_of.update(dict.fromkeys(real, bucket))
+        buckets.append(bucket)
     for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
         own = {name: None if parameter is None else placed[parameter] for name, parameter in module._parameters.items()}
         module._parameters = _Parameters(own, bucket_of)
     return buckets
-
-
-def _aligned(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-def _room(parameter: Tensor) -> int:
-    return _aligned(parameter.numel(), BUCKET_ALIGNMENT)
-
-
-def _in_a_row(parameters: list[ShardedParameter], owners: int, parts: int) -> tuple[list[int], int]:
-    """(offset of each parameter, the bucket's length) without gaps; owners' slices begin anywhere."""
-    ends = list(accumulate(map(_room, parameters)))
-    return [0, *ends[:-1]], _aligned(ends[-1], BUCKET_ALIGNMENT * parts)
-
-
-def _apart(parameters: list[ShardedParameter], owners: int, parts: int) -> tuple[list[int], int]:
-    """The same with no parameter in two owners' slices: the largest first, each to the owner who has least; sorts `parameters` by offset."""
-    filled, place = [0] * owners, dict[ShardedParameter, tuple[int, int]]()
-    for parameter in sorted(parameters, key=_room, reverse=True):
-        owner = filled.index(min(filled))
-        place[parameter] = owner, filled[owner]
-        filled[owner] += _room(parameter)
-    size = _aligned(max(filled), BUCKET_ALIGNMENT * (parts // owners))
-    parameters.sort(key=place.__getitem__)
-    return [owner * size + start for owner, start in map(place.__getitem__, parameters)], owners * size
 
 
 def _view(declared: ShardedParameter, offset: int, weights: Tensor, gradients: Tensor) -> ShardedParameter:

@@ -36,4 +36,4 @@ def build_update(inputs: EngineInputs) -> tuple[GradientSums, Optimizer]:
     wire = None if config.precision.gradient_wire == "full" else working_dtype(config.precision.gradient_wire)
     sync = GradientSync(buckets, mesh, inputs.plan.microbatches, config.comm.overlap_gradients, wire)
     inputs.gradients.on_accumulated = sync.accumulated
-    return sync, Zero(buckets, config.optimizer, inputs.ops, config.comm.overlap_weights)
+    return sync, Zero(buckets, config.optimizer, inputs.ops, config.comm.overlap_weights, mesh)

@@ -11,13 +11,15 @@ from torch import Tensor
 from frontier_llm.blueprint.optimizers import OptimizerRule, declare
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
+from frontier_llm.optim.whole import WholeTensors
 
 
 @dataclass(frozen=True)
 class Slice:
     """What is updated at once: tensors of one shape, of parameters that decay alike and keep the same states.
 
-    They are flat runs through several parameters, or, where the rule says `whole`, this rank's part of one parameter in its own shape.
+    They are flat runs through several parameters, or, where the rule says `whole` and not `gathers`, this rank's part of one parameter
+    in its own shape.
     """
 
     master: Tensor  # fp32 (fp64 under fp64)
@@ -25,6 +27,7 @@ class Slice:
     states: Mapping[str, Tensor]  # like the master, by the names of the rule
     weights: Tensor  # working precision: to be set to the rounded master; may be the master itself
     decay: bool  # weight decay applies
+    tensors: WholeTensors | None = None  # of flat runs whose rule gathers: the tensors of which they are parts
 
 
 class SliceUpdate(Protocol):

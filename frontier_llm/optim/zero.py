@@ -11,25 +11,36 @@ import torch
 from torch import Tensor
 
 from frontier_llm.blueprint.optimizers import MASTER, optimizer_rule
+from frontier_llm.comm import Mesh, serial_mesh
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.optim.registry import Slice, slice_update
 from frontier_llm.optim.state import StateRectangle, state_of_run
+from frontier_llm.optim.whole import WholeTensors
 from frontier_llm.topology import ShardSpec
 
 
 class Zero:
     """Keeps, updates and shows the slices that this rank owns. With fp32 or fp64 weights the master copy *is* the slice of the weights."""
 
-    def __init__(self, buckets: Sequence[Bucket], config: OptimizerConfig, ops: Ops, overlap_gather: bool = False) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], config: OptimizerConfig, ops: Ops, overlap_gather: bool = False, mesh: Mesh | None = None
+    ) -> None:
         """Masters are copied from the weights: build after the weights have been initialised.
 
-        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets).
+        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets). `mesh` is for updates
+        of tensors that tensor parallelism cuts; None: it cuts nothing.
         """
         self.buckets, self.rule, self.updates = buckets, optimizer_rule(config.name), 0
         self._formula, self._ops, self._overlap_gather = slice_update(config, ops), ops, overlap_gather
         self.states = [_new_state(bucket) for bucket in buckets]
+        mesh = mesh or serial_mesh()
+        self._tensors = {
+            bucket: WholeTensors(bucket, mesh.axis(bucket.parameters[0].spec.parameter.tensor_axis))
+            for bucket in buckets
+            if bucket.whole and self.rule.gathers
+        }
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
 
     def squared_norm_share(self) -> Tensor:
@@ -48,7 +59,7 @@ class Zero:
         """See Optimizer."""
         self.updates += 1
         for bucket, state in sorted(zip(self.buckets, self.states, strict=True), key=lambda pair: pair[0].first_use):
-            for part in _slices(bucket, state):
+            for part in _slices(bucket, state, self._tensors.get(bucket)):
                 self._formula.update(part, lr, self.updates, grad_scale)
             bucket.spread()
         if not self._overlap_gather:
@@ -94,10 +105,10 @@ def _new_state(bucket: Bucket) -> dict[str, Tensor]:
     return {kind: master if kind == MASTER else torch.zeros_like(master) for kind in bucket.kinds}
 
 
-def _slices(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[Slice]:
+def _slices(bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None) -> Iterator[Slice]:
     """What one update covers: the rank's slice of the bucket, or each of the whole parameters in it."""
     tensors = {**state, "gradient": bucket.own(bucket.gradients), "weights": bucket.own(bucket.weights)}
-    if bucket.whole:
+    if bucket.whole and not whole:
         parts = [
             {name: flat[run.position : run.position + run.spec.numel].view(run.spec.shape) for name, flat in tensors.items()}
             for run in bucket.owned_ranges()
@@ -106,7 +117,7 @@ def _slices(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[Slice]:
         parts = [tensors]
     for part in parts:
         states = {kind: part[kind] for kind in bucket.kinds if kind != MASTER}
-        yield Slice(part[MASTER], part["gradient"], states, part["weights"], bucket.decay)
+        yield Slice(part[MASTER], part["gradient"], states, part["weights"], bucket.decay, whole)
 
 
 def _rectangles(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:

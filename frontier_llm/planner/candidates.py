@@ -12,12 +12,14 @@ from frontier_llm.blueprint.layout import RECOMPUTE, Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, as_table
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
-from frontier_llm.schedule import names
+from frontier_llm.schedule import names, rule, v_names
 from frontier_llm.topology import AXIS_ORDERS
 from frontier_llm.topology.plan import tp_limit
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
+V_SHAPED = ("zb-v", "v-half", "v-min")
+SEARCHED = "searched"  # the fastest V of all, not only of those
 MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
 
 # --fix key → the layout field it fixes, and what a word for it means where it is not a whole number
@@ -35,7 +37,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "recompute": ("recompute", {name: name for name in RECOMPUTE}),
     "zero": ("sharding", BY_STAGE),
     "data_mode": ("sharding", {"zero": "optimizer", "fsdp": "weights"}),
-    "schedule": ("schedule", {name: name for name in names()}),
+    "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
     "axis_order": ("axis_order", {name: name for name in AXIS_ORDERS}),
     "gradient_wire": ("gradient_wire", {"full": "full", "bf16": "bf16"}),
 }
@@ -89,13 +91,20 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
     tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
+    wanted: str | None = fixed.get("schedule")
     plays = [("1f1b", 1)]
-    if pp > 1 or fixed.get("schedule") == "gpipe":  # without a pipeline all schedules are one
+    if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are one
         plays += [("gpipe", 1)]
     if pp > 1:
-        plays += [("zb-h1", 1)]
-        plays += [("interleaved", v) for v in range(2, min(model.layers // pp, MAX_CHUNKS) + 1)]
-    plays = [(name, v) for name, v in plays if fixed.get("chunks", v) == v and fixed.get("schedule", name) == name]
+        most = min(model.layers // pp, MAX_CHUNKS)
+        plays += [("zb-h1", 1), *(("interleaved", v) for v in range(2, most + 1))]
+        plays += [(name, 2) for name in V_SHAPED if most > 1]
+        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated where they are asked for
+        if wanted and wanted not in (SEARCHED, *(name for name, _ in plays)):
+            plays = [(wanted, v) for v in range(1, most + 1) if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)]
+    if wanted == SEARCHED:
+        plays = [(name, v) for name, v in plays if name in V_SHAPED]
+    plays = [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
     # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
     sharded = ["weights"] if pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
@@ -105,7 +114,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
 
     choices = {
         "micro_batch": left("micro_batch", microbatches),
-        "schedule": np.array([name for name, _ in plays], dtype=np.array(names()).dtype),
+        "schedule": np.array([name for name, _ in plays], dtype="U32"),
         "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]),
         "recompute": left("recompute", RECOMPUTE),
         "sharding": left("sharding", ["none", "optimizer", *sharded] if dp * cp > 1 else ["optimizer"]),

@@ -10,7 +10,8 @@ import numpy as np
 
 from frontier_llm.costs.layouts import as_table
 from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.time import seats, step_s
+from frontier_llm.costs.seats import seats
+from frontier_llm.costs.time import step_s
 from frontier_llm.errors import ConfigError, not_installed
 from frontier_llm.machine import Machine, Rates, rates
 from frontier_llm.pages import COLORS, Chart, can_draw, figure, figures, level, line, points, text, write_page

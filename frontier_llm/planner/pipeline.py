@@ -14,11 +14,12 @@ import numpy as np
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.parameters import expert_numel, stage_columns, stage_numel
+from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seconds import times
 from frontier_llm.costs.time import layer_s, meets_inside, p2p_s, tail
+from frontier_llm.costs.update import whole_update
 from frontier_llm.machine.rates import Rates
-from frontier_llm.schedule import Action, Kind, Timeline, build, simulate, simulate_in_turn
+from frontier_llm.schedule import Action, Kind, Timeline, build, one_end, simulate, simulate_in_turn
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
 
@@ -75,7 +76,7 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     name, pp, m, v = layout.schedule, layout.pp, layout.microbatches, layout.chunks
     stage_s = stage_times(model, layout, rates, stages)
     message = 0.0 if rates.blocking_messages else float(p2p_s(model, layout, rates))
-    round_size = pp if v > 1 else 1
+    round_size = pp if v > 1 and not one_end(name) else 1
     repeats = name != "gpipe" and not rates.contention  # GPipe's phases do not alternate: played whole
     length = m
     if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
@@ -94,8 +95,12 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     layers, embeds, heads = stage_columns(stages)
     parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
     forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in stage_s]).T
-    of_rank = (values.reshape(-1, pp).sum(axis=0) for values in (parameters, backward_s, forward_s, expert_numel(model, layout, layers)))
-    end = tail(layout, rates, *of_rank)
+    whole = whole_update(model, layout, rates, by_rank(layers, layout))
+    experts = expert_numel(model, layout, layers)
+    held, last_backward_s, first_forward_s, of_experts = (
+        by_rank(values, layout) for values in (parameters, backward_s, forward_s, experts)
+    )
+    end = tail(layout, rates, held, last_backward_s, first_forward_s, of_experts, whole)
     return Played(
         timeline=timeline,
         pipeline_s=float(ends.max()),

@@ -85,7 +85,8 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     model, layout, played = plan.model, plan.layout, plan.played
     m = layout.microbatches
     busiest = max(range(layout.pp), key=lambda rank: played.busy_s[rank])
-    held = plan.stages[busiest :: layout.pp]
+    placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
+    held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
     block = times(model, layout, rates).block
     parts: dict[str, float] = {}

@@ -16,8 +16,9 @@ from frontier_llm.costs.layouts import Layouts
 from frontier_llm.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.candidates import enumerate_layouts
+from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
 from frontier_llm.planner.pipeline import Played, play
+from frontier_llm.schedule import v_names
 from frontier_llm.topology import AXIS_ORDERS, split_layers
 from frontier_llm.units import GIB
 
@@ -137,6 +138,8 @@ def search(
     fitting = layouts.where(fits)
     seconds = step_s(model, fitting, rates)
     plans = _finalists(model, fitting, seconds, memory[fits] > WARN_SHARE * rates.memory_bytes, rates)
+    if fixed.get("schedule") == SEARCHED:
+        plans = sorted((_searched(plan, rates) for plan in plans[:3]), key=preference)
     plans = [replace(plan, binding=_binding(plan, layouts, fitting)) for plan in plans]
     wide = legal(8 * rates.node_devices) if cross_node else layouts
     return replace(
@@ -177,6 +180,16 @@ def preference(plan: Plan) -> float:
     """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an estimate and
     not simulated, and a plan that fills memory to within 5 %, where an allocator's whim ends the run."""
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
+
+
+def _searched(plan: Plan, rates: Rates) -> Plan:
+    """The layout of a V-shaped plan with the fastest of all Vs that fit.
+
+    The papers choose V-Min, V-Half and ZB-V for equal passes; with a plan's own times another distance between neighbours' passes may be
+    faster. What is found is a name, `v:2,2,2,2`, which the run file holds: nothing is searched again when the run starts.
+    """
+    others = (simulate_layout(plan.model, replace(plan.layout, schedule=name), rates) for name in v_names())
+    return min([plan, *(one for one in others if one.peak_bytes <= rates.memory_bytes)], key=preference)
 
 
 def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:

@@ -8,15 +8,19 @@ from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,
     forward_only,
+    idle_share,
     names,
+    one_end,
     peak_in_flight,
     peak_waiting,
     problems,
     register,
+    register_family,
     rule,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart
 from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
+from frontier_llm.schedule.zero_bubble import v_names
 
 __all__ = [
     "FORWARD_ONLY",
@@ -31,17 +35,21 @@ __all__ = [
     "build",
     "check",
     "forward_only",
+    "idle_share",
     "names",
+    "one_end",
     "peak_in_flight",
     "peak_waiting",
     "posted_ahead",
     "problems",
     "register",
+    "register_family",
     "render_text",
     "round_robin",
     "rule",
     "simulate",
     "simulate_in_turn",
     "timeline_chart",
+    "v_names",
     "with_messages",
 ]

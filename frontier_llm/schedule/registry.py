@@ -34,9 +34,17 @@ class ScheduleRule:
     peak_in_flight: Formula | None = None
     # of these, most that wait between I and W; None likewise
     peak_waiting: Formula | None = None
+    # share of 1F1B's bubble that is left where F = I = W, with one virtual stage per rank unless a V fixes two; the planner's closed form
+    idle: float = 1.0
 
 
 _RULES: dict[str, ScheduleRule] = {}
+_FAMILIES: dict[str, Callable[[str], ScheduleRule | None]] = {}
+
+
+def register_family(name: str, parse: Callable[[str], ScheduleRule | None]) -> None:
+    """Make `parallel.schedule: name:parameters` mean the rule that `parse` makes of the parameters; None: they are none."""
+    _FAMILIES[name] = parse
 
 
 def register(name: str, rule: ScheduleRule) -> None:
@@ -52,16 +60,23 @@ def names() -> list[str]:
 
 def rule(name: str) -> ScheduleRule:
     """What was registered. Raises LayoutError with the nearest name."""
-    if name not in _RULES:
+    known = _rule(name)
+    if known is None:
         raise LayoutError([_unknown(name)])
-    return _RULES[name]
+    return known
+
+
+def _rule(name: str) -> ScheduleRule | None:
+    family, _, parameters = name.partition(":")
+    return _FAMILIES[family](parameters) if family in _FAMILIES else _RULES.get(name)
 
 
 def problems(name: str, chunks: int) -> list[Problem]:
     """Why these settings name no schedule; empty when they do."""
-    if name not in _RULES:
+    known = _rule(name)
+    if known is None:
         return [_unknown(name)]
-    allowed = _RULES[name].chunks
+    allowed = known.chunks
     if chunks in allowed:
         return []
     others = [other for other, rule in _RULES.items() if chunks in rule.chunks]
@@ -87,12 +102,13 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: 
         for what, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks))
         if size < 1
     ]
-    if name not in _RULES or chunks >= 1:
+    if _rule(name) is None or chunks >= 1:
         wrong += problems(name, chunks)
     if wrong:
         raise LayoutError(wrong)
-    placement = _RULES[name].placement(stages, chunks)
-    orders = [_RULES[name].order(placement, microbatches, rank) for rank in range(stages)]
+    chosen = rule(name)
+    placement = chosen.placement(stages, chunks)
+    orders = [chosen.order(placement, microbatches, rank) for rank in range(stages)]
     actions = with_messages(placement, orders) if messages else tuple(map(tuple, orders))
     return Schedule(name, placement, microbatches, actions)
 
@@ -105,6 +121,16 @@ def forward_only(schedule: Schedule) -> Schedule:
     """
     orders = [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.compute]
     return Schedule(FORWARD_ONLY, schedule.placement, schedule.microbatches, with_messages(schedule.placement, orders))
+
+
+def one_end(name: str) -> bool:
+    """Whether one rank of a pipeline holds both the embedding and the head."""
+    return len(rule(name).placement(2, rule(name).chunks[0]).ends) == 1
+
+
+def idle_share(name: str, chunks: Number) -> Number:
+    """Share of 1F1B's bubble that is left: virtual stages dealt out in turn divide it, those of a V do not."""
+    return rule(name).idle / (1 if one_end(name) else chunks)
 
 
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:

@@ -1,12 +1,13 @@
-"""The schedules of the package: GPipe, 1F1B, interleaved 1F1B and ZB-H1, each an order of compute and what it keeps.
+"""GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2, each an order of compute and what it keeps.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021), interleaved 1F1B (Narayanan et al., SC21,
-section 2.2), ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).
+section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -29,7 +30,7 @@ def _one_f_one_b(placement: Placement, microbatches: int, rank: int) -> Order:
     return _alternate(forwards, backwards, warmup=placement.ranks - 1 - rank)
 
 
-def _interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
+def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
     """Microbatches pass through a rank's chunks in rounds of pp, with twice the warm-up distance between neighbours.
 
     An incomplete last round is played as a full one whose missing microbatches are skipped: what is left of a legal order
@@ -48,20 +49,35 @@ def _interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
     return [action for action in order if action.microbatch < microbatches]
 
 
-def _zero_bubble_h1(placement: Placement, microbatches: int, rank: int) -> Order:
-    """1F1B with backward split: W of a microbatch follows `rank` inputs' gradients late and fills the drain's bubbles.
+@dataclass(frozen=True)
+class _ZeroBubble:
+    """1F1B with backward split, and `depth` times its forwards before the first backward.
 
-    The delay equals the forwards that a later stage has fewer in flight, so every stage holds what 1F1B holds on its first stage.
+    W of a microbatch follows `depth · rank` inputs' gradients late and fills the drain's bubbles. The delay equals the forwards that a later
+    stage has fewer in flight, so every stage holds what the first one holds.
     """
-    forwards, inputs = _all(Kind.FORWARD, microbatches, rank), _all(Kind.BACKWARD_INPUT, microbatches, rank)
-    weights = _all(Kind.BACKWARD_WEIGHT, microbatches, rank)
-    order: Order = []
-    for action in _alternate(forwards, inputs, warmup=placement.ranks - 1 - rank):
-        order.append(action)
-        late = action.microbatch - rank
-        if action.kind is Kind.BACKWARD_INPUT and late >= 0:
-            order.append(weights[late])
-    return order + weights[max(0, microbatches - rank) :]
+
+    depth: int  # 1: ZB-H1; 2: ZB-H2, where no rank idles between its first and its last action
+
+    def __call__(self, placement: Placement, microbatches: int, rank: int) -> Order:
+        """See ScheduleRule."""
+        forwards, inputs = _all(Kind.FORWARD, microbatches, rank), _all(Kind.BACKWARD_INPUT, microbatches, rank)
+        weights, delay = _all(Kind.BACKWARD_WEIGHT, microbatches, rank), self.depth * rank
+        order: Order = []
+        for action in _alternate(forwards, inputs, warmup=self.depth * (placement.ranks - 1 - rank)):
+            order.append(action)
+            late = action.microbatch - delay
+            if action.kind is Kind.BACKWARD_INPUT and late >= 0:
+                order.append(weights[late])
+        return order + weights[max(0, microbatches - delay) :]
+
+    def peak_in_flight(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+        """See ScheduleRule."""
+        return np.minimum(microbatches, self.depth * (stages - 1) + 1)
+
+    def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+        """See ScheduleRule."""
+        return self.peak_in_flight(stages, microbatches, chunks, stage) - np.minimum(microbatches, self.depth * (stages - 1 - stage) + 1)
 
 
 def _all(kind: Kind, microbatches: int, position: int) -> Order:
@@ -83,21 +99,14 @@ def _peak_one_f_one_b(stages: Number, microbatches: Number, chunks: Number, stag
     return np.minimum(microbatches, stages - stage)
 
 
-def _peak_interleaved(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+def peak_interleaved(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
     """Megatron's warm-up and the forward that follows it; with an incomplete last round at most that."""
     rounds = np.minimum(microbatches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1)
     return np.where(np.asarray(chunks) > 1, rounds, _peak_one_f_one_b(stages, microbatches, chunks, stage))
 
 
-def _peak_zero_bubble(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    return np.minimum(microbatches, stages)
-
-
-def _waiting_zero_bubble(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    return np.minimum(microbatches, stages) - np.minimum(microbatches, stages - stage)
-
-
 register("gpipe", ScheduleRule(_gpipe, peak_in_flight=lambda stages, microbatches, chunks, stage: microbatches))
 register("1f1b", ScheduleRule(_one_f_one_b, peak_in_flight=_peak_one_f_one_b))
-register("interleaved", ScheduleRule(_interleaved, chunks=range(1, MOST_CHUNKS + 1), peak_in_flight=_peak_interleaved))
-register("zb-h1", ScheduleRule(_zero_bubble_h1, splits_backward=True, peak_in_flight=_peak_zero_bubble, peak_waiting=_waiting_zero_bubble))
+register("interleaved", ScheduleRule(interleaved, chunks=range(1, MOST_CHUNKS + 1), peak_in_flight=peak_interleaved))
+for name, one in (("zb-h1", _ZeroBubble(1)), ("zb-h2", _ZeroBubble(2))):
+    register(name, ScheduleRule(one, splits_backward=True, peak_in_flight=one.peak_in_flight, peak_waiting=one.peak_waiting, idle=1 / 3))

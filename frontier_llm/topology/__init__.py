@@ -1,5 +1,6 @@
 """rank ↔ (pp, dp, cp, tp), groups as tuples of ranks, layers → stages, and what each rank owns."""
 
+from frontier_llm.topology.buckets import BucketPlan, plan_buckets
 from frontier_llm.topology.grid import AXES, AXIS_ORDERS, Grid
 from frontier_llm.topology.plan import ParallelPlan, in_flight, make_plan, plan_as_given, plan_problems
 from frontier_llm.topology.rectangles import Rectangle, contiguous_runs, rectangles_of_run, spans
@@ -11,6 +12,7 @@ __all__ = [
     "AXES",
     "AXIS_ORDERS",
     "BUCKET_ALIGNMENT",
+    "BucketPlan",
     "Grid",
     "ParallelPlan",
     "Rectangle",
@@ -21,6 +23,7 @@ __all__ = [
     "in_flight",
     "make_plan",
     "plan_as_given",
+    "plan_buckets",
     "plan_problems",
     "rectangles_of_run",
     "shard",

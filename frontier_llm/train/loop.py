@@ -24,7 +24,7 @@ from frontier_llm.optim import draw_masters
 from frontier_llm.train import observers
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.evaluate import evaluate
-from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, Saves, Skips, Watchdog, Wish, Wishes, provenance
+from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, RouterWatch, Saves, Skips, Watchdog, Wish, Wishes, provenance
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, metrics_of
 from frontier_llm.train.progress import progress_of, restore
@@ -77,6 +77,7 @@ class _Session:
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
         self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval)
+        self.routers = RouterWatch(self.config.model)
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
         self.manager = _manager(state, resume)
@@ -154,6 +155,10 @@ class _Session:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
                 self.metrics.event("straggler", step, {**asdict(straggler), "slowdown": straggler.slowdown})
+        for collapsed in self.routers.step(result.routing):
+            log.warn(str(collapsed))
+            if self.metrics is not None:
+                self.metrics.event("collapsed router", step, asdict(collapsed))
         self.watchdog.at(step + 1, "train")
         if self.metrics is not None:
             self.metrics.step(step, result, self.state.skipped_steps)

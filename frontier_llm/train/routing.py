@@ -15,12 +15,13 @@ from frontier_llm.model import Stage
 def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
     """For people, from `model.experts.Routed.load` summed over the step: rows of each expert over all layers, and figures of each layer."""
     assert model.moe is not None
-    rows_LE, entropy_L = load_LE[:, :-1], load_LE[:, -1]
+    rows_LE, entropy_L, dropped_L = load_LE[:, :-2], load_LE[:, -2], load_LE[:, -1]
     tokens = rows_LE.sum(1) / model.moe.top_k
     return {
         "rows_per_expert": rows_LE.sum(0).long().tolist(),
         "largest_over_mean": (rows_LE.amax(1) / rows_LE.mean(1)).tolist(),
         "smallest_over_mean": (rows_LE.amin(1) / rows_LE.mean(1)).tolist(),
+        "dropped_share": float(dropped_L.sum() / rows_LE.sum()),
         "entropy": (entropy_L / tokens).tolist(),  # nats; log E where all experts score alike
     }
 
@@ -31,5 +32,5 @@ def move_selection_bias(stages: Iterable[Stage], load_LE: Tensor) -> None:
     for stage in stages:
         for layer, router in stage.routers():
             if router.bias is not None:
-                rows_E = load_LE[layer - stage.model.routed_layers.start, :-1]
+                rows_E = load_LE[layer - stage.model.routed_layers.start, :-2]
                 router.bias.add_(torch.sign(rows_E.mean() - rows_E).to(router.bias.dtype), alpha=router.moe.bias_rate)

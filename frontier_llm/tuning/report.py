@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from frontier_llm.tuning.space import choices_of
 from frontier_llm.tuning.trials import Trial
 from frontier_llm.units import format_seconds
 
+LEAST_FITTED = 4  # trials, before constants are looked at
 RUN_FILE_NAMES = {
     "tp": "tensor", "pp": "pipeline", "dp": "data", "sharding": "zero, data_mode", "chunks": "chunks", "schedule": "schedule",
     "micro_batch": "micro_batch", "sequence_parallel": "sequence_parallel", "recompute": "recompute", "axis_order": "axis_order",
@@ -75,24 +76,25 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
 
 
 def write_report(search: Tuner, directory: Path) -> Path:
-    """Write tune.html; returns its path."""
+    """tune.html; returns its path."""
     config, facts = search.space.config, summary(search)
     subtitle = (
         f"{search.space.devices} devices of {config.machine}, {config.batch.global_batch} sequences of {config.model.sequence_length} per step; "
-        f"{facts['layouts']} layouts of {search.space.legal} that fit"
+        f"{facts['layouts']} layouts of {search.space.legal} that fit."
     )
-    parts = [tiles(_tiles(facts)), figures(_charts(search)), _importance(facts["importance"]), _constants(search), _trials(search)]
+    parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
+    parts += [_importance(facts["importance"]), _constants(search), _trials(search)]
     return write_page(directory / "tune.html", f"{config.model.name}: measured search", subtitle, parts)
 
 
-def _tiles(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    boxes = [(str(facts["trials"]), "trials"), (f"{facts['node_hours']:.3g}", "node-hours")]
+def _tiles(facts: Mapping[str, Any]) -> str:
+    numbers = [(str(facts["trials"]), "trials"), (f"{facts['node_hours']:.3g}", "node-hours")]
     if facts["best_step_s"]:
-        boxes.insert(0, (format_seconds(facts["best_step_s"]), f"per step, measured: {facts['best']}"))
-        boxes.append((format_seconds(facts["best_predicted_s"]), "predicted for that layout"))
+        numbers.insert(0, (format_seconds(facts["best_step_s"]), f"per step, measured: {facts['best']}"))
+        numbers.append((format_seconds(facts["best_predicted_s"]), "predicted for that layout"))
     if facts["faster_than_planner"] is not None:
-        boxes.append((f"{100 * facts['faster_than_planner']:.1f} %", "faster than the planner's choice, measured"))
-    return boxes
+        numbers.append((f"{100 * facts['faster_than_planner']:.1f} %", "faster than the planner's choice, measured"))
+    return tiles(numbers)
 
 
 def _importance(shares: Mapping[str, float]) -> str:
@@ -106,12 +108,12 @@ def _importance(shares: Mapping[str, float]) -> str:
 
 def _constants(search: Tuner) -> str:
     """Which constants of the machine file the trials would change."""
-    if sum(trial.ok for trial in search.tried.values()) < 4:
+    if sum(trial.ok for trial in search.tried.values()) < LEAST_FITTED:
         return ""
     try:
         moved = changed(*fitted_constants(search))
     except FrontierError as error:
-        return f"<p class=sub>{text(str(error))}</p>"
+        return f"<p class=sub>{text(error)}</p>"
     rows = [(name, f"{old:.4g}", f"{new:.4g}", f"x {new / old:.2f}") for name, (old, new) in moved.items()]
     title = f"<h2>Constants of {text(search.space.config.machine)} that the trials change</h2>"
     note = "<p class=sub>Fitted to all trials at once, held to the machine file's values where these cannot tell; --emit-machine writes them.</p>"
@@ -119,7 +121,8 @@ def _constants(search: Tuner) -> str:
 
 
 def _trials(search: Tuner) -> str:
-    head = ("trial", "chosen by", "layout", "predicted", "measured", "steps", "outcome", "node-hours")
+    head = ("trial", "chosen by", "layout", "predicted", "measured", "steps", "node-hours", "outcome")
+    trials = fastest_first(search.trials)
     rows = [
         (
             trial.number,
@@ -128,52 +131,45 @@ def _trials(search: Tuner) -> str:
             format_seconds(trial.predicted_s),
             format_seconds(trial.step_s) if trial.step_s else "–",
             trial.steps,
-            f"{trial.status} {trial.detail[:100]}".strip(),
             f"{trial.node_hours:.3g}",
+            f"{trial.status} {trial.detail[:100]}".strip(),
         )
-        for trial in fastest_first(search.trials)
+        for trial in trials
     ]
-    return f"<h2>Trials, fastest first</h2>{table(head, rows)}"
+    return f"<h2>Trials, fastest first</h2>{table(head, rows, ['' if trial.ok else 'bad' for trial in trials])}"
 
 
-def _charts(search: Tuner) -> list[Chart]:
-    """Predicted against measured, the course of the search, what mattered."""
+def charts(search: Tuner) -> Iterator[Chart]:
+    """Predicted against measured; the course of the search; what mattered."""
     done = [trial for trial in search.tried.values() if trial.ok]
+    if not done:
+        return
     both = [value for trial in done for value in (trial.predicted_s, trial.step_s or 0.0)]
-    scatter = []
+    traces = [line("as predicted", [min(both), max(both)], [min(both), max(both)], 7, dash="dash")]
     for index, why in enumerate(dict.fromkeys(trial.why for trial in done)):
         mine = [trial for trial in done if trial.why == why]
         names = [_words(search, trial) for trial in mine]
-        scatter.append(points(why, [trial.predicted_s for trial in mine], [trial.step_s for trial in mine], index, hover=names))
-    if both:
-        scatter.append(line("as predicted", [min(both), max(both)], [min(both), max(both)], 7))
-    measured = [(trial.number, trial.step_s, _words(search, trial)) for trial in search.trials if trial.ok and trial.step_s]
-    numbers, times, labels = zip(*measured, strict=True) if measured else ((), (), ())
-    course = [points("measured", numbers, times, 0, hover=labels)]
-    if measured:
-        course.append({**line("fastest so far", numbers, np.minimum.accumulate(times), 1), "line": {"shape": "hv", "color": COLORS[1]}})
-        failed = [trial for trial in search.trials if not trial.ok]
+        traces.append(points(why, [trial.predicted_s for trial in mine], [trial.step_s for trial in mine], index, hover=names))
+    yield Chart("Predicted and measured", "predicted step, s", "measured step, s", traces, height_px=380)
+    numbers = [trial.number for trial in done]
+    best = np.minimum.accumulate([trial.step_s or 0.0 for trial in done]).tolist()
+    course: list[dict[str, Any]] = [
+        points("trial", numbers, [trial.step_s for trial in done], 0, hover=[_words(search, trial) for trial in done]),
+        {**line("fastest so far", numbers, best, 1), "line": {"shape": "hv", "color": COLORS[1]}},
+    ]
+    if failed := [trial for trial in search.trials if not trial.ok]:
         course.append(
             points(
                 "no measurement",
                 [trial.number for trial in failed],
-                [min(times)] * len(failed),
+                [min(best)] * len(failed),
                 3,
                 shape="x",
-                hover=[trial.status for trial in failed],
+                hover=[t.status for t in failed],
             )
         )
+    yield Chart("Course of the search", "trial", "measured step, s", course, height_px=380)
     shares = search.surrogate.importance(search.belief())
-    bars = {"type": "bar", "orientation": "h", "marker": {"color": COLORS[0]}, "x": [100 * share for share in shares.values()]}
-    rising = {"yaxis": {"autorange": "reversed"}}
-    return [
-        Chart("Predicted and measured", "predicted step, s", "measured step, s", scatter, log_y=True, layout={"xaxis": {"type": "log"}}),
-        Chart("Course of the search", "trial", "measured step, s", course),
-        Chart(
-            "What mattered",
-            "% of the variance that the choice alone explains",
-            "",
-            [{**bars, "y": [RUN_FILE_NAMES[name] for name in shares]}],
-            layout=rising,
-        ),
-    ]
+    bars: dict[str, Any] = {"type": "bar", "orientation": "h", "x": [100 * share for share in shares.values()][::-1]}
+    bars |= {"y": [RUN_FILE_NAMES[name] for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
+    yield Chart("What mattered", "% of the variance that the choice alone explains", "", [bars], height_px=380)

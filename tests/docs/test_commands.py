@@ -15,6 +15,7 @@ import pytest
 from frontier_llm.cli.main import COMMANDS, parser_of
 from frontier_llm.config import RunConfig, load_run
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, Fence, commands, fences
+from tests.harness.marks import thorough
 
 FENCES = [fence for page in PAGES for fence in fences(page)]
 # the tutorial comes first: other pages show commands on what it leaves
@@ -43,7 +44,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", RUNNABLE)
+@pytest.mark.parametrize("page", [thorough(page) if page == "docs/engines.md" else page for page in RUNNABLE])
 def test_commands_run(page: str, checkout: Path) -> None:
     text = "".join(fence.text for fence in FENCES if fence.page == page and fence.language == "bash")
     environment = {**os.environ, "PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
 """The witness's mixture of experts: every expert computes every token, and the router's weights, most of them zero, say what counts.
 
-So there is no dispatch, no sorting and no capacity in it. Sources: Shazeer et al. 2017, Fedus et al. 2021 (Switch: the balance loss),
+So there is no dispatch and no sorting in it. A capacity is that of one sequence. Sources: Shazeer et al. 2017, Fedus et al. 2021 (Switch: the balance loss),
 Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bias, sequence-wise balance).
 
     layers.i.moe.router.weight (E, H), .bias (E)       layers.i.moe.experts.up.weight (E, 2, F, H) = gate, up; .down.weight (E, H, F)
@@ -8,6 +8,7 @@ Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,12 @@ def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Te
             [scores_E[e] / total * config["scale"] if e in best else torch.zeros((), dtype=x_SH.dtype) for e in range(config["experts"])]
         )
         chosen.append(best)
+    if config["capacity"]:
+        room = math.ceil(len(chosen) * config["top_k"] / config["experts"] * config["capacity"])
+        for expert in range(config["experts"]):
+            theirs = [token for token, best in enumerate(chosen) if expert in best]
+            for token in sorted(theirs, key=lambda token: -float(weights[token][expert].detach()))[room:]:
+                weights[token][expert] = torch.zeros((), dtype=x_SH.dtype)
     y_SH = torch.zeros_like(x_SH)
     for expert in range(config["experts"]):
         gate, up = params[f"{name}.experts.up.weight"][expert]

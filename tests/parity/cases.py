@@ -74,7 +74,7 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        return 2 if self.schedule == "interleaved" and self.pp > 1 else 1
+        return 2 if self.schedule.startswith(("interleaved", "zb-v", "v-")) and self.pp > 1 else 1
 
     def __str__(self) -> str:
         default = Case(self.family)
@@ -121,7 +121,7 @@ FACTORS: dict[str, list[Any]] = {
     "degrees": DEGREES,
     "family": list(FAMILIES),
     "sequence_parallel": [False, True],
-    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1"],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half"],  # the others of the package: test_layouts.py
     "recompute": ["none", "selective", "full"],
     "micro_batch": [1, 2],
     "zero": [1, 0],

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from frontier_llm.errors import LayoutError
+from frontier_llm.schedule import one_end
 from frontier_llm.topology import make_plan
 from tests.parity.cases import FACTORS, FAMILIES, MAX_RANKS, Case
 
@@ -31,7 +32,7 @@ def _anything(draw: random.Random) -> Case:
     tp, pp, dp = draw.choice(DEGREES)
     choice = {name: draw.choice(values) for name, values in FACTORS.items() if name not in ("degrees", "bucket_elements", "micro_batch")}
     cut = tp if draw.random() < 0.9 else 1
-    chunks = draw.randint(1, 3) if choice["schedule"] == "interleaved" and pp > 1 else 1
+    chunks = draw.randint(1, 3) if choice["schedule"] == "interleaved" and pp > 1 else 2 if one_end(choice["schedule"]) else 1
     layers = pp * chunks + draw.choice((0, 0, 1, 2, 3))
     rows = draw.randint(1, 8)
     length = rows * (cut if choice["sequence_parallel"] else 1)

@@ -164,8 +164,8 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
 
 def _traffic(state: TrainState, routed: list[Rows]) -> list[str]:
     """Where the ledger of one step differs from the closed form, by axis and operation."""
-    ledger, pp_rank = state.mesh.ledger, state.plan.grid.coordinates(state.mesh.world.ranks[state.mesh.world.rank])["pp"]
-    expected = step_traffic(state.config, state.plan, pp_rank, routed)
+    ledger, mesh = state.mesh.ledger, state.mesh
+    expected = step_traffic(state.config, state.plan, mesh.pp.rank, routed, mesh.replicas.rank)
     counted = {"calls": (ledger.calls, expected.calls), "bytes": (ledger.bytes, expected.bytes)}
     return [
         f"{what} of {' '.join(key)}: {ours.get(key, 0)} instead of {theirs.get(key, 0)}"

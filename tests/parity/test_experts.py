@@ -49,6 +49,7 @@ LAYOUTS = [
     Case("mixtral", pp=2, dp=4, settings=experts(4), schedule="gpipe", order="tp-pp-dp"),
     Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, settings=experts(4)),
     Case("deepseek", cp=2, pp=2, dp=2, settings=experts(2), documents=True),
+    Case("mixtral", tp=2, dp=2, settings=experts(2, 2, "optimizer.name=muon")),
 ]
 
 
@@ -56,6 +57,16 @@ LAYOUTS = [
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
     """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as listed."""
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
+
+
+def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
+    """With microbatches of one sequence that no tensor rank cuts, which is what the oracle has."""
+    settings = ("model.moe.capacity=0.75", "model.moe.balance_weight=0")
+    case = Case("mixtral", dp=2, settings=(*settings, *experts(2)))
+    serial = run(ranks, case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run(ranks, case), serial) == []
+    assert serial.losses != run(ranks, Case("mixtral")).losses
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,20 @@ def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", pp=4, dp=2, schedule="v-min", overlap_messages=False),
+        Case("mpt", tp=2, pp=2, sequence_parallel=True, schedule="interleaved-zb", transport="torch"),
+        Case("llama", pp=4, schedule="zb-h2", recompute="full"),
+        Case("gpt", tp=2, pp=4, schedule="v-half", order="tp-pp-dp"),
+    ],
+    ids=str,
+)
+def test_further_schedules(run_case: RunCase, case: Case) -> None:
+    assert differences(run_case(case), run_case(case.serial())) == []
+
+
 FOUND = [  # by random runs, each a mistake at the time
     # a weight gradient's factor kept its graph until W, and gloo may not write into a gather that is recorded
     Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", transport="torch"),

@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
+
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.sbatch import JobScript, render
 from frontier_llm.cluster.sites import load_site
@@ -196,6 +198,7 @@ def test_dead_node_without_a_spare_requeues_on_the_others(cluster: LocalSlurm, t
     assert steps == list(range(1, 161))
 
 
+@pytest.mark.thorough
 @scenario(nodes=4)
 def test_dead_batch_host_requeues_the_job_elsewhere(cluster: LocalSlurm, tmp_path: Path) -> None:
     # the supervisor dies with its node, so this is Slurm's own --requeue
@@ -254,6 +257,7 @@ def test_preflight_stops_when_too_few_nodes_pass(cluster: LocalSlurm, tmp_path: 
     assert "see the findings above" in run.text() and not (run.directory / "attempts.jsonl").exists()
 
 
+@pytest.mark.thorough
 @scenario(nodes=1)
 def test_successor_jobs_follow_one_at_a_time(cluster: LocalSlurm, tmp_path: Path) -> None:
     # as `submit --continue-with successor` leaves it: the script lies in the run directory

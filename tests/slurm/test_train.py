@@ -112,6 +112,7 @@ def undisturbed(directory: Path) -> list[tuple[int, str]]:
         return _alone[0]
 
 
+@pytest.mark.thorough
 @scenario(nodes=2)
 def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tmp_path: Path) -> None:
     # Slurm looks at its clocks every 30 s: the signal comes 60 to 90 s after the start, and 50 steps of 2 s outlast that
@@ -151,6 +152,7 @@ def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(cluster: Local
     assert len(list((tmp_path / "run" / "checkpoints" / "incarnations").glob("*.json"))) == 2
 
 
+@pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
     """One rank has no peer whose death would end it: after its node is declared dead it trains on, beside the requeued job."""

@@ -5,6 +5,7 @@ Saves         keeps checkpoints coming, bears one failed save
 Wishes        signals and the files STOP and SAVE, told to all ranks by the step's sum
 SpikePolicy   judges each step's loss and gradient norm; Skips decides what follows, Decisions writes it down
 ReplicaCheck  compares the copies of weights that must be bit-equal
+RouterWatch   says which router sends all tokens to one expert
 Recompute     computes one step twice on every replica and compares
 provenance    which code, libraries and device this is
 """
@@ -12,6 +13,7 @@ provenance    which code, libraries and device this is
 from frontier_llm.train.guard.provenance import provenance
 from frontier_llm.train.guard.recompute import Recompute, WrongArithmetic
 from frontier_llm.train.guard.replicas import ReplicaCheck, ReplicaDrift
+from frontier_llm.train.guard.routers import RouterWatch
 from frontier_llm.train.guard.saves import Saves
 from frontier_llm.train.guard.skips import Decisions, Skips
 from frontier_llm.train.guard.spikes import SpikePolicy
@@ -23,6 +25,7 @@ __all__ = [
     "Recompute",
     "ReplicaCheck",
     "ReplicaDrift",
+    "RouterWatch",
     "Saves",
     "Skips",
     "SpikePolicy",

@@ -236,6 +236,7 @@ def test_naming_a_model_replaces_the_whole_model() -> None:
         ("data.train=7", "data.train: must be a list, or 'synthetic'; got 7"),
         ("data.train=[{path: x}, {paht: y}]", "data.train.1.paht: unknown key"),
         ("optimizer.betas=[1,2,3]", "optimizer.betas: must have at most 2 entries"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: must have at least 2 entries; got [0.9]"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: must be below 1"),
         ("train.keep_checkpoints=1", "must be 2 or more"),
     ],

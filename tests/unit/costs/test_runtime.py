@@ -74,7 +74,7 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
         assert moved == dict(expected.bytes)
         assert calls == dict(expected.calls)
         assert parameters == sum(one.rank_numel({"tp": plan.grid.tp}) for one in rank_parameters(config.model, plan.stages_of(pp_rank)))
-        padded = sum(numel for numel, _ in buckets(config, plan, pp_rank))
+        padded = sum(bucket.numel for bucket in buckets(config, plan, pp_rank))
         assert gradients == 4 * padded
         assert optimizer == 8 * padded // (plan.grid.dp if plan.zero else 1)
     return [moved for moved, *_ in found]
@@ -124,5 +124,5 @@ def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pyte
     stages = build_stages(config.model, plan.stages_of(0), context, torch.device("meta"), "none", {})
     filled = build_buckets(stages, RULE, Axis("dp", 0, 2, (0, 1)), zero, torch.device("cpu"), config.comm.bucket_elements)
     assert [(one.gradients.numel(), one.partial_axes) for one in filled] == [
-        (numel, parameter.partial_axes()) for numel, parameter in buckets(config, plan, 0)
+        (bucket.numel, bucket.members[0].partial_axes()) for bucket in buckets(config, plan, 0)
     ]

@@ -3,12 +3,13 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
-from frontier_llm.measure.report import write_report
+from frontier_llm.measure.report import _experts, write_report
 from frontier_llm.topology import make_plan
 from frontier_llm.train.metrics import layout_of
 
@@ -126,3 +127,11 @@ def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"not a run directory: it lacks config\.yaml, plan\.json, metrics\.jsonl"):
         write_report([tmp_path], tmp_path / "report.html")
+
+
+def test_the_load_of_experts_is_drawn_where_there_are_any() -> None:
+    routing = {"rows_per_expert": [5, 3], "largest_over_mean": [1.25, 1.5], "smallest_over_mean": [0.75, 0.5], "entropy": [0.6, 0.4]}
+    record = SimpleNamespace(name="moe", steps=[{"step": 1, "routing": routing}, {"step": 2}])
+    page = _experts([record])  # type: ignore[list-item]
+    dense = SimpleNamespace(name="dense", steps=[{"step": 1}])
+    assert "Busiest expert" in page and "1.5" in page and _experts([dense]) == ""  # type: ignore[list-item]

@@ -15,6 +15,7 @@ from frontier_llm.planner import pipeline
 from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import simulate_layout
+from frontier_llm.schedule import one_end
 from frontier_llm.topology import split_layers
 
 FRONTIER = rates(load_machine("frontier"))  # one communication in flight
@@ -42,6 +43,9 @@ def without_messages(numbers: Rates = FRONTIER) -> Rates:
         ("interleaved", 8, 3, 96),
         ("zb-h1", 4, 1, 250),
         ("zb-h1", 16, 1, 160),
+        ("zb-v", 8, 2, 200),
+        ("v-half", 8, 2, 200),
+        ("v-min", 4, 2, 150),
     ],
 )
 @pytest.mark.parametrize("machine", ["frontier", "selene"])
@@ -73,15 +77,17 @@ def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
     assert zero_bubble.bubble_fraction == pytest.approx((4 - 1) * (1 + 1 - 1) / (3 * m))  # (p-1)(F + B - W), Qi et al. 2023
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min"])
 @pytest.mark.parametrize(("model", "pp", "m"), [("gpt-22b", 4, 16), ("gpt-22b", 8, 64), ("gpt-1t", 16, 64)])
 def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str, pp: int, m: int) -> None:
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = 2 if schedule == "interleaved" or one_end(schedule) else 1
     spread, shape = layout(tp=8, pp=pp, microbatches=m, chunks=chunks, schedule=schedule), load_model(model)
     for numbers in (MANY, FRONTIER):
         played = play(shape, spread, numbers, split_layers(shape, pp * chunks))
         if schedule != "interleaved" or numbers is MANY:  # with one in flight its order is far from every formula: up to 0.2
-            assert float(step_s(shape, spread, numbers)) == pytest.approx(played.step_s, rel=0.05 if schedule == "zb-h1" else 0.04)
+            # V-Min has no slack: where F, I and W differ it waits in every microbatch, which only the simulation knows
+            near = {"zb-h1": 0.05, "v-min": 0.25}.get(schedule, 0.04)
+            assert float(step_s(shape, spread, numbers)) == pytest.approx(played.step_s, rel=near)
 
 
 def test_one_in_flight_by_hand() -> None:

@@ -35,20 +35,23 @@ from frontier_llm.schedule import (
     registry,
     render_text,
     round_robin,
+    rule,
     simulate,
     timeline_chart,
+    v_names,
     with_messages,
 )
 from tests.harness.dry_run import check, in_flight, waiting
 
-SHIPPED = ("1f1b", "gpipe", "interleaved", "zb-h1")
+V_SHAPED = ("zb-v", "v-half", "v-min")
+SHIPPED = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", *V_SHAPED)
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(SHIPPED))
-    chunks = draw(st.integers(1, 4)) if name == "interleaved" else 1
+    chunks = 2 if name in V_SHAPED else draw(st.integers(1, 4)) if name.startswith("interleaved") else 1
     return build(name, draw(st.integers(1, 9)), draw(st.integers(1, 24)), chunks)
 
 
@@ -171,7 +174,7 @@ def test_sends_follow_their_compute_directly(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_one_stage_communicates_nothing(name: str) -> None:
-    schedule = build(name, 1, 5, 3 if name == "interleaved" else 1)
+    schedule = build(name, 1, 5, rule(name).chunks[-1 if name in V_SHAPED else 0])
     check(schedule)
     assert schedule.actions == schedule.compute
 
@@ -310,19 +313,18 @@ def test_the_turn_of_a_v_needs_no_message() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_declared_peaks_are_what_the_actions_hold(name: str) -> None:
-    """Exactly, and as a bound where interleaved chunks have an incomplete last round."""
-    sizes = itertools.product(range(1, 9), (1, 2, 3, 5, 8, 13, 21), (1, 2, 3, 4) if name == "interleaved" else (1,))
+    """Exactly, and as a bound where interleaved chunks have an incomplete last round or a V no more microbatches than stages."""
+    sizes = itertools.product(range(1, 9), (1, 2, 3, 5, 8, 13, 21), [chunks for chunks in rule(name).chunks if chunks <= 3])
     for stages, microbatches, chunks in sizes:
         schedule = build(name, stages, microbatches, chunks)
         for stage in range(stages):
             declared, counted = peak_in_flight(name, stages, chunks, microbatches, stage), in_flight(schedule, stage)
-            assert declared == counted or (chunks > 1 and microbatches % stages and declared >= counted), (
-                stages,
-                microbatches,
-                chunks,
-                stage,
-            )
-            assert peak_waiting(name, stages, chunks, microbatches, stage) == waiting(schedule, stage)
+            late, behind = peak_waiting(name, stages, chunks, microbatches, stage), waiting(schedule, stage)
+            where = (stages, microbatches, chunks, stage)
+            if (name not in V_SHAPED and chunks > 1 and microbatches % stages) or (name in V_SHAPED and microbatches <= stages):
+                assert declared >= counted, where
+            else:
+                assert (declared, late) == (counted, behind), where
 
 
 def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
@@ -335,7 +337,7 @@ def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
     shipped = subprocess.run(  # in a process of its own: other tests register schedules too
         [sys.executable, "-c", "from frontier_llm.schedule import names; print(*names())"], capture_output=True, text=True, check=True
     )
-    assert shipped.stdout.split() == ["gpipe", "1f1b", "interleaved", "zb-h1"]
+    assert shipped.stdout.split() == ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb"]
     with pytest.raises(LayoutError, match="did you mean '1f1b'"):
         peak_in_flight("1f1", 4, 1, 8, 0)
 
@@ -372,6 +374,51 @@ def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
     timeline = simulate(build("zb-h1", stages, microbatches), lambda _, action: UNIT[action.kind])
     assert timeline.makespan_s == 3 * microbatches + (stages - 1)
     assert timeline.bubble_fraction == pytest.approx((stages - 1) / (3 * microbatches))
+
+
+@given(st.integers(1, 8), st.integers(0, 16))
+@settings(max_examples=40)
+def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
+    """Where F = I = W: ZB-H2 idles nowhere between a rank's first and last action; ZB-V half a forward per stage, which is its ramp."""
+    deep = simulate(build("zb-h2", stages, 2 * stages + more), lambda _, action: UNIT[action.kind])
+    for rank in range(stages):
+        assert deep.end_s[rank][-1] - deep.start_s[rank][0] == deep.busy_s(rank)
+    vee = simulate(build("zb-v", stages, 2 * stages + more, 2), lambda _, action: UNIT[action.kind] / 2)
+    assert vee.makespan_s == 3 * (2 * stages + more) + (stages - 1) / 2
+
+
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(2, 4))
+@settings(max_examples=40)
+def test_bubble_of_interleaved_zero_bubble(stages: int, rounds: int, chunks: int) -> None:
+    """(pp - 1)(F + I - W) / v."""
+    timeline = simulate(build("interleaved-zb", stages, rounds * stages, chunks), lambda _, action: UNIT[action.kind] / chunks)
+    assert timeline.makespan_s == pytest.approx(3 * rounds * stages + (stages - 1) / chunks)
+
+
+@pytest.mark.parametrize(("name", "memory", "idle"), [("v-half", 1 / 2, 1 / 2), ("v-min", 1 / 3, 2 / 3), ("zb-v", 1, 1 / 6)])
+def test_v_shapes_keep_their_share_of_the_memory_and_of_the_bubble(name: str, memory: float, idle: float) -> None:
+    """Of what 1F1B has, up to a constant number of activations (Qi et al. 2024, table 1: V-Half 1/2 and 1/2, V-Min 1/3 and 2/3)."""
+    for stages in (8, 16, 24):
+        vee = simulate(build(name, stages, 4 * stages, 2), lambda _, action: UNIT[action.kind] / 2)
+        alive = [in_flight(vee.schedule, rank) / 2 for rank in range(stages)]
+        assert memory * stages <= max(alive) <= memory * stages + 3 and min(alive) >= max(alive) - 1
+        assert vee.makespan_s - 12 * stages == pytest.approx(3 * (stages - 1) * idle, abs=1)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8, 12])
+def test_every_v_has_an_order_and_its_memory(stages: int) -> None:
+    """Of a rank's activations those that its name promises, up to the turns' few."""
+    for name in v_names():
+        schedule = build(name, stages, 2 * stages + 3, 2)
+        check(schedule)
+        held = max(in_flight(schedule, rank) for rank in range(stages))
+        assert held <= 2 * stages * (1 - rule(name).idle if rule(name).idle > 1 / 6 else 1) + 6
+
+
+def test_a_v_of_unknown_distances_is_refused() -> None:
+    for name in ("v:9,9,9,9", "v:", "v:1,1", "v:1,1,1,x"):
+        with pytest.raises(LayoutError, match="is not a schedule"):
+            build(name, 4, 8, 2)
 
 
 def test_transfers_take_time_and_share_their_link() -> None:

@@ -68,10 +68,10 @@ def test_fsdp_keeps_its_queues(clean: pytest.MonkeyPatch, capfd: pytest.CaptureF
     """With one queue its gathers would wait behind the compute that they are to overlap."""
     for setting, value in (("parallel.data_mode=zero", "1"), ("parallel.data_mode=fsdp", None)):
         clean.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-        join._set_environment(load_run("bench", ["machine=h200", setting]), PLACE)
+        set_environment(load_run("bench", ["machine=h200", setting]))
         assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == value
     clean.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    join._set_environment(load_run("bench", ["machine=h200", "parallel.data_mode=fsdp"]), PLACE)
+    set_environment(load_run("bench", ["machine=h200", "parallel.data_mode=fsdp"]))
     assert environ("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and "keeps FSDP's gathers behind" in capfd.readouterr().err
 
 

@@ -59,7 +59,16 @@ def test_rules_cover_exactly_what_the_model_declares(name: str) -> None:
 
 
 def test_every_shipped_model_has_a_family() -> None:
-    assert {family_for(load_model(name)).model_type for name in available("models")} == {"llama", "gpt2", "mpt"}
+    two_matrices = [name for name in available("models") if name.startswith("xmoe-")]  # experts as X-MoE's authors counted them
+    shapes = set(available("models")) - set(two_matrices)
+    assert len(two_matrices) == 4
+    assert {family_for(load_model(name)).model_type for name in shapes} == {"llama", "gpt2", "mpt", "mixtral"}
+
+
+def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512}')
+    with pytest.raises(CheckpointError, match=r"MLA(.|\n)*Dots1"):
+        HuggingFaceModel(tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
@@ -67,8 +76,12 @@ def test_their_shapes_need_no_memory_and_join_undoes_cut(family: Any) -> None:
     changes: dict[str, dict[str, object]] = {
         "qwen2": {"qkv_bias": True},
         "gpt_neox": {"bias": True, "norm_bias": True, "norm": "layernorm", "activation": "gelu", "kv_heads": 4},
+        "qwen3": {"qk_norm": "head"},
+        "qwen3_moe": {"qk_norm": "head", "moe": {"normalise": False, "dense_layers": 2}},
+        "olmoe": {"qk_norm": "full"},
+        "dots1": {"qk_norm": "head", "moe": {"score": "sigmoid", "selection_bias": True, "shared_hidden": 192, "dense_layers": 1}},
     }
-    base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(family.model_type, "llama-tiny")
+    base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(family.model_type, "moe-tiny" if family.routing is not None else "llama-tiny")
     model = load_model(base, changes.get(family.model_type, {}))
     assert not family.refusals(model)
     for rule in family.names.rules(model):
@@ -199,9 +212,9 @@ def refusal(directory: Path) -> str:
 
 def test_an_unknown_architecture_is_named_with_the_supported_ones(tmp_path: Path) -> None:
     saved("llama-gqa", tmp_path)
-    edit(tmp_path, architectures=["MixtralForCausalLM"])
+    edit(tmp_path, architectures=["PhimoeForCausalLM"])
     message = refusal(tmp_path)
-    assert "MixtralForCausalLM" in message
+    assert "PhimoeForCausalLM" in message
     assert all(family.architecture in message for family in FAMILIES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(DamagedCheckpoint, match=shard.name):
         CheckpointWeights(path)
+
+
+@pytest.mark.parametrize("names", list(permutations(("gpt-tiny", "llama-tiny", "mpt-tiny"), 2)), ids="->".join)
+def test_the_advice_of_a_model_that_does_not_fit_makes_it_fit(names: tuple[str, str]) -> None:
+    imported, run = map(load_model, names)
+    advice = [problem.fix.removeprefix("set model.") for problem in compare_models(run, imported)]
+    assert advice
+    assert compare_models(load_model(names[1], parse_overrides(advice)), imported) == []

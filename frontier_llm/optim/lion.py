@@ -1,0 +1,36 @@
+"""Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolation between momentum and gradient; half of AdamW's state.
+
+    W <- W - lr (sign(beta1 M + (1 - beta1) G) + decay W),   M <- beta2 M + (1 - beta2) G
+
+Every element moves by lr, so lr is a third to a tenth of AdamW's and weight decay as many times larger; betas are 0.9 and 0.99 in the paper.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint.optimizers import LION
+from frontier_llm.config import OptimizerConfig
+from frontier_llm.ops import Ops
+from frontier_llm.optim.registry import Slice, register
+
+
+class Lion:
+    """See SliceUpdate."""
+
+    def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
+        self._config = config
+
+    @torch.no_grad()
+    def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
+        """See SliceUpdate."""
+        (beta1, beta2), momentum = self._config.betas, part.states["momentum"]
+        gradient = part.gradient * grad_scale
+        part.master.mul_(1 - lr * self._config.weight_decay * part.decay).sub_(momentum.lerp(gradient, 1 - beta1).sign_(), alpha=lr)
+        momentum.lerp_(gradient, 1 - beta2)
+        if part.weights.data_ptr() != part.master.data_ptr():
+            part.weights.copy_(part.master)
+
+
+register(LION, Lion)

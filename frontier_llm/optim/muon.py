@@ -1,0 +1,76 @@
+"""Muon (Jordan et al. 2024), scaled as Moonlight does (Liu et al. 2025, arXiv:2502.16982), for matrices; AdamW for everything else.
+
+    M <- momentum M + G,   W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(G + momentum M) + decay W)
+
+Momentum lives in ZeRO's slices. What is orthogonalised are the matrices of the model, q, k and v, gate and up apart, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint.matrices import Matrices, Part, matrices_of
+from frontier_llm.blueprint.optimizers import MUON
+from frontier_llm.comm import Axis
+from frontier_llm.config import OptimizerConfig
+from frontier_llm.ops import Ops
+from frontier_llm.optim.adamw import AdamW
+from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
+from frontier_llm.optim.registry import Slice, register
+from frontier_llm.topology import ShardSpec
+
+SCALE = 0.2  # times the root of the longer side: an update's elements are then as large as AdamW's
+
+
+class Muon:
+    """See SliceUpdate."""
+
+    def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
+        self._config, self._others = config, AdamW(config, ops)
+
+    @torch.no_grad()
+    def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
+        """See SliceUpdate."""
+        if part.tensors is None:
+            self._others.update(part, lr, step, grad_scale)
+            return
+        direction = part.gradient * grad_scale
+        momentum = part.states["momentum"].mul_(self._config.momentum).add_(direction)
+        direction.add_(momentum, alpha=self._config.momentum)
+        # 16 bits are enough for a direction; fp16 would overflow in the square of a large gradient
+        dtype = torch.bfloat16 if part.weights.element_size() == 2 else part.weights.dtype
+        tensors = part.tensors.of(direction.to(dtype))
+        self._orthogonalize(part.tensors.specs, tensors, part.tensors.tp)
+        part.tensors.back(tensors, direction)
+        part.master.mul_(1 - lr * self._config.weight_decay * part.decay).sub_(direction, alpha=lr)
+        if part.weights.data_ptr() != part.master.data_ptr():
+            part.weights.copy_(part.master)
+
+    def _orthogonalize(self, specs: list[ShardSpec], tensors: list[Tensor], tp: Axis) -> None:
+        """Each matrix in the tensors becomes its scaled orthogonal one, in place; equal ones go through the products together."""
+        alike: dict[tuple[Part, int, int], list[tuple[Matrices, Tensor]]] = defaultdict(list)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            for matrices in matrices_of(spec.parameter, self._config.heads == "groups"):
+                piece = matrices.piece
+                values = tensor.narrow(piece.dim, piece.start, piece.size) if piece else tensor
+                alike[matrices.part(tp.size), matrices.short, matrices.long].append((matrices, values))
+        parts = {key: [_oriented(*one, tp.size) for one in ones] for key, ones in alike.items()}
+        stacks = [MatrixStack(torch.cat(each), part) for (part, *_), each in parts.items()]
+        orthogonalize_(stacks, tp)
+        for stack, (key, ones) in zip(stacks, alike.items(), strict=True):
+            stack.x *= SCALE * sqrt(key[2])
+            for (matrices, values), x in zip(ones, stack.x.split([len(each) for each in parts[key]]), strict=True):
+                values.copy_((x.mT if matrices.transposed else x).reshape(values.shape))
+
+
+def _oriented(matrices: Matrices, values: Tensor, tp: int) -> Tensor:
+    """[count, short, long] of this rank's part."""
+    _, short, long = matrices.on_rank(tp)
+    return values.reshape(-1, long, short).mT if matrices.transposed else values.reshape(-1, short, long)
+
+
+register(MUON, Muon)

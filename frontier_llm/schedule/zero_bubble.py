@@ -1,0 +1,293 @@
+"""Schedules whose weight gradients fill what others idle: interleaved, and V shapes with a chosen share of the memory.
+
+In a V, rank r holds positions r and 2p - 1 - r: embedding and head share a rank, the turn needs no message, and what a rank keeps of its two
+positions adds up to about the same on all ranks. A V's order repeats one *block* per microbatch, six units of time long (two forwards, two
+input gradients, two weight gradients). How far apart neighbouring positions run their passes decides how long an activation lives, and
+so the memory: with distances that sum up to s over F and I, a share of s/6 of what 1F1B keeps.
+
+Source: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory": V-Min, V-Half, ZB-V). Orders are made for F = I = W and then kept, whatever the durations are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import product
+
+import numpy as np
+
+from frontier_llm.schedule.actions import Action, Kind, Placement
+from frontier_llm.schedule.registry import Number, ScheduleRule, register, register_family
+from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interleaved
+
+Order = list[Action]
+PERIOD = 6  # units of a microbatch on a rank that holds two positions
+GAPS = [
+    (turn, loss, back) for turn in range(1, PERIOD + 1) for loss in range(1, PERIOD + 1) for back in range(1, PERIOD + 1)
+]  # at a V's ends
+
+
+def v_shape(stages: int, chunks: int) -> Placement:
+    """Down the ranks and up again."""
+    assert chunks == 2
+    return Placement((*range(stages), *reversed(range(stages))))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """When each position runs its three passes of microbatch 0; microbatch i runs them PERIOD · i later."""
+
+    forward: tuple[int, ...]  # by position
+    backward: tuple[int, ...]  # input gradient
+    weight: tuple[int, ...]
+
+    @cached_property
+    def lifetimes(self) -> tuple[int, ...]:
+        """By position, from the beginning of F to the end of W."""
+        return tuple(end + 1 - begin for begin, end in zip(self.forward, self.weight, strict=True))
+
+    def alive(self, stages: int, microbatches: int, rank: int) -> tuple[int, int]:
+        """Most activations of a rank at the end of a forward, and of those that most wait for their W then."""
+        held = rank, 2 * stages - 1 - rank
+        indices = np.arange(microbatches)
+        moments = np.concatenate([self.forward[position] + PERIOD * indices for position in held])
+        counts = np.zeros((2, len(moments)), dtype=int)
+        for position in held:
+            begun, moved, ended = (
+                np.clip((moments - first) // PERIOD + 1, 0, microbatches)
+                for first in (self.forward[position], self.backward[position], self.weight[position])
+            )
+            counts += begun - ended, moved - ended
+        return int(counts[0].max()), int(counts[1].max())
+
+
+Distances = tuple[int, int, int, int]  # between neighbours: of F down the ranks and up, of I down the ranks and up
+
+
+@lru_cache(maxsize=1024)
+def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
+    """The shortest-lived block with neighbours' passes one of these distances apart.
+
+    Units of a rank are taken modulo the period: the gaps at the turns are the smallest with which no two passes fall on one.
+    """
+    every = product(choices, GAPS)
+    found = (candidate for distances, gaps in every if (candidate := _with_gaps(stages, distances, gaps)))
+    return min(found, key=lambda one: (max(one.lifetimes[rank] + one.lifetimes[-1 - rank] for rank in range(stages)), one.backward[0]))
+
+
+def _with_gaps(stages: int, distances: Distances, gaps: tuple[int, int, int]) -> Pattern | None:
+    """The block with these gaps at the turn of F, at the loss, and at the turn of I; None where two passes of a rank fall on one unit."""
+    ways = [[distance] * (stages - 1) for distance in distances]
+    steps = [*ways[0], gaps[0], *ways[1], gaps[1], *ways[2], gaps[2], *ways[3]]
+    moments = np.cumsum([0, *steps]).tolist()
+    forward, backward = moments[: 2 * stages], moments[: 2 * stages - 1 : -1]
+    weight = [0] * (2 * stages)
+    for rank in range(stages):
+        held = rank, 2 * stages - 1 - rank
+        taken = {moment % PERIOD for position in held for moment in (forward[position], backward[position])}
+        if len(taken) < 4:
+            return None
+        for position in reversed(held):
+            moment = backward[position] + 1
+            while moment % PERIOD in taken:
+                moment += 1
+            taken.add(moment % PERIOD)
+            weight[position] = moment
+    return Pattern(tuple(forward), tuple(backward), tuple(weight))
+
+
+@dataclass(frozen=True)
+class VOrder:
+    """The order of a V with the best of these distances."""
+
+    choices: tuple[Distances, ...]
+
+    def __call__(self, placement: Placement, microbatches: int, rank: int) -> Order:
+        """See ScheduleRule."""
+        return list(_v_orders(self, placement, microbatches)[rank])
+
+    def peak_in_flight(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+        """See ScheduleRule. With no more microbatches than stages at most that: some weight gradients run earlier than in the block."""
+        return self._peaks(stages, microbatches, stage)[0]
+
+    def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+        """See ScheduleRule."""
+        return self._peaks(stages, microbatches, stage)[1]
+
+    def _peaks(self, stages: Number, microbatches: Number, stage: Number) -> tuple[np.ndarray, ...]:
+        """More microbatches than a block lives change nothing."""
+        return np.vectorize(partial(_alive, self), otypes=[int, int])(stages, np.minimum(microbatches, 3 * stages + 4), stage)
+
+
+@lru_cache(maxsize=1 << 16)
+def _alive(order: VOrder, stages: int, microbatches: int, rank: int) -> tuple[int, int]:
+    stages, microbatches, rank = int(stages), int(microbatches), int(rank)
+    return pattern_of(stages, order.choices).alive(stages, microbatches, rank)
+
+
+@lru_cache(maxsize=8)
+def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    one, listed = pattern_of(placement.ranks, order.choices), []
+    for rank in range(placement.ranks):
+        timed = [
+            (moment + PERIOD * microbatch, Action(kind, microbatch, position))
+            for position in placement.positions_of(rank)
+            for kind, moment in (
+                (Kind.FORWARD, one.forward[position]),
+                (Kind.BACKWARD_INPUT, one.backward[position]),
+                (Kind.BACKWARD_WEIGHT, one.weight[position]),
+            )
+            for microbatch in range(microbatches)
+        ]
+        listed.append([action for _, action in sorted(timed, key=lambda pair: pair[0])])
+    return filled(placement, listed)
+
+
+def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """The orders with weight gradients moved to where a rank would idle.
+
+    Played in units of time. A weight gradient runs at its place, or before it when nothing else can run; behind its rank's last forward,
+    when memory only falls, input gradients go first, because other ranks wait for them.
+    """
+    ranks = [_Rank(order) for order in orders]
+    ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit
+    moment, left = 0, sum(map(len, orders))
+    while left:
+        played = [(rank, action) for rank in ranks if (action := rank.next(placement, ended, moment))]
+        assert played, "the order waits for itself"
+        moment += 1
+        for rank, action in played:
+            rank.play(action)
+            if action.kind is not Kind.BACKWARD_WEIGHT:
+                ended[action.kind is Kind.FORWARD, action.microbatch, action.position] = moment
+        left -= len(played)
+    return tuple(tuple(rank.played) for rank in ranks)
+
+
+class _Rank:
+    """Where one rank stands."""
+
+    def __init__(self, order: Sequence[Action]) -> None:
+        self.passes = deque(action for action in order if action.kind is not Kind.BACKWARD_WEIGHT)
+        self.last_forward = sum(action.kind is Kind.FORWARD for action in order)
+        self.played: Order = []
+        self.waiting: dict[Action, None] = {}  # weight gradients whose input gradient is done, in order
+        self.due: dict[Action, list[Action]] = {}  # before which pass a weight gradient stands
+        late: list[Action] = []
+        for action in order:
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                late.append(action)
+            elif late:
+                self.due[action], late = late, []
+
+    def next(self, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int) -> Action | None:
+        """What runs now; None: it idles."""
+        if self.passes:
+            action = self.passes[0]
+            for late in self.due.get(action, ()) if self.last_forward else ():
+                if late in self.waiting:
+                    return late
+            if self._ready(action, placement, ended, moment):
+                return action
+        return next(iter(self.waiting), None)
+
+    def _ready(self, action: Action, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int) -> bool:
+        forward = action.kind is Kind.FORWARD
+        before = action.position + (-1 if forward else 1)
+        if not forward and before > placement.last:
+            before, forward = action.position, True
+        return before < 0 or ended.get((forward, action.microbatch, before), moment + 1) <= moment
+
+    def play(self, action: Action) -> None:
+        """It runs."""
+        self.played.append(action)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            del self.waiting[action]
+            return
+        self.passes.popleft()
+        if action.kind is Kind.FORWARD:
+            self.last_forward -= 1
+        else:
+            self.waiting[Action(Kind.BACKWARD_WEIGHT, action.microbatch, action.position)] = None
+
+
+def _interleaved_zero_bubble(placement: Placement, microbatches: int, rank: int) -> Order:
+    """Interleaved 1F1B with backward split; W follows as late as the first rank's memory allows, which has most in flight."""
+    return list(_interleaved_orders(placement, microbatches)[rank])
+
+
+@lru_cache(maxsize=8)
+def _interleaved_orders(placement: Placement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    orders = []
+    for rank in range(placement.ranks):
+        order, backward = list[Action](), deque[Action]()
+        for action in interleaved(placement, microbatches, rank):
+            order.append(action if action.kind is Kind.FORWARD else action._replace(kind=Kind.BACKWARD_INPUT))
+            if action.kind is Kind.BACKWARD:
+                backward.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
+                if len(backward) > (2 if placement.chunks > 1 else 1) * rank:
+                    order.append(backward.popleft())
+        orders.append([*order, *backward])
+    return filled(placement, orders)
+
+
+def _peak_interleaved(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    return peak_interleaved(stages, microbatches, chunks, 0)
+
+
+def _waiting_interleaved(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
+    return peak_interleaved(stages, microbatches, chunks, 0) - peak_interleaved(stages, microbatches, chunks, stage)
+
+
+ZB_V = VOrder(((4, 2, 4, 2),))
+V_HALF = VOrder(((2, 1, 2, 1),))
+V_MIN = VOrder(((1, 1, 1, 1),))
+
+
+def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
+    return ScheduleRule(order, v_shape, (2,), True, order.peak_in_flight, order.peak_waiting, idle=idle)
+
+
+# distances with an order for every number of stages, by the share of 1F1B's memory, in sixths, that they keep
+DISTANCES: dict[int, tuple[Distances, ...]] = {
+    2: ((1, 1, 1, 1),),
+    3: ((2, 1, 2, 1), (1, 2, 1, 2)),
+    4: ((2, 2, 2, 2), (1, 3, 1, 3), (3, 1, 3, 1)),
+    6: (
+        *((4, 2, 4, 2), (3, 3, 3, 3), (2, 4, 2, 4), (1, 5, 1, 5), (5, 1, 5, 1), (2, 2, 4, 4), (4, 4, 2, 2), (1, 1, 5, 5), (5, 5, 1, 1)),
+        *((1, 2, 4, 5), (1, 3, 3, 5), (2, 1, 5, 4), (3, 1, 5, 3), (3, 5, 1, 3), (4, 5, 1, 2), (5, 3, 3, 1), (5, 4, 2, 1)),
+    ),
+}
+
+
+def v_names() -> list[str]:
+    """Every V there is, as `parallel.schedule` names it."""
+    return ["v:" + ",".join(map(str, distances)) for members in DISTANCES.values() for distances in members]
+
+
+@lru_cache(maxsize=1024)
+def _of_distances(text: str) -> ScheduleRule | None:
+    """'2,2,2,2'."""
+    for sixths, members in DISTANCES.items():
+        for distances in members:
+            if text == ",".join(map(str, distances)):
+                return _v_rule(VOrder((distances,)), idle=1 - sixths / 6 if sixths < 6 else 1 / 6)
+    return None
+
+
+for name, order, idle in (("zb-v", ZB_V, 1 / 6), ("v-half", V_HALF, 1 / 2), ("v-min", V_MIN, 2 / 3)):
+    register(name, _v_rule(order, idle))
+register_family("v", _of_distances)
+register(
+    "interleaved-zb",
+    ScheduleRule(
+        _interleaved_zero_bubble,
+        chunks=range(1, MOST_CHUNKS + 1),
+        splits_backward=True,
+        peak_in_flight=_peak_interleaved,
+        peak_waiting=_waiting_interleaved,
+        idle=1 / 3,
+    ),
+)
