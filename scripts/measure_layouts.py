@@ -1,4 +1,4 @@
-"""Measure every layout of a small space on a local Slurm of four nodes: the table that docs/results/tune.csv holds.
+"""Measure every layout of a small space on a local Slurm of four nodes: the table that docs/results/tune_partial.csv holds a part of.
 
     python scripts/measure_layouts.py DIR [--minutes M] [WORD …]
 
