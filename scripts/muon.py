@@ -131,7 +131,7 @@ def overhead_lines() -> list[str]:
         "| model | matrices of a block | FLOPs of the update per block | share of a step's of 4,096 tokens per replica | predicted | measured |",
         "|---|---|--:|--:|--:|--:|",
     ]
-    for name in ("ladder-840k", "mpt-125m"):
+    for name in ("ladder-840k", "bench-l8-h384"):
         model = load_model(name)
         block = [one for one in block_parameters(model, 0) if is_matrix(one)]
         flops = sum(update_flops(one, {}) for one in block)

@@ -57,6 +57,7 @@ class Mesh:
     ledger: Ledger = field(default_factory=Ledger, repr=False)
     # ranks that hold one copy of all experts, those that split an expert's width (etp of them) next to each other
     ep: Axis = field(default_factory=lambda: single("ep"))
+    etp: Axis = field(default_factory=lambda: single("etp"))
     edp: Axis = field(default_factory=lambda: single("edp"))  # ranks that hold the same part of the same experts
 
     @property

@@ -211,6 +211,7 @@ def build_mesh(
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
         ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,)),
+        etp=groups.axis("etp", grid.split_experts_group(global_rank) if experts else (global_rank,)),
         edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
     )
     groups.warm_up()

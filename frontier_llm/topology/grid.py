@@ -85,6 +85,12 @@ class Grid:
         first = plane.index(global_rank) // size * size
         return plane[first : first + size]
 
+    def split_experts_group(self, global_rank: int) -> tuple[int, ...]:
+        """The ranks that split the width of the same experts."""
+        together = self.experts_group(global_rank)
+        first = together.index(global_rank) // self.etp * self.etp
+        return together[first : first + self.etp]
+
     def replicas_group(self, global_rank: int) -> tuple[int, ...]:
         """The ranks that hold the same part of the same experts."""
         plane, size = self.plane(global_rank), self.etp * self.ep

@@ -49,6 +49,7 @@ LAYOUTS = [
     Case("mixtral", pp=2, dp=4, settings=experts(4), schedule="gpipe", order="tp-pp-dp"),
     Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, settings=experts(4)),
     Case("deepseek", cp=2, pp=2, dp=2, settings=experts(2), documents=True),
+    Case("mixtral", tp=2, dp=2, settings=experts(2, 2, "optimizer.name=muon")),
 ]
 
 
