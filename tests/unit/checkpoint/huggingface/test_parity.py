@@ -87,7 +87,9 @@ def test_import_then_export_gives_back_the_same_bytes_and_configuration(variant:
     expected = theirs.state_dict()
     assert list(back.state_dict()) == list(expected)
     for name, tensor in back.state_dict().items():
-        assert torch.equal(tensor.contiguous().view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
+        wide = name.endswith("e_score_correction_bias")  # transformers keeps it in float32 when it loads a model
+        wanted = expected[name].to(tensor.dtype) if wide else expected[name]
+        assert torch.equal(tensor.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)), name
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # .to(bf16) had rounded its rotary table, too
     with torch.inference_mode():
         assert torch.equal(back.eval()(tokens()).logits, reloaded.eval()(tokens()).logits)
