@@ -66,6 +66,9 @@ def disconnect() -> None:
     forget_stores()
 
 
+LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")  # axes that may go inside nodes first, then across; their levels do not again
+
+
 class _Groups:
     """Makes the groups of one mesh."""
 
@@ -102,7 +105,7 @@ class _Groups:
 
     def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis]:
         """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two axes of one rank."""
-        if self._ranks_per_node is None or not self._algorithms.rules or name.split(".")[0] not in ("tp", "cp", "dp", "world"):
+        if self._ranks_per_node is None or not self._algorithms.rules or name not in LEVELLED:
             return single(name, self._global_rank), single(name, self._global_rank)
         by_node: dict[int, list[int]] = {}
         for rank in ranks:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
@@ -79,7 +80,8 @@ def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path:
     assert (code / "frontier_llm" / "cluster" / "submit.py").is_file()
     script = (directory / "job.sbatch").read_text()
     assert "#SBATCH --nodes=2" in script and f"'{directory}/run.yaml'" in script
-    assert "steps: 7" in (directory / "run.yaml").read_text() and str(directory) in (directory / "run.yaml").read_text()
+    train = yaml.safe_load((directory / "run.yaml").read_text())["train"]
+    assert (train["steps"], train["run_dir"]) == (7, str(directory))
 
 
 def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:
