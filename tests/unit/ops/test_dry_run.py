@@ -44,9 +44,9 @@ def kernels(request, tmp_path_factory):
     """Behind the training's ops; what would need numbers is left out."""
     with fake_gpu(request.param, tmp_path_factory.mktemp("code")) as (kernels, *_), pytest.MonkeyPatch.context() as patch:
         functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))  # as `select_ops` fills up
-        patch.setattr(build, "select_ops", lambda *_: Ops(**functions))
+        patch.setattr(build, "select_ops", lambda *_, **__: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
-        patch.setattr(inputs, "initialize", lambda *_: None)
+        patch.setattr(inputs, "initialize", lambda *_, **__: None)
         patch.setattr(Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device))
         yield kernels
 
