@@ -14,11 +14,12 @@ from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.blueprint.work import elementwise
 from frontier_llm.config import load_run
 from frontier_llm.config.schema import ParallelConfig
-from frontier_llm.costs.collectives import PASSES, node_s
+from frontier_llm.costs.collectives import node_s
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.measure.calibration import Samples, calibrated_rates, non_negative, steps_layout
+from frontier_llm.measure.link_tables import PLANNED
 from frontier_llm.measure.machine_file import machine_content, report
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology import make_plan
@@ -48,7 +49,7 @@ def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
         (1e9, 1e9 / truth.hbm_bytes_s),
         truth.kernel_s,
         (1e6, 1e6 * truth.optimizer_bytes / (truth.hbm_bytes_s * truth.hbm_efficiency)),
-        [(name, 2, size, float(node_s(truth, 2, size, name))) for size in (1024, 2**16, 2**24) for name in PASSES],
+        [(name, 2, size, float(node_s(truth, 2, size, name))) for size in (1024, 2**16, 2**24) for name in PLANNED],
         [(1, 0.9), (2, 1.0)],
         [(B, m, in_step * float(step_s(CONFIG.model, steps_layout(CONFIG, ParallelConfig(), B, m), truth))) for B, m in STEPS],
         [(B, m, float(step_s(CONFIG.model, steps_layout(CONFIG, TENSOR, B, m), truth))) for B, m in STEPS[1:]],
