@@ -253,7 +253,9 @@ def _time_out(rank: int, told: str) -> str:
 
 def test_a_silent_peer_is_named_after_the_time_out(ranks: RankPool, tmp_path: Path) -> None:
     message = ranks.run(2, _time_out, str(tmp_path / "told"))[0]
-    assert "axis tp" in message and "rank 1 of axis tp (global rank 1)" in message and "within 3 s" in message and "[1, 0]" in message
+    assert "axis tp" in message and "rank 1 of axis tp (global rank 1)" in message and "within 3 s" in message and "[2, 1]" in message, (
+        message
+    )
 
 
 def _die(rank: int) -> str:

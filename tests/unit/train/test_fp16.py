@@ -71,7 +71,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, config: RunConfig, flush: bool, ste
     with monkeypatch.context() as patch:
         if flush:
             select = train_build.select_ops
-            patch.setattr(train_build, "select_ops", lambda *arguments: flushing(select(*arguments)))
+            patch.setattr(train_build, "select_ops", lambda *arguments, **names: flushing(select(*arguments, **names)))
         state = train_build.build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source())
     results = [train_step(state) for _ in range(steps)]
     assert not any(result.skipped for result in results)
