@@ -110,7 +110,7 @@ def test_scaling(tmp_path: Path, profile: Path) -> None:
     frontier_llm(
         "scaling", "weak", "--model", "gpt-175b", "--nodes", "16,32", "--site", "frontier", "-A", "x", "--simulate", "--output", tmp_path
     )
-    check(tmp_path / "report" / "scaling.html", profile, "Weak scaling: efficiency", "ORNL 175B (published)")
+    check(tmp_path / "simulated_weak_gpt-175b" / "scaling.html", profile, "Weak scaling: efficiency", "ORNL 175B (published)")
 
 
 def test_the_check_itself(tmp_path: Path, profile: Path) -> None:
