@@ -97,6 +97,12 @@ def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, tim
     return Report(tuple(nodes), tuple(judge(settings.site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s)
 
 
+def _job_has_gpus() -> bool:
+    """A step that asks for what its job does not have is refused whole."""
+    asked = environment()
+    return any(name in asked for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE"))
+
+
 def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
     """Facts and clock offset by host; a host that does not answer within `timeout_s` is missing. Raises FrontierError when none answers."""
     python = rank_python()  # in a container: libfabric and the plugin are looked for where the ranks will find them
@@ -111,7 +117,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         command = [
             *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={hostlist.compress(nodes)}"),
             *(
-                f"--gpus-per-node={settings.site.gpus_per_node}",
+                *([f"--gpus-per-node={settings.site.gpus_per_node}"] if _job_has_gpus() else []),
                 "--cpu-bind=none",
                 "--overlap",
                 "--kill-on-bad-exit=0",
