@@ -96,7 +96,8 @@ class Positioned(nn.Module):
         self.positions = Positions(rope_table(MODEL, torch.device("cpu"), torch.float64), None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, self.positions)
+        y = self.layer(x, self.positions)
+        return y[0] if isinstance(y, tuple) else y  # a block also says what its router says
 
 
 class Kind(NamedTuple):
