@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <cstring>
 #include <deque>
 #include <mutex>
 
@@ -86,7 +85,7 @@ class Collectives {
         const auto [phase, chunk] = op.place(step);
         const uint64_t width = kTypeBytes[op.type];
         auto put = [&](uint64_t at, uint64_t element, uint64_t count) {
-            std::memcpy(slot + at * width, op.in + element * width, count * width);
+            copy(slot + at * width, op.in + element * width, count * width);
         };
         if (op.sends_parts()) {
             const Span span = op.range(chunk);
@@ -99,7 +98,7 @@ class Collectives {
             }
         } else if (op.two_phases) {
             const Span span = op.share(chunk, rank_, size_);
-            std::memcpy(slot, op.out + span.start * width, span.elements * width);
+            copy(slot, op.out + span.start * width, span.elements * width);
         } else if (op.kind != kBroadcast || op.root == rank_) {
             const Span span = op.range(chunk);
             put(0, span.start, span.elements);
@@ -123,7 +122,7 @@ class Collectives {
         for (int peer = 0; peer < size_; ++peer) {
             char* target = out + peer * op.elements * width;
             const char* source = peer == rank_ ? own : from(peer, op, step, parts);
-            if (target != source) std::memcpy(target, source, elements * width);
+            if (target != source) copy(target, source, elements * width);
         }
     }
 
@@ -136,7 +135,7 @@ class Collectives {
         }
         for (int peer = 0; peer < size_; ++peer) {
             const Span span = op.share(place.chunk, peer, size_);
-            if (peer != rank_) std::memcpy(op.out + span.start * width, memory_.slot(peer, step), span.elements * width);
+            if (peer != rank_) copy(op.out + span.start * width, memory_.slot(peer, step), span.elements * width);
         }
     }
 
@@ -153,7 +152,7 @@ class Collectives {
             case kAllGather: return collect(op, out, own, span.elements, step, false);
             case kAllToAll: return collect(op, out, own, span.elements, step, true);
             case kBroadcast:
-                if (op.root != rank_) std::memcpy(out, memory_.slot(op.root, step), span.elements * width);
+                if (op.root != rank_) copy(out, memory_.slot(op.root, step), span.elements * width);
         }
     }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -37,7 +36,7 @@ class Mail {
             if (!memory_.commit_arena(memory_.rank(), to, used_[to], offset + need - used_[to])) return memory_.fail(kNoSpace, memory_.rank());
             used_[to] = offset + need;
         }
-        std::memcpy(arena + offset, data, bytes);
+        copy(arena + offset, data, bytes);
         box.letters[sent % kMail] = {offset, bytes};
         under_way.push_back({offset, need});
         next_[to] = offset + need;
@@ -55,7 +54,7 @@ class Mail {
         if (letter.bytes != bytes) return memory_.fail(kMismatch, from);
         char* arena = memory_.arena(from, memory_.rank());
         if (!arena) return memory_.fail(kNoSpace, memory_.rank());
-        std::memcpy(data, arena + letter.offset, bytes);
+        copy(data, arena + letter.offset, bytes);
         advance(box.taken, taken + 1);
         return kDone;
     }

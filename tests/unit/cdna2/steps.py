@@ -75,9 +75,9 @@ def train(rank, case, dtype, steps, ops, launches=()):
 
 
 def on_machine_code(rank, case, steps, folder, gpu=None):
-    """With the ops that a GPU would have."""
+    """With the ops that a GPU would have; the reference's for blocks of attention, which no kernel takes and no case calls."""
     gpu = gpu or SimulatedGpu()
-    ops = functions_of(torch_linear) | functions_of(GpuOps(PrebuiltKernels("gfx90a", folder, gpu)))
+    ops = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(PrebuiltKernels("gfx90a", folder, gpu)))
     return train(rank, case, "bf16", steps, ops, gpu.launches)
 
 
