@@ -6,8 +6,8 @@ docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, permutations
 
 LINK_GBPS = 50.0  # one Infinity Fabric link, each direction
@@ -48,7 +48,8 @@ def link_gbps(one: int, other: int) -> float:
     return LINK_GBPS * LINKS.get((min(one, other), max(one, other)), 0)
 
 
-def best_ring(gcds: Sequence[int]) -> tuple[tuple[int, ...], float]:
+@cache
+def best_ring(gcds: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
     """(order, GB/s of its slowest link) of the single ring through these GCDs with the fastest bottleneck.
 
     A pair is a ring of one link. Where no ring has direct links throughout, the bottleneck is 0: traffic is routed.
@@ -65,7 +66,8 @@ def best_ring(gcds: Sequence[int]) -> tuple[tuple[int, ...], float]:
     return best, bottleneck(best)
 
 
-def bus_limit_gbps(gcds: Sequence[int]) -> float:
+@cache
+def bus_limit_gbps(gcds: tuple[int, ...]) -> float:
     """The bus bandwidth that no all-reduce over these GCDs can exceed, GB/s: the narrowest cut of the links among them.
 
     Every ring crosses each cut in both directions, so all rings together carry at most the cut's one-way bandwidth. For

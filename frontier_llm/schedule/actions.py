@@ -31,7 +31,7 @@ class Kind(Enum):
     @property
     def computes(self) -> bool:
         """True for the kinds that occupy the device, False for communication."""
-        return self in _COMPUTES
+        return self in COMPUTES
 
     @property
     def sends(self) -> bool:
@@ -39,7 +39,7 @@ class Kind(Enum):
         return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
-_COMPUTES = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+COMPUTES = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
 _NEEDS = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.BACKWARD: Kind.RECV_BACKWARD, Kind.BACKWARD_INPUT: Kind.RECV_BACKWARD}
 _MAKES = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD, Kind.BACKWARD_INPUT: Kind.SEND_BACKWARD}
 _STEP = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECV_BACKWARD: 1}
@@ -163,7 +163,7 @@ class Schedule:
     @cached_property
     def compute(self) -> tuple[tuple[Action, ...], ...]:
         """The lists without communication."""
-        return tuple(tuple(action for action in actions if action.kind in _COMPUTES) for actions in self.actions)
+        return tuple(tuple(action for action in actions if action.kind in COMPUTES) for actions in self.actions)
 
     @property
     def length(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from frontier_llm.schedule.actions import Action, Kind, Placement, Schedule
+from frontier_llm.schedule.actions import COMPUTES, Action, Kind, Placement, Schedule
 
 Duration = Callable[[int, Action], float]
 Transfer = float | Callable[[int, int], float]
@@ -62,15 +62,32 @@ def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, w
     return Timeline(schedule, *_Turns(schedule, duration, send_s, waits).play())
 
 
+class _Meeting:
+    """The messages of one kind over one crossing; both its ranks have to come before one begins."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.came: dict[int, tuple[int, float]] = {}  # by microbatch: the rank that is there, and since when
+        self.ended_s: dict[int, float] = {}
+
+
 class _Turns:
     """State of such a simulation: per rank one clock of its compute, one of its communication, and a place in the list."""
 
     def __init__(self, schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> None:
         self.schedule, self.duration, self.waits = schedule, duration, waits
-        self.seconds = send_s if callable(send_s) else lambda source, target: send_s
+        placement, seconds = schedule.placement, send_s if callable(send_s) else lambda source, target: send_s
+        self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}  # of a message by either end; of a compute action, what it waits for
+        for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
+            if send := placement.sent_by(kind, position):
+                receive = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD
+                meeting = _Meeting(seconds(rank, placement.peer(send, position)))
+                self.meetings[send, position] = self.meetings[receive, placement.other_end(send, position)] = meeting
+        for kind, position in product(Kind, range(len(placement.rank_of))):
+            if kind.computes:
+                receives = placement.received_by(kind, position)
+                self.meetings[kind, position] = self.meetings[receives, position] if receives else None
         self.compute_s, self.turn_s, self.place = [0.0] * schedule.stages, [0.0] * schedule.stages, [0] * schedule.stages
-        self.ready: dict[Action, tuple[int, float]] = {}  # a message by its send → the end that is there, and since when
-        self.ended: dict[Action, float] = {}
         self.start_s: Times = tuple([] for _ in schedule.actions)
         self.end_s: Times = tuple([] for _ in schedule.actions)
 
@@ -78,47 +95,36 @@ class _Turns:
         """All ranks, each as far as it gets, until none is left."""
         runnable = set(range(self.schedule.stages))
         while runnable:
-            rank = runnable.pop()
-            actions = self.schedule.actions[rank]
-            while self.place[rank] < len(actions):
-                action = actions[self.place[rank]]
-                if action.kind.computes:
-                    self._compute(rank, action)
-                elif not self._message(rank, action, runnable):
-                    break
-                self.place[rank] += 1
+            self._advance(runnable.pop(), runnable)
         return self.start_s, self.end_s
 
-    def _compute(self, rank: int, action: Action) -> None:
-        placement = self.schedule.placement
-        start_s: float = max(self.compute_s[rank], self.turn_s[rank] if self.waits else 0)
-        if receive := placement.received_by(action.kind, action.position):
-            start_s = max(start_s, self.ended[_sent(placement, Action(receive, action.microbatch, action.position))])
-        self.compute_s[rank] = end_s = start_s + self.duration(rank, action)
-        self.start_s[rank].append(start_s)
-        self.end_s[rank].append(end_s)
-
-    def _message(self, rank: int, action: Action, runnable: set[int]) -> bool:
-        """False while the other end is not there."""
-        message = _sent(self.schedule.placement, action)
-        if message not in self.ended:
-            now_s = max(self.compute_s[rank], self.turn_s[rank])
-            peer, since_s = self.ready.setdefault(message, (rank, now_s))
-            if peer == rank:
-                return False
-            source, target = (rank, peer) if action.kind.sends else (peer, rank)
-            self.ended[message] = max(now_s, since_s) + self.seconds(source, target)
-            runnable.add(peer)
-        self.turn_s[rank] = self.ended[message]
-        return True
-
-
-def _sent(placement: Placement, action: Action) -> Action:
-    """The send of a message, by either of its ends."""
-    if action.kind.sends:
-        return action
-    kind = Kind.SEND_FORWARD if action.kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD
-    return Action(kind, action.microbatch, placement.other_end(action.kind, action.position))
+    def _advance(self, rank: int, runnable: set[int]) -> None:
+        """Play one rank until it stands in a message whose other end is not there; note whom it meets."""
+        actions, meetings, place = self.schedule.actions[rank], self.meetings, self.place[rank]
+        compute_s, turn_s = self.compute_s[rank], self.turn_s[rank]
+        while place < len(actions):
+            action = actions[place]
+            kind, microbatch, position = action
+            meeting = meetings[kind, position]
+            if kind in COMPUTES:
+                if self.waits and turn_s > compute_s:
+                    compute_s = turn_s
+                if meeting is not None and meeting.ended_s[microbatch] > compute_s:
+                    compute_s = meeting.ended_s[microbatch]
+                self.start_s[rank].append(compute_s)
+                compute_s += self.duration(rank, action)
+                self.end_s[rank].append(compute_s)
+            else:
+                assert meeting is not None
+                if microbatch not in meeting.ended_s:
+                    peer, since_s = meeting.came.setdefault(microbatch, (rank, max(compute_s, turn_s)))
+                    if peer == rank:
+                        break
+                    meeting.ended_s[microbatch] = max(compute_s, turn_s, since_s) + meeting.seconds
+                    runnable.add(peer)
+                turn_s = meeting.ended_s[microbatch]
+            place += 1
+        self.compute_s[rank], self.turn_s[rank], self.place[rank] = compute_s, turn_s, place
 
 
 def play(placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer = 0.0) -> tuple[Times, Times]:

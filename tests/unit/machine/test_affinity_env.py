@@ -42,10 +42,10 @@ def test_links_are_symmetric_and_each_gcd_has_the_diagram_s_number() -> None:
 def test_rings_and_cuts() -> None:
     assert best_ring((0, 1)) == ((0, 1), 200.0)
     assert best_ring((0, 1, 2, 3))[1] == 50.0
-    assert best_ring(range(8))[1] == 50.0
+    assert best_ring(tuple(range(8)))[1] == 50.0
     assert bus_limit_gbps((0, 1)) == 200.0
     assert bus_limit_gbps((0, 1, 2, 3)) == 100.0
-    assert bus_limit_gbps(range(8)) == 250.0
+    assert bus_limit_gbps(tuple(range(8))) == 250.0
     assert bus_limit_gbps((0, 3)) == 0.0  # no direct link
 
 
