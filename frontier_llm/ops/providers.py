@@ -31,6 +31,7 @@ class AttentionNeeds(NamedTuple):
     documents: bool = False  # masked at their boundaries
     parts: bool = False  # stretches of a sequence, with offsets and each row's log-sum-exp
     window: bool = False  # a query sees only so many positions
+    softcap: bool = False  # scores are bounded softly
 
 
 class Refusal(NamedTuple):
@@ -58,6 +59,7 @@ class Provider:
     build: str = ""  # what to run to get it
     parts: bool = False  # its attention serves stretches of a sequence, which context parallelism by gather or ring needs
     windows: bool = True  # its attention serves sliding windows
+    softcaps: bool = False  # its attention bounds scores softly
     required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
@@ -72,6 +74,8 @@ class Provider:
         needs = needs if needs and group == "attention" else AttentionNeeds()
         if needs.window and not self.windows:
             return Refusal(f"{self.name} has no attention in a sliding window (model.sliding_window)")
+        if needs.softcap and not self.softcaps:
+            return Refusal(f"{self.name} has no soft cap of attention's scores (model.score_softcap)")
         if needs.parts and not self.parts:
             return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's log-sum-exp")
         missing = self.missing()
@@ -159,7 +163,9 @@ def _package_version(name: str) -> str:
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider(name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=True),
+        Provider(
+            name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=True, softcaps=True
+        ),
         Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa")),
         Provider(
             name="cudnn",

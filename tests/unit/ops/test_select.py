@@ -134,6 +134,13 @@ def test_a_gpu_does_not_silently_fall_to_squares_of_scores(monkeypatch):
     )
 
 
+def test_softly_capped_scores_go_to_the_reference_or_are_asked_for_by_name_on_a_gpu():
+    needs = AttentionNeeds(softcap=True)
+    assert select.choose("attention", "auto", "cpu", torch.float32, needs).provider.name == "reference"
+    with pytest.raises(BackendError, match="sdpa has no soft cap of attention's scores"):
+        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, needs)
+
+
 def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
     with pytest.raises(BackendError, match="sdpa has no attention over part of a sequence"):
         select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(parts=True))
