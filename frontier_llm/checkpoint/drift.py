@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from frontier_llm.blueprint import model_parameters
-from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.config import ModelConfig, RunConfig, phases_of
 from frontier_llm.errors import CheckpointError, Problem, suggest
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
@@ -67,6 +67,17 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
+def _trained_phases(config: Mapping[str, Any], step: int) -> list[Any]:
+    """Of the phases in which `step` steps were done, and of the next one, what they are, and where all but the last of them end.
+
+    What is to come after may be changed as train.steps may: nothing of it has been trained.
+    """
+    if not config.get("train", {}).get("phases"):
+        return []
+    begun = [phase for phase in phases_of(RunConfig.model_validate(config)) if phase.first <= step]
+    return [(phase.first, *(getattr(phase.config, name) for name in ("model", "batch", "data"))) for phase in begun]
+
+
 def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
     """What a longer run means for a learning rate that had begun its final decay when `step` steps were done; '' for nothing."""
     if before.get("optimizer.schedule") != "wsd" or after.get("optimizer.schedule") != "wsd":
@@ -105,6 +116,8 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: 
     before, after = dict(_flatten(saved)), dict(_flatten(current))
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
+    if begun and _trained_phases(saved, step) != _trained_phases(current, step):
+        mathematics += ("train.phases",)
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
     notes = {"train.steps": _lost_decay(before, after, step), "optimizer.name": "only the weights would be taken"}
     if "train.steps" in mathematics:

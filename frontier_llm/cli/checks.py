@@ -10,7 +10,7 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import STOP_FILE
-from frontier_llm.config import RunConfig, warmup_note
+from frontier_llm.config import RunConfig, phase_note, phases_of, warmup_note
 from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed
 from frontier_llm.units import format_bytes, plural
 
@@ -41,8 +41,11 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     if config.optimizer.engine == "deepspeed":
         _check_deepspeed(config, plan.microbatches)
     log.info(f"{config.model.name}: {plan.describe()}, {plural(world_size, 'rank')}")
+    if config.train.phases:
+        for phase in phases_of(config):
+            log.info(phase.describe())
     log_datasets(config)
-    if note := warmup_note(config):
+    for note in filter(None, (warmup_note(config), phase_note(config))):
         log.warn(note)
 
 

@@ -64,7 +64,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.config import load_run
+    from frontier_llm.config import load_run, phases_of
     from frontier_llm.machine import fp16_note, load_machine, own_stack, rates
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
@@ -72,7 +72,11 @@ def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.planner.refusal import check_found
     from frontier_llm.planner.search import default_global_batch, search
 
-    base = load_run(args.run) if args.run else None
+    run = load_run(args.run) if args.run else None
+    longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
+    base = longest.config if longest else None
+    if run and longest and run.train.phases:
+        print(f"note: the layout is planned for {longest.describe()}, the longest; submit and train check all", file=sys.stderr)
     model = base.model if base else _model(args)
     machine = load_machine(args.machine)
     stack = args.stack or own_stack(machine)

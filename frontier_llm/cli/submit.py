@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, run_options, show
@@ -82,9 +81,10 @@ def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
     """The run with as many steps as `tokens` need. Raises ConfigError when train.steps is given too."""
+    from frontier_llm.config import phases_of, steps_of_tokens
     from frontier_llm.errors import ConfigError
 
     if any(word.startswith("train.steps=") for word in overrides):
         raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
-    steps = math.ceil(tokens / (config.batch.global_batch * config.model.sequence_length))
+    steps = steps_of_tokens(phases_of(config), tokens)
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

@@ -82,7 +82,7 @@ def read_status(directory: Path) -> Status:
         nodes=fields["NodeList"] if fields.get("NodeList", "(null)") not in ("", "(null)") else living.host if living else None,
         step=step,
         steps=target,
-        tokens=step * step_tokens if step_tokens else None,
+        tokens=last.get("consumed_tokens") or (step * step_tokens if step_tokens else None),
         loss=last.get("loss"),
         tokens_per_s=last.get("tokens_per_s"),
         step_time_s=step_time_s,

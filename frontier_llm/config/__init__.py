@@ -2,6 +2,7 @@
 
 from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
+from frontier_llm.config.phases import RunPhase, consumed, phase_at, phases_of, steps_of_tokens
 from frontier_llm.config.schema import (
     BatchConfig,
     CommConfig,
@@ -15,7 +16,7 @@ from frontier_llm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from frontier_llm.config.validate import model_problems, optimizer_problems, warmup_note
+from frontier_llm.config.validate import model_problems, optimizer_problems, phase_note, warmup_note
 
 __all__ = [
     "BatchConfig",
@@ -31,15 +32,21 @@ __all__ = [
     "PrecisionConfig",
     "RopeScaling",
     "RunConfig",
+    "RunPhase",
     "TrainConfig",
     "available",
     "build",
     "configs_dir",
+    "consumed",
     "dump",
     "find_file",
     "load_model",
     "load_run",
     "model_problems",
     "optimizer_problems",
+    "phase_at",
+    "phase_note",
+    "phases_of",
+    "steps_of_tokens",
     "warmup_note",
 ]

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from frontier_llm.config.durations import in_steps
 from frontier_llm.config.fields import BelowOne, NonNegativeFloat, NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section
-from frontier_llm.config.model import ModelConfig
+from frontier_llm.config.model import ModelConfig, RopeScaling
 
 
 class ParallelConfig(Section):
@@ -59,7 +60,7 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1  # of matrices, times the learning rate, per step
     clip_norm: NonNegativeFloat = 1.0  # 0 = no clipping
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # after warm-up; wsd stays at lr until its decay
-    warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr
+    warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
     decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
     momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
     heads: Literal["together", "groups"] = "together"  # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
@@ -82,6 +83,12 @@ class DataSource(Section):
     weight: PositiveFloat = 1.0  # share of the samples, relative to the other sources
 
 
+def _sources(value: Any) -> Any:
+    """A path alone stands for a blend of one, a list of paths for equal parts."""
+    paths = [value] if isinstance(value, str) and value != "synthetic" else value
+    return [{"path": item} if isinstance(item, str) else item for item in paths] if isinstance(paths, (list, tuple)) else paths
+
+
 class DataConfig(Section):
     """Token datasets by prefix (path without .bin/.idx), alone or in a list; `synthetic` needs no files and suits benchmarks."""
 
@@ -93,12 +100,7 @@ class DataConfig(Section):
     seed: NonNegativeInt = 1234  # decides the order of documents and samples
     cache_dir: PathText | None = None  # sample indices; None = beside the data
 
-    @field_validator("train", "validation", mode="before")
-    @classmethod
-    def _paths(cls, value: Any) -> Any:
-        """A path alone stands for a blend of one, a list of paths for equal parts."""
-        paths = [value] if isinstance(value, str) and value != "synthetic" else value
-        return [{"path": item} if isinstance(item, str) else item for item in paths] if isinstance(paths, (list, tuple)) else paths
+    _paths = field_validator("train", "validation", mode="before")(_sources)
 
 
 class OpsConfig(Section):
@@ -170,11 +172,44 @@ class ProfileConfig(Section):
         return range(int(first), int(last or first) + 1)
 
 
+class PhaseModel(Section):
+    """Of the model, what a phase may change: nothing that has weights."""
+
+    sequence_length: PositiveInt | None = None  # S in this phase; None = model.sequence_length (since 0.2)
+    rope_theta: PositiveFloat | None = None  # base of its rotations; None = model.rope_theta (since 0.2)
+    rope_scaling: RopeScaling | None = None  # how they are slowed down; None = model.rope_scaling (since 0.2)
+
+
+class PhaseBatch(Section):
+    """Of the batch: all of it."""
+
+    global_batch: PositiveInt | None = None  # samples of one step of this phase; None = batch.global_batch (since 0.2)
+    micro_batch: PositiveInt | None = None  # samples that pass a stage at once; None = batch.micro_batch (since 0.2)
+
+
+class PhaseData(Section):
+    """Of the data: what is trained on."""
+
+    train: tuple[DataSource, ...] | Literal["synthetic"] | None = None  # this phase's blend; None = data.train (since 0.2)
+
+    _paths = field_validator("train", mode="before")(_sources)
+
+
+class PhaseConfig(Section):
+    """A stretch of a run: how long it lasts, and what is other in it than the rest of the run file says (`config/phases.py`)."""
+
+    steps: PositiveInt  # optimizer steps, or as text "20B tokens", "2 epochs" (since 0.2)
+    model: PhaseModel = PhaseModel()
+    batch: PhaseBatch = PhaseBatch()
+    data: PhaseData = PhaseData()
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
     run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
-    steps: PositiveInt = 100  # optimizer steps of the whole run
+    steps: PositiveInt = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
+    phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
     seed: NonNegativeInt = 1234  # initial weights
     recompute: Literal["none", "selective", "full"] = "none"  # by backward instead of kept: nothing, attention's inside, whole layers
     loss_weights: Mapping[str, float] = {}  # of further loss terms by name (model.losses.register); none = the loss alone (since 0.2)
@@ -223,3 +258,5 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     machine: str = "local"  # name of a file in configs/machines, or a path
     plugins: tuple[str, ...] = ()  # modules or .py files that register schedules, optimizers, losses: docs/extending.md (since 0.2)
+
+    _durations = model_validator(mode="before")(in_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from frontier_llm.config.model import ModelConfig, MoeConfig
+from frontier_llm.config.phases import phases_of
 from frontier_llm.config.schema import OptimizerConfig, RunConfig
 from frontier_llm.errors import Problem, divisors, nearest
 
@@ -61,6 +62,15 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
         return []
     what = f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise"
     return [Problem("optimizer.min_lr", what, f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0")]
+
+
+def phase_note(config: RunConfig) -> str:
+    """A warning for a run that ends before its last phase has begun; '' where there is nothing to say."""
+    reached, written = len(phases_of(config)), len(config.train.phases)
+    if reached >= written:
+        return ""
+    total = sum(phase.steps for phase in config.train.phases)
+    return f"train.steps={config.train.steps} ends the run in phase {reached} of {written}; leave train.steps out, or set it to the {total} steps of all"
 
 
 def warmup_note(config: RunConfig) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.indexed import IndexedDataset
 
 
 def identities(run: RunConfig) -> dict[str, str]:
-    """Path → identity of each dataset of `data.train`; none of synthetic data. Raises DataError where one cannot be read."""
-    sources = () if isinstance(run.data.train, str) else run.data.train
-    return {source.path: IndexedDataset(source.path, scan=False).identity() for source in sources}
+    """Path → identity of each dataset that any phase trains on; none of synthetic data. Raises DataError where one cannot be read."""
+    blends = [phase.config.data.train for phase in phases_of(run)]
+    paths = dict.fromkeys(source.path for blend in blends if not isinstance(blend, str) for source in blend)
+    return {path: IndexedDataset(path, scan=False).identity() for path in paths}

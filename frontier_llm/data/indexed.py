@@ -30,15 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.errors import DataError, closest
+from frontier_llm.token_files import DTYPE_NAMES, HEADER, MAGIC
 
-MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
-DTYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name).newbyteorder("<")
-    for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
-}
+DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name).newbyteorder("<") for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
 SCAN_LIMIT = 1 << 20  # sequences that are checked one by one on every open (20 MB of .idx); larger ones when the sample index is built
 SCAN_CHUNK = 1 << 20

@@ -4,7 +4,8 @@ Position is one integer, the number of samples consumed. A step consumes the nex
 
     consumed + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
 
-is row `row` of that microbatch on that data-parallel rank. So the union over ranks and microbatches is the same set of samples
+is row `row` of that microbatch on that data-parallel rank. In a run with phases (config/phases.py) it is the number of samples consumed
+of the phase's stream, whose order has a seed of its own. So the union over ranks and microbatches is the same set of samples
 for every dp and micro_batch that divide the global batch, and pipeline and tensor ranks of one replica read the same rows.
 """
 
@@ -19,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.config import DataSource, RunConfig
+from frontier_llm.config import DataSource, RunConfig, RunPhase, phases_of
 from frontier_llm.data.indexed import IndexedDataset, idx_path
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples
+from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples, derive_key
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem, closest
 
@@ -65,13 +66,14 @@ class Batches:
         vocab_size: int | None = None,
         reset_at_documents: bool = False,
         read_ahead: int = 4,
+        first_sample: int = 0,
     ) -> None:
-        """`vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none)."""
+        """`first_sample`: of step 0, below it where the stream begins later in the run; `vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none)."""
         rows = micro_batch * dp
         if global_batch % rows:
             what = f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp} = {rows}"
             raise DataError(what, fix=f"set batch.global_batch to a multiple of {rows}, or change batch.micro_batch")
-        self.samples = samples
+        self.samples, self._first_sample = samples, first_sample
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.dp_rank, self.dp = dp_rank, dp
         self.microbatches = global_batch // (micro_batch * dp)  # per step
@@ -85,7 +87,7 @@ class Batches:
 
     def sample_ids(self, step: int, index: int) -> range:
         """Global numbers of the samples in a microbatch of a step."""
-        first = step * self.global_batch + index * self.micro_batch * self.dp + self.dp_rank * self.micro_batch
+        first = self._first_sample + step * self.global_batch + index * self.micro_batch * self.dp + self.dp_rank * self.micro_batch
         return range(first, first + self.micro_batch)
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
@@ -121,14 +123,18 @@ class Batches:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def open_samples(run: RunConfig, split: str = "train") -> SampleStream | None:
-    """The split's sample stream, or None when the config has no such split. Raises DataError for missing or damaged files."""
+def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> SampleStream | None:
+    """The split's sample stream, or None when the config has no such split; `stream` is the phase that first reads it.
+
+    Raises DataError for missing or damaged files.
+    """
     sources: tuple[DataSource, ...] | str | None = getattr(run.data, split)
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if sources is None:
         return None
     if isinstance(sources, str):
-        return SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)
+        return SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size, stream)
+    seed = seed if stream == 1 else derive_key("phase", seed, stream)
     cache_dir = Path(run.data.cache_dir) if run.data.cache_dir else None
     streams = [
         DocumentSamples(IndexedDataset(source.path), run.model.sequence_length, seed, place, cache_dir)
@@ -140,8 +146,18 @@ def open_samples(run: RunConfig, split: str = "train") -> SampleStream | None:
 def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches | None:
     """This data-parallel rank's microbatches of a split ("train" or "validation"), or None when the config has no such split."""
     samples = open_samples(run, split)
-    if samples is None:
-        return None
+    return None if samples is None else _batches(run, samples, dp_rank, dp, read_ahead)
+
+
+def open_phase(phase: RunPhase, dp_rank: int, dp: int) -> Batches:
+    """This data-parallel rank's microbatches of what a phase trains on; steps are those of the whole run."""
+    samples = open_samples(phase.config, stream=phase.stream)
+    assert samples is not None
+    first = phase.first_sample - phase.first * phase.config.batch.global_batch
+    return _batches(phase.config, samples, dp_rank, dp, first_sample=first)
+
+
+def _batches(run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_ahead: int = 4, first_sample: int = 0) -> Batches:
     return Batches(
         samples,
         run.batch.global_batch,
@@ -151,16 +167,19 @@ def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", re
         vocab_size=run.model.vocab_size,
         reset_at_documents=run.data.reset_at_documents,
         read_ahead=read_ahead,
+        first_sample=first_sample,
     )
 
 
 def prepare_indices(run: RunConfig) -> None:
     """Build the sample indices of the whole run ahead of it, on one core of any node; the ranks then only map them."""
-    samples = {"train": run.train.steps * run.batch.global_batch, "validation": run.train.eval_samples + run.batch.global_batch}
-    for split, count in samples.items():
-        stream = open_samples(run, split)
-        if isinstance(stream, DocumentSamples | BlendedSamples):
-            stream.prepare(count)
+    for phase in phases_of(run):
+        held_out = run.train.eval_samples + phase.config.batch.global_batch
+        trained_on = phase.first_sample + phase.steps * phase.config.batch.global_batch
+        for split, stream, count in (("train", phase.stream, trained_on), ("validation", 1, held_out)):
+            samples = open_samples(phase.config, split, stream)
+            if isinstance(samples, DocumentSamples | BlendedSamples):
+                samples.prepare(count)
 
 
 def data_problems(run: RunConfig) -> list[Problem]:
@@ -178,15 +197,15 @@ def data_problems(run: RunConfig) -> list[Problem]:
             problems += _vocabulary(run, tokenizer.vocab_size, run.data.tokenizer)
         except FrontierError as error:
             problems += error.problems
-    for split in ("train", "validation"):
-        sources: tuple[DataSource, ...] | str | None = getattr(run.data, split)
+    for phase, split in [(phase, split) for phase in phases_of(run) for split in ("train", "validation")]:
+        sources: tuple[DataSource, ...] | str | None = getattr(phase.config.data, split)
         if sources is None or isinstance(sources, str):
             continue
         if (mistake := _mistake(split, [source.path for source in sources])) is not None:
             problems.append(mistake)
             continue
         try:
-            problems += _too_short(run, split, open_samples(run, split))
+            problems += _too_short(phase.config, split, open_samples(phase.config, split))
         except FrontierError as error:
             problems += (replace(problem, where=f"data.{split}: {problem.where}") for problem in error.problems)
         for source in sources:
@@ -194,7 +213,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
                 problems += _mismatch(run, source.path, digest)
             except FrontierError as error:
                 problems += error.problems
-    return list(dict.fromkeys(problems))  # a dataset may be in both splits
+    return list(dict.fromkeys(problems))  # a dataset may be in both splits, and in several phases
 
 
 def _mistake(split: str, paths: list[str]) -> Problem | None:

@@ -194,11 +194,13 @@ class SyntheticSamples:
     random place and a new document begins. The best possible loss is about ln(16)/16 + (15/16) ln(16/15) + ln(V')/16 nats.
     """
 
-    def __init__(self, sequence_length: int, seed: int, vocab_size: int) -> None:
+    def __init__(self, sequence_length: int, seed: int, vocab_size: int, stream: int = 1) -> None:
+        """Another `stream` has other samples of the same cycle."""
         self.sequence_length = sequence_length
-        self.key = derive_key("synthetic", seed)
+        key = derive_key("synthetic", seed)
+        self.key = key if stream == 1 else derive_key("phase", key, stream)
         self.places = min(vocab_size, 1024)
-        self._cycle = np.random.Philox(key=self.key).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
+        self._cycle = np.random.Philox(key=key).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
         """See SampleStream."""

@@ -49,7 +49,7 @@ class Stage(nn.Module):
         """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
         super().__init__()
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
-        self.model, self.spec, self.context = model, spec, context
+        self.spec, self.context, self._device = spec, context, device
         self._layers = tuple(spec.layers)
         self.recompute_blocks, tied = recompute_mode == "full", model.tied_embeddings
         embeds = spec.embedding or (spec.head and tied)
@@ -60,7 +60,12 @@ class Stage(nn.Module):
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
         # rounded as the weights are, which is what Gemma's own code multiplies by
         self._embedding_scale = float(torch.tensor(model.hidden**0.5, dtype=context.dtype)) if model.scaled_embedding else 1.0
-        wide = statistics_dtype(context.dtype)
+        self.follow(model)
+
+    def follow(self, model: ModelConfig) -> None:
+        """From here on sequences are as long, and positions as turned, as `model` says; its weights have the shapes of before."""
+        context, device, wide = self.context, self._device, statistics_dtype(self.context.dtype)
+        self.model = model
         held = held_positions(model.sequence_length, context.cp.size, context.cp.rank)
         self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None  # where this rank's tokens stand
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None

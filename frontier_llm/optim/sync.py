@@ -34,9 +34,8 @@ class GradientSync:
         """`wire` is what gradients travel as over dp; None = as they are."""
         self._buckets, self._mesh, self._overlap, self._wire = buckets, mesh, overlap, wire
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self._expected = {
-            bucket: microbatches * sum(parameter.spec.parameter.uses for parameter in bucket.parameters) for bucket in buckets
-        }
+        self.microbatches = microbatches  # of the next step
+        self._uses = {bucket: sum(parameter.spec.parameter.uses for parameter in bucket.parameters) for bucket in buckets}
         self._missing: dict[Bucket, int] = {}
         self._pending: list[Pending] = []
 
@@ -49,7 +48,8 @@ class GradientSync:
         """Zero the gradients and expect a new step's contributions; without `reduce` they stay this rank's own (no `finish` follows)."""
         for bucket in self._buckets:
             bucket.gradients.zero_()
-        self._missing = dict(self._expected) if reduce else dict.fromkeys(self._expected, 0)  # 0 only goes down: never complete
+        expected = self.microbatches if reduce else 0  # 0 only goes down: never complete
+        self._missing = {bucket: expected * uses for bucket, uses in self._uses.items()}
         self._pending = []
 
     def accumulated(self, parameter: ShardedParameter) -> None:
@@ -64,7 +64,7 @@ class GradientSync:
         incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
         # what nothing contributes to is complete from the beginning, and nobody has said so
-        late = [bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap or not self._expected[bucket]]
+        late = [bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap or not self._uses[bucket]]
         for depth in range(max((len(bucket.partial_axes) for bucket in late), default=0)):
             partial = [bucket for bucket in late if len(bucket.partial_axes) > depth]
             for pending in [start_all_reduce_(bucket.gradients, self._mesh.axis(bucket.partial_axes[depth])) for bucket in partial]:

@@ -15,7 +15,7 @@ import yaml
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.layout import SHARDING
-from frontier_llm.config import available, load_model, load_run
+from frontier_llm.config import available, consumed, load_model, load_run, phases_of
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
@@ -136,8 +136,9 @@ def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[s
         "sequence_parallel": layout.sequence_parallel,
         "data_mode": mode,
     }
-    tokens = request.tokens or base.train.steps * base.batch.global_batch * base.model.sequence_length
-    steps = ceil(tokens / outcome.best.step_tokens)
+    tokens = request.tokens or consumed(phases_of(base), base.train.steps)[1]
+    # phases count their own steps
+    steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
     train = {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}
     return {**choice, "parallel": {**choice["parallel"], **full}, "train": train}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frontier_llm.blueprint.layout import layout_of
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.errors import Problem
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import simulate_layout
@@ -14,7 +14,7 @@ from frontier_llm.units import GIB
 
 @dataclass(frozen=True)
 class PointPrediction:
-    """One point, simulated on a machine file; never a measurement."""
+    """One point, simulated on a machine file; never a measurement. Of a run with phases: its mean step, and its fullest phase's memory."""
 
     step_time_s: float
     tokens_per_s: float
@@ -35,5 +35,10 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
     """The planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
     machine = machine or config.machine
     numbers = rates(load_machine(machine))
-    plan = simulate_layout(config.model, layout_of(config, devices), numbers, config.parallel.stage_layers)
-    return PointPrediction(plan.step_s, plan.tokens_per_s_per_device * devices, plan.peak_bytes, plan.limit_bytes, machine)
+    phases = phases_of(config)
+    configs = [phase.config for phase in phases]
+    plans = [simulate_layout(each.model, layout_of(each, devices), numbers, each.parallel.stage_layers) for each in configs]
+    fullest = max(plans, key=lambda plan: plan.peak_bytes)
+    seconds = sum(phase.steps * plan.step_s for phase, plan in zip(phases, plans, strict=True))
+    tokens = sum(phase.steps * phase.tokens_per_step for phase in phases)
+    return PointPrediction(seconds / phases[-1].end, tokens / seconds, fullest.peak_bytes, fullest.limit_bytes, machine)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frontier_llm import schedule
 from frontier_llm.blueprint import StageSpec, model_parameters
 from frontier_llm.blueprint.optimizers import optimizer_rule
-from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems
+from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems, phases_of
 from frontier_llm.errors import ConfigError, LayoutError, Problem, divisors, nearest
 from frontier_llm.machine import load_machine
 from frontier_llm.schedule import Placement
@@ -50,7 +50,9 @@ class ParallelPlan:
 
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Every rule that this config violates on `world_size` ranks; empty when the layout is legal."""
+    """Every rule that this config violates on `world_size` ranks, in any of its phases; empty when the layout is legal."""
+    if config.train.phases:
+        return _phase_problems(config, world_size)
     return [
         *model_problems(config.model),
         *optimizer_problems(config.optimizer),
@@ -67,12 +69,12 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
     """The layout of this config on `world_size` ranks.
 
-    Raises LayoutError with every violated rule, its value and the nearest valid values.
+    Of a run with phases that of the first; the others differ in the number of microbatches. Raises LayoutError with every violated rule, its value and the nearest valid values.
     """
     problems = plan_problems(config, world_size)
     if problems:
         raise LayoutError(problems)
-    return plan_as_given(config, world_size)
+    return plan_as_given(phases_of(config)[0].config, world_size)
 
 
 def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
@@ -103,6 +105,25 @@ def in_flight(config: RunConfig) -> str:
     """'one' or 'many' communications of a rank at a time: the run's own word, else that of its machine."""
     chosen = config.comm.in_flight
     return load_machine(config.machine).in_flight.mode if chosen == "auto" else chosen
+
+
+def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """What is wrong with any phase, each thing once, and what no phase can change."""
+    problems: dict[Problem, int] = {}
+    phases = phases_of(config)
+    for phase in phases:
+        for problem in plan_problems(phase.config, world_size):
+            problems.setdefault(problem, phase.number)
+    learned, lengths = config.model.position == "learned", {phase.config.model.sequence_length for phase in phases}
+    if learned and len(lengths | {config.model.sequence_length}) > 1:
+        what = "learned positions have a vector for each place, which no other length fits"
+        problems[Problem("model.sequence_length", what, "leave it as it is, or use model.position=rope or alibi")] = len(phases)
+    prefixes = {number: f"train.phases.{number - 1}." if number > 1 else "" for number in problems.values()}
+    named = [replace(problem, where=prefixes[number] + problem.where) for problem, number in problems.items()]
+    if config.optimizer.engine == "deepspeed" or config.parallel.data_mode == "fsdp":
+        what = "only the native engine has been tried with them"
+        named.append(Problem("train.phases", what, "use optimizer.engine=native and parallel.data_mode=zero"))
+    return named
 
 
 def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.comm import Mesh
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.model import Stage, build_stages, losses
 from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
-from frontier_llm.optim import EngineInputs, GradientSums, LossScaler, Optimizer, build_update, gradient_destination
+from frontier_llm.optim import EngineInputs, GradientSums, GradientSync, LossScaler, Optimizer, build_update, gradient_destination
 from frontier_llm.pipeline import ActivationSpec, Engine
 from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
@@ -25,7 +25,7 @@ from frontier_llm.train.guard import SpikePolicy
 class TrainState:
     """Everything that one rank trains with. `train.step.train_step` is its only user that moves it forward."""
 
-    config: RunConfig
+    phases: tuple[RunPhase, ...]  # of the run
     plan: ParallelPlan
     mesh: Mesh
     device: torch.device
@@ -33,25 +33,57 @@ class TrainState:
     sync: GradientSums
     optimizer: Optimizer
     scaler: LossScaler
-    pipeline: Engine
-    evaluator: Engine  # the same stages, forward only
-    feed: Feed
     spikes: SpikePolicy
     current_step: int = 0
     skipped_steps: int = 0
+    # of the phase that it is in
+    config: RunConfig = field(init=False)
+    pipeline: Engine = field(init=False)
+    evaluator: Engine = field(init=False)  # the same stages, forward only
+    feed: Feed = field(init=False)
+
+    def enter(self, phase: RunPhase, source: BatchSource) -> None:
+        """Train as `phase` says from here on: lengths, positions and microbatches change, weights and optimizer go on."""
+        config, context = phase.config, self.stages[0].context
+        left_out_steps = self.feed.left_out_steps if hasattr(self, "feed") else 0
+        self.config, batch = config, config.batch
+        self.plan = replace(self.plan, microbatches=batch.global_batch // (batch.micro_batch * self.plan.grid.dp))
+        for stage in self.stages:
+            stage.follow(config.model)
+        if isinstance(self.sync, GradientSync):
+            self.sync.microbatches = self.plan.microbatches
+        tokens = config.model.sequence_length // self.mesh.cp.size // (self.mesh.tp.size if self.plan.sequence_parallel else 1)
+        activation = ActivationSpec((tokens, batch.micro_batch, config.model.hidden), context.dtype, self.device)
+
+        def engine(schedule: Schedule) -> Engine:
+            overlap = config.comm.overlap_messages
+            weights, shapes = losses.weights(config), losses.shapes(config.model)
+            return Engine(
+                schedule, self.stages, self.mesh, context.gradients, activation, overlap=overlap, loss_weights=weights, shapes=shapes
+            )
+
+        schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks)
+        self.pipeline, self.evaluator = engine(schedule), engine(forward_only(schedule))
+        self.feed = self.new_feed(source)
+        self.feed.left_out_steps = left_out_steps
 
     def new_feed(self, source: BatchSource) -> Feed:
         """Another stream of batches for this rank, e.g. the held-out one."""
-        return _feed(self.config, self.mesh, self.device, self.stages, source)
+        is_end = any(stage.spec.embedding or stage.spec.head for stage in self.stages)
+        sequences = self.config.batch.global_batch
+        targets = sequences * self.config.model.sequence_length
+        return Feed(source, targets, self.mesh, self.device, is_end, sequences_per_step=sequences)
 
 
 def build_state(
     config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource, draws: bool = True
 ) -> TrainState:
-    """One rank's part of the run, with initial weights, unless a checkpoint will be loaded (`draws`).
+    """One rank's part of the run in its first phase, with initial weights, unless a checkpoint will be loaded (`draws`).
 
     Raises BackendError when a chosen op is not there.
     """
+    phases = phases_of(config)
+    config = phases[0].config
     dtype = working_dtype(config.precision.dtype)
     model, documents = config.model, config.data.reset_at_documents
     shape = AttentionShape(model.dim_per_head, extras=documents or model.position == "alibi")
@@ -66,18 +98,8 @@ def build_state(
     specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
     stages = build_stages(model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
-
-    sequence = config.model.sequence_length // mesh.cp.size // (mesh.tp.size if plan.sequence_parallel else 1)
-    activation = ActivationSpec((sequence, config.batch.micro_batch, config.model.hidden), dtype, device)
-
-    def engine(schedule: Schedule) -> Engine:
-        overlap = config.comm.overlap_messages
-        weights, shapes = losses.weights(config), losses.shapes(config.model)
-        return Engine(schedule, stages, mesh, gradients, activation, overlap=overlap, loss_weights=weights, shapes=shapes)
-
-    schedule = build_schedule(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
-    return TrainState(
-        config=config,
+    state = TrainState(
+        phases=phases,
         plan=plan,
         mesh=mesh,
         device=device,
@@ -85,14 +107,7 @@ def build_state(
         sync=sync,
         optimizer=optimizer,
         scaler=LossScaler.create(config),
-        pipeline=engine(schedule),
-        evaluator=engine(forward_only(schedule)),
-        feed=_feed(config, mesh, device, stages, source),
         spikes=SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window),
     )
-
-
-def _feed(config: RunConfig, mesh: Mesh, device: torch.device, stages: list[Stage], source: BatchSource) -> Feed:
-    is_end = any(stage.spec.embedding or stage.spec.head for stage in stages)
-    sequences = config.batch.global_batch
-    return Feed(source, sequences * config.model.sequence_length, mesh, device, is_end, sequences_per_step=sequences)
+    state.enter(phases[0], source)
+    return state

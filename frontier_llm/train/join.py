@@ -17,8 +17,8 @@ from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import adopt, environ
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
 from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
-from frontier_llm.config import RunConfig
-from frontier_llm.data.loader import open_batches
+from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.data.loader import open_phase
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine import load_machine
 from frontier_llm.machine.env import MACHINES, ONE_QUEUE, PRIVATE
@@ -59,8 +59,7 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
     """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint will replace."""
     with joined(config, place) as (plan, mesh, device):
-        batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        assert batches is not None
+        batches = open_phase(phases_of(config)[0], mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state
         state.optimizer.settle()  # a rank that left with a gather under way would fail its peers

@@ -14,9 +14,9 @@ from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch, maximum
-from frontier_llm.config import RunConfig, TrainConfig, dump
+from frontier_llm.config import RunConfig, TrainConfig, dump, phase_at
 from frontier_llm.data.identity import identities
-from frontier_llm.data.loader import open_batches
+from frontier_llm.data.loader import Batches, open_batches, open_phase
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
 from frontier_llm.ops import working_dtype
@@ -57,7 +57,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
         with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
             with watchdog.guarding():  # sets the timer anew
-                return _Session(state, resume, watchdog, signals, draws).run()
+                return _Session(config, state, resume, watchdog, signals, draws).run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -65,13 +65,15 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
 class _Session:
     """What one process of the run holds from start to end."""
 
-    def __init__(self, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher, drawn: bool = True) -> None:
-        """`drawn`: the weights are initial ones; otherwise they are nothing yet."""
-        self.state, self.config, self.resume, self.watchdog = state, state.config, resume, watchdog
+    def __init__(
+        self, config: RunConfig, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher, drawn: bool = True
+    ) -> None:
+        """`config` is the whole run's, `state` in one of its phases. `drawn`: the weights are initial ones; otherwise they are nothing yet."""
+        self.state, self.config, self.resume, self.watchdog = state, config, resume, watchdog
         self.drawn = drawn
         self.run_dir, world = Path(self.config.train.run_dir), state.mesh.world
         self.is_first = world.rank == 0
-        self.validation = open_batches(self.config, state.mesh.dp.rank, state.mesh.dp.size, "validation")
+        self.validation = _validation(state)
         self.metrics: Metrics | None = None  # of rank 0
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
@@ -80,7 +82,7 @@ class _Session:
         self.routers = RouterWatch(self.config.model)
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
-        self.manager = _manager(state, resume)
+        self.manager = _manager(config, state, resume)
         self.saves = Saves(self.manager, _lag_steps(self.config.train), self._check_before_save, self._saved)
         self.skips = Skips(self.config.guard, self.decisions, self.saves)
 
@@ -97,7 +99,7 @@ class _Session:
         self._resume()
         if self.is_first:
             self._write_run_files()
-            self.metrics = metrics_of(self.state, self.manager.incarnation, self.observers)
+            self.metrics = metrics_of(self.config, self.state, self.manager.incarnation, self.observers)
             if self.state.current_step >= self.config.train.steps:
                 log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
@@ -120,6 +122,7 @@ class _Session:
             restore(self.state, progress)
         elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
             draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
+        self._follow_phase()
         self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
 
     def _train_until_end(self) -> bool:
@@ -128,6 +131,7 @@ class _Session:
         if self.wishes.stop() or (state.current_step == 0 and not self._evaluate()):
             return False
         while state.current_step < train.steps:
+            self._follow_phase()
             wish = self._step()
             if self.wishes.heard(wish):
                 return False
@@ -140,6 +144,18 @@ class _Session:
             if wish.save or _due(state.current_step, train.save_interval, train.steps):
                 self.saves.begin(progress_of(state, self.decisions.rewinds))
         return self._evaluate()
+
+    def _follow_phase(self) -> None:
+        """Enter the phase of the next step, where the run is in another: at a border, after a resume, after a rewind."""
+        state, phase = self.state, phase_at(self.state.phases, self.state.current_step)
+        if state.config is phase.config:
+            return
+        log.info(f"after step {state.current_step}: {phase.describe()}")
+        state.enter(phase, open_phase(phase, state.mesh.dp.rank, state.mesh.dp.size))
+        self.validation = _validation(state)
+        self.recompute = _recompute(state) if self.recompute is not None else None
+        if self.metrics is not None:
+            self.metrics.enter(state)
 
     def _step(self) -> Wish:
         """Returns what any rank has been asked for."""
@@ -211,9 +227,7 @@ class _Session:
 
 def _recompute(state: TrainState) -> Recompute:
     """Over the batches of data-parallel rank 0, on every replica."""
-    batches = open_batches(state.config, 0, state.mesh.dp.size)
-    assert batches is not None
-    feed = state.new_feed(batches)
+    feed = state.new_feed(open_phase(phase_at(state.phases, state.current_step), 0, state.mesh.dp.size))
     return Recompute(lambda: local_gradients(state, feed), state.mesh)
 
 
@@ -221,17 +235,21 @@ def _checkpoints(train: TrainConfig) -> Path:
     return Path(train.run_dir) / "checkpoints"
 
 
-def _manager(state: TrainState, resume: Resume) -> CheckpointManager:
-    train = state.config.train
+def _validation(state: TrainState) -> Batches | None:
+    return open_batches(state.config, state.mesh.dp.rank, state.mesh.dp.size, "validation")
+
+
+def _manager(config: RunConfig, state: TrainState, resume: Resume) -> CheckpointManager:
+    train = config.train
     return CheckpointManager(
         _checkpoints(train),
         state.mesh,
         state.optimizer,
-        config=state.config,
+        config=config,
         keep=train.keep_checkpoints,
         keep_every=train.keep_every,
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
-        data=identities(state.config) if state.mesh.world.rank == 0 else {},
+        data=identities(config) if state.mesh.world.rank == 0 else {},
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
         incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),

@@ -14,7 +14,7 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import open_lines
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, RunPhase, consumed, phase_at, phases_of
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.machine import load_machine
 from frontier_llm.train.build import TrainState
@@ -44,10 +44,11 @@ class Metrics:
     def __init__(
         self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int, observers: Sequence[Observer] = ()
     ) -> None:
-        """Go on after `done_steps` steps in the run's directory."""
-        self._config, self._world_size, self._clock, self._incarnation = config, world_size, clock, incarnation
-        self._layout = layout_of(config, world_size)
-        self._flops_per_token, self._peak_tflops = model_flops_per_token(config.model), peak_tflops(config)
+        """Go on after `done_steps` steps in the run's directory; `config` is the whole run's."""
+        self._train, self._phases = config.train, phases_of(config)
+        self._world_size, self._clock, self._incarnation = world_size, clock, incarnation
+        self._layout, self._peak_tflops = layout_of(config, world_size), peak_tflops(config)
+        self._follow(phase_at(self._phases, done_steps))
         run_dir = Path(config.train.run_dir)
         self._observers = observers
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -56,24 +57,35 @@ class Metrics:
         self._since = self._started = time.perf_counter()  # when the steps since the last record began; when `_first_step` did
         self._steps_since, self._first_step, self._last_step = 0, done_steps, done_steps
 
-    def throughput(self, steps: int, elapsed_s: float) -> Throughput:
-        """Speed of `steps` steps that took `elapsed_s`."""
-        tokens = steps * self._config.batch.global_batch * self._config.model.sequence_length
+    def _follow(self, phase: RunPhase) -> None:
+        """From here on steps are as long as those of this phase; a record is of one phase's alone."""
+        self._phase, self._flops_per_token = phase, model_flops_per_token(phase.config.model)
+
+    def _throughput(self, steps: int, elapsed_s: float) -> Throughput:
+        tokens = steps * self._phase.tokens_per_step
         tflops = tokens / elapsed_s * self._flops_per_token / self._world_size / TERA
         return Throughput(elapsed_s / steps, tokens / elapsed_s, tflops, tflops / self._peak_tflops if self._peak_tflops else None)
+
+    def enter(self, state: TrainState) -> None:
+        """Another phase has begun, on `state`'s new engine and feed."""
+        self._follow(phase_at(self._phases, state.current_step))
+        self._clock.attach(state)
+        model, batch = state.config.model, state.config.batch
+        values = {"number": self._phase.number, "sequence_length": model.sequence_length, "global_batch": batch.global_batch}
+        self.event("phase", state.current_step, values)
 
     def step(self, step: int, result: StepResult, skipped_steps: int) -> None:
         """Account for finished step `step` (0-based) and, every log_interval, write it down."""
         self._steps_since += 1
         self._last_step = step + 1
-        train = self._config.train
-        if (step + 1) % train.log_interval and step + 1 != train.steps:
+        train = self._train
+        if (step + 1) % train.log_interval and step + 1 not in (train.steps, self._phase.end):
             return
         now = time.perf_counter()
-        speed = self.throughput(self._steps_since, now - self._since)
+        speed = self._throughput(self._steps_since, now - self._since)
         phases_s = {name: seconds / self._steps_since for name, seconds in self._clock.take().items()}
         self._since, self._steps_since = now, 0
-        samples = (step + 1) * self._config.batch.global_batch
+        samples, tokens = consumed(self._phases, step + 1)
         self._write(
             "step",
             step + 1,
@@ -83,7 +95,7 @@ class Metrics:
                 },  # no further losses, no experts: no entry
                 **asdict(speed),
                 "consumed_samples": samples,
-                "consumed_tokens": samples * self._config.model.sequence_length,
+                "consumed_tokens": tokens,
                 "skipped_steps": skipped_steps,
                 "memory_gib": memory_gib(),
                 "phases_s": phases_s,  # per step, of this rank
@@ -140,7 +152,7 @@ class Metrics:
         skipped = f"  SKIPPED: {why}" if result.skipped else ""
         eta = f"  ETA {format_seconds(math.ceil(eta_s))}" if eta_s else ""
         log.info(
-            f"step {step}/{self._config.train.steps}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3f}  "
+            f"step {step}/{self._train.steps}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3f}  "
             f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "
             f"{speed.model_tflops:.3f} TFLOP/s per device{share}{eta}{skipped}"
         )
@@ -153,11 +165,11 @@ def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
 
 
-def metrics_of(state: TrainState, incarnation: int, observers: Sequence[Observer]) -> Metrics:
+def metrics_of(config: RunConfig, state: TrainState, incarnation: int, observers: Sequence[Observer]) -> Metrics:
     """From where the state is; its phases are timed from here on."""
     clock = PhaseClock(state.mesh.ledger)
     clock.attach(state)
-    return Metrics(state.config, state.mesh.world.size, clock, incarnation, state.current_step, observers)
+    return Metrics(config, state.mesh.world.size, clock, incarnation, state.current_step, observers)
 
 
 def peak_tflops(config: RunConfig) -> float | None:

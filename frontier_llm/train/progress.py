@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from frontier_llm.checkpoint import Progress
+from frontier_llm.config import consumed
 from frontier_llm.train.build import TrainState
 
 
 def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
     """Where the run is now; `rewinds` are those of its course so far."""
-    batch, sequence = state.config.batch.global_batch, state.config.model.sequence_length
+    samples, tokens = consumed(state.phases, state.current_step)
     return Progress(
         step=state.current_step,
-        consumed_samples=(state.current_step + state.feed.left_out_steps) * batch,
-        tokens=state.current_step * batch * sequence,
+        consumed_samples=samples + state.feed.left_out_steps * state.config.batch.global_batch,
+        tokens=tokens,
         optimizer_updates=state.optimizer.updates,
         loss_scale=state.scaler.scale,
         scaler_clean_steps=state.scaler.clean_steps,

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, load_model
+from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, build, load_model, phases_of
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_samples
+from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_phase, open_samples
 from frontier_llm.data.samples import DocumentSamples, SyntheticSamples
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import DataError
@@ -220,3 +221,27 @@ def test_indices_can_be_built_ahead(corpus: Path, tmp_path: Path, monkeypatch: p
         for step in range(steps):
             for index in range(batches.microbatches):
                 batches.microbatch(step, index)
+
+
+def test_a_phase_reads_on_in_its_stream_and_another_length_reads_in_another_order(corpus: Path) -> None:
+    phases = "[{steps: 3}, {steps: 2, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 32}}]"
+    run = build(RunConfig, {**run_config(corpus).model_dump(), "train": {"phases": yaml.safe_load(phases)}})
+    plain = open_batches(run, 0, 1)
+    batches = [open_phase(phase, 0, 1) for phase in phases_of(run)]
+    assert plain is not None
+    every = np.empty((28, run.model.sequence_length + 1), np.int64)
+    for k in range(28):
+        plain.samples.fill(k, every[k])
+
+    def of_step(place: int, step: int) -> np.ndarray:
+        return np.concatenate([batches[place].microbatch(step, index).tokens_BS1 for index in range(batches[place].microbatches)])
+
+    assert (
+        np.array_equal(of_step(0, 2), every[8:12])
+        and np.array_equal(of_step(1, 3), every[12:20])
+        and np.array_equal(of_step(1, 4), every[20:28])
+    )
+    assert batches[2].sample_ids(5, 0)[0] == 0
+    other = SyntheticSamples(8, 3, 50, stream=2)
+    assert other._cycle.tolist() == SyntheticSamples(8, 3, 50)._cycle.tolist() and other.key != SyntheticSamples(8, 3, 50).key
+    assert batches[2].samples.key != plain.samples.key  # type: ignore[attr-defined]

@@ -1,0 +1,116 @@
+"""Phases of a run, and durations in tokens and epochs: what the run file's words become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from frontier_llm.checkpoint.drift import check_allowed, config_changes
+from frontier_llm.config import RunConfig, build, consumed, dump, load_run, phase_at, phase_note, phases_of, steps_of_tokens
+from frontier_llm.data.tokenize import tokenize
+from frontier_llm.errors import CheckpointError, ConfigError
+from frontier_llm.scaling.predict import predict
+from frontier_llm.topology import plan_problems
+
+THREE = "[{steps: 3}, {steps: 1K tokens, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 128}, batch: {global_batch: 2}}]"
+RUN = {"model": {"base": "llama-tiny", "sequence_length": 64}, "batch": {"global_batch": 4}, "optimizer": {"warmup_steps": 1}}
+
+
+def run(tmp_path: Path, *overrides: str) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    return load_run(str(path), overrides)
+
+
+def test_a_phase_is_the_run_with_a_few_keys_changed(tmp_path: Path) -> None:
+    config = run(tmp_path, f"train.phases={THREE}")
+    phases = phases_of(config)
+    assert config.train.steps == 7
+    assert [(phase.first, phase.end, phase.tokens_per_step) for phase in phases] == [(0, 3, 256), (3, 5, 512), (5, 7, 256)]
+    assert [phase.config.model.sequence_length for phase in phases] == [64, 64, 128]
+    assert phases[1].config.model == config.model and phases[2].config.optimizer == config.optimizer
+    assert [phase_at(phases, step).number for step in (0, 2, 3, 5, 7)] == [1, 1, 2, 3, 3]
+    assert [consumed(phases, step) for step in (0, 3, 4, 5, 7)] == [(0, 0), (12, 768), (20, 1280), (28, 1792), (32, 2304)]
+    assert steps_of_tokens(phases, 1281) == 5 and steps_of_tokens(phases, 2305) == 8
+    assert RunConfig.model_validate(yaml.safe_load(dump(config))) == config  # as a run directory keeps it
+
+
+def test_a_batch_ramp_goes_on_in_its_data_and_another_length_has_an_order_of_its_own(tmp_path: Path) -> None:
+    again = THREE.replace("[{steps: 3}", "[{steps: 3}, {steps: 2, model: {sequence_length: 128}}")
+    streams = [(phase.stream, phase.first_sample) for phase in phases_of(run(tmp_path, f"train.phases={again}"))]
+    assert streams == [(1, 0), (2, 0), (1, 12), (2, 8)]
+
+
+def test_the_last_phase_goes_on_to_the_runs_end_and_a_run_that_ends_before_it_is_told(tmp_path: Path) -> None:
+    longer, shorter = (run(tmp_path, f"train.phases={THREE}", f"train.steps={steps}") for steps in (10, 4))
+    assert phases_of(longer)[-1].end == 10 and phase_note(longer) == ""
+    assert [phase.end for phase in phases_of(shorter)] == [3, 4]
+    assert phase_note(shorter) == "train.steps=4 ends the run in phase 2 of 3; leave train.steps out, or set it to the 7 steps of all"
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "steps"),
+    [
+        ("train.steps=1_000 tokens", "train.steps", 4),
+        ("train.steps=1.5M tokens", "train.steps", 5860),
+        ("train.steps=20 steps", "train.steps", 20),
+        ("optimizer.warmup_steps=257 tokens", "optimizer.warmup_steps", 2),
+        ("train.save_interval=2K tokens", "train.save_interval", 8),
+        ("train.eval_interval=1T tokens", "train.eval_interval", 3_906_250_000),
+    ],
+)
+def test_durations_in_tokens_become_steps(tmp_path: Path, word: str, key: str, steps: int) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(run(tmp_path, word), section), name) == steps
+
+
+def test_tokens_are_counted_over_phases_from_the_start_and_a_decay_from_the_end(tmp_path: Path) -> None:
+    words = (f"train.phases={THREE}", "optimizer.warmup_steps=1_300 tokens", "optimizer.decay_steps=900 tokens", "optimizer.schedule=wsd")
+    config = run(tmp_path, *words)
+    assert (config.optimizer.warmup_steps, config.optimizer.decay_steps) == (5, 3)  # 3 x 256 + 2 x 512, and 2 x 256 + 1 x 512
+    with pytest.raises(ConfigError, match=r"train.save_interval: '2K tokens', but the steps of the run's phases differ in size"):
+        run(tmp_path, f"train.phases={THREE}", "train.save_interval=2K tokens")
+
+
+def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text of the corpus\n" * 50)
+    tokenize([tmp_path / "a.txt"], tmp_path / "tokens", "bytes")  # 1,201 tokens
+    config = run(tmp_path, f"data.train={tmp_path}/tokens", "train.steps=2 epochs", "optimizer.warmup_steps=0.1 epochs")
+    assert (config.train.steps, config.optimizer.warmup_steps) == (10, 1)
+    for data, what in (("synthetic", "synthetic data has none"), (f"{tmp_path}/none", "none: No such file")):
+        with pytest.raises(ConfigError, match=what):
+            run(tmp_path, f"data.train={data}", "train.steps=2 epochs")
+
+
+def test_what_is_wrong_with_a_phase_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.phases.0.steps: must be a whole number"):
+        run(tmp_path, "train.phases=[{steps: 3 tokns}]")
+    with pytest.raises(ConfigError, match="did you mean 'sequence_length'"):
+        run(tmp_path, "train.phases=[{steps: 3, model: {sequence_lenth: 3}}]")
+    phases = "train.phases=[{steps: 1}, {steps: 1, batch: {global_batch: 3}}, {steps: 1, model: {sequence_length: 99}}]"
+    problems = plan_problems(run(tmp_path, phases, "parallel.context=2"), 4)
+    assert [problem.where for problem in problems] == ["train.phases.1.batch.global_batch", "train.phases.2.model.sequence_length"]
+    learned = run(tmp_path, f"train.phases={THREE}", "model.position=learned", "parallel.data_mode=fsdp", "train.seed=1")
+    assert [problem.where for problem in plan_problems(learned, 1)] == ["train.phases.2.model.sequence_length", "train.phases"]
+
+
+def test_what_has_been_trained_may_not_change_and_what_is_to_come_may(tmp_path: Path) -> None:
+    fixed = ("optimizer.schedule=constant",)
+    saved = run(tmp_path, *fixed, f"train.phases={THREE}").model_dump(mode="json")
+    other_end = run(tmp_path, *fixed, "train.phases=" + THREE.replace("128", "256").replace("1K", "2K")).model_dump(mode="json")
+    check_allowed(config_changes(saved, other_end, step=4), [], "step_4")
+    for step, allowed in ((5, []), (7, ["optimizer"])):  # the second phase would have been longer; the third has begun
+        with pytest.raises(CheckpointError, match=r"--allow-change train\.phases"):
+            check_allowed(config_changes(saved, other_end, step=step), allowed, "step")
+    check_allowed(config_changes(saved, other_end, step=7), ["train.phases"], "step_7")
+
+
+def test_hours_are_the_sum_of_the_phases_and_memory_is_the_longest_ones() -> None:
+    words = ["train.phases=[{steps: 10}, {steps: 30, model: {sequence_length: 4096}, batch: {global_batch: 16}}]", "train.steps=40"]
+    both, short, long = (load_run("train_small", extra) for extra in (words, [], ["model.sequence_length=4096", "batch.global_batch=16"]))
+    predicted = [predict(config, 4, "lumi") for config in (both, short, long)]
+    assert predicted[0].peak_bytes == predicted[2].peak_bytes > predicted[1].peak_bytes
+    assert 40 * predicted[0].step_time_s == pytest.approx(10 * predicted[1].step_time_s + 30 * predicted[2].step_time_s)
+    assert build(RunConfig, both.model_dump()) == both
