@@ -81,6 +81,7 @@ class DataSource(Section):
 
     path: PathText  # prefix: the path without .bin/.idx
     weight: PositiveFloat = 1.0  # share of the samples, relative to the other sources
+    max_epochs: PositiveFloat | None = None  # a run that goes through it more often, over all its phases, is refused (since 0.2)
 
 
 def _sources(value: Any) -> Any:

@@ -24,6 +24,7 @@ from frontier_llm.config import DataSource, RunConfig, RunPhase, phases_of
 from frontier_llm.data.indexed import IndexedDataset, idx_path
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples, derive_key
+from frontier_llm.data.summary import too_often
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem, closest
 
@@ -186,7 +187,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
     """Everything wrong with the run's data, found by one process before ranks start.
 
     Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or vocabulary that does not
-    match.
+    match, a dataset that is read more often than it may be.
     """
     problems: list[Problem] = []
     digest = None
@@ -213,6 +214,8 @@ def data_problems(run: RunConfig) -> list[Problem]:
                 problems += _mismatch(run, source.path, digest)
             except FrontierError as error:
                 problems += error.problems
+    if not problems:
+        problems += too_often(run)
     return list(dict.fromkeys(problems))  # a dataset may be in both splits, and in several phases
 
 
