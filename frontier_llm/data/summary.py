@@ -20,7 +20,8 @@ def log_datasets(run: RunConfig) -> None:
     for blend in dict.fromkeys(phase.config.data.train for phase in phases):
         tokens = sum(phase.steps * phase.tokens_per_step for phase in phases if phase.config.data.train == blend)
         _log_blend("train", blend, tokens, "in this run's steps")
-    _log_blend("validation", run.data.validation, run.train.eval_samples * run.model.sequence_length, "in each evaluation")
+    for split, blend in run.data.held_out.items():
+        _log_blend(split.replace("/", "."), blend, run.train.eval_samples * run.model.sequence_length, "in each evaluation")
 
 
 def too_often(run: RunConfig) -> Iterator[Problem]:
