@@ -226,7 +226,7 @@ class Server {
         } else if (operation == "num_keys" && arguments == 0) {
             reply({std::to_string(values_.size())});
         } else if ((operation == "wait" || operation == "multi_get" || operation == "get") && arguments >= 1) {
-            client.deadline_ns = now_ns() + int64_t(std::min(std::max(std::strtod(question[1].c_str(), nullptr), 0.0), 1e9) * 1e9);
+            client.deadline_ns = now_ns() + int64_t(std::min(std::max(0.0, std::strtod(question[1].c_str(), nullptr)), 1e9) * 1e9);
             client.waiting = std::move(question);
             client.missing = 2;
             go_on(client);

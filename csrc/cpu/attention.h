@@ -1,4 +1,5 @@
-// Causal attention without the score matrix: FlashAttention-2 (arXiv:2307.08691) on blocks of 64 x 64 scores.
+// Causal attention without the score matrix: FlashAttention-2 (arXiv:2307.08691) on blocks of 64 x 64 scores. Queries and keys may be two
+// stretches of a longer sequence; the backward then takes output and log-sum-exp over all that the queries see.
 //
 // One call handles one key/value head and the query heads that share it, so keys and values are packed once. Rows and head
 // dims are padded with zeros to whole tiles; causality masks the padded columns, and padded rows are not written.
@@ -55,23 +56,48 @@ void copy_rows(const T* x, int64_t row, const AttentionShape<T>& shape, typename
 
 // The scores of one row of a block become logits: scaled, with ALiBi, -inf where position j is not seen from i.
 struct RowMask {
-  int64_t position, first_column;
+  int32_t position, first, last;  // of the row, and of the keys that it sees, counted from the first key
+  int64_t first_column;
   float scale, slope;
-  const int32_t* documents;  // padded copy, or null
-  bool diagonal;
+  const int32_t* key_documents;  // padded copy, or null
+  int32_t document;              // of the row
+  bool ragged;                   // some rows of the block see only part of its columns
+
+  template <class T>
+  RowMask(const AttentionArgs<T>& args, const int32_t* padded, int64_t head, int64_t i0, int64_t i, int64_t j0)
+      : position(static_cast<int32_t>(args.offset + i0 + i)),
+        first(args.window ? position - static_cast<int32_t>(args.window) + 1 : 0),
+        last(position < args.keys ? position : static_cast<int32_t>(args.keys) - 1),
+        first_column(j0),
+        scale(args.scale),
+        slope(args.slopes ? args.slopes[head] : 0.0f),
+        key_documents(padded),
+        document(padded ? args.documents[i0 + i < args.queries ? i0 + i : args.queries - 1] : 0),
+        ragged(j0 + kBlock > args.keys || j0 + kBlock - 1 > args.offset + i0 || (args.window && j0 <= args.offset + i0 + kBlock - 1 - args.window)) {}
 
   ALWAYS_INLINE vf logits(const float* scores, int64_t j) const {
     vi lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
     const vi column = lane + static_cast<int32_t>(first_column + j);
     vf x = load(scores + j) * scale;
-    if (slope != 0.0f) x -= slope * __builtin_convertvector(static_cast<int32_t>(position) - column, vf);
+    if (slope != 0.0f) x -= slope * __builtin_convertvector(position - column, vf);
     const vf hidden = splat(-__builtin_inff());
-    if (diagonal) x = column > static_cast<int32_t>(position) ? hidden : x;
-    if (documents) x = load(documents + first_column + j) != documents[position] ? hidden : x;
+    if (ragged) x = column > last ? hidden : column < first ? hidden : x;
+    if (key_documents) x = load(key_documents + first_column + j) != document ? hidden : x;
     return x;
   }
 };
+
+// Blocks of keys that some row of a block of queries sees: [begin, end), the first on a multiple of kBlock.
+struct KeySpan {
+  int64_t begin, end;
+};
+
+template <class T>
+KeySpan keys_seen(const AttentionArgs<T>& args, int64_t i0) {
+  const int64_t past_last = args.offset + i0 + kBlock, first = args.window ? args.offset + i0 - args.window + 1 : 0;
+  return {first > 0 ? first / kBlock * kBlock : 0, past_last < args.keys ? past_last : args.keys};
+}
 
 template <class T>
 class AttentionBuffers {  // slices of one thread's memory
@@ -92,8 +118,8 @@ template <class T>
 const int32_t* padded_documents(const AttentionArgs<T>& args, const AttentionShape<T>& shape, AttentionBuffers<T>& buffers) {
   int32_t* copy = reinterpret_cast<int32_t*>(buffers.floats(shape.rows));
   if (!args.documents) return nullptr;
-  memcpy(copy, args.documents, args.sequence * sizeof *copy);
-  for (int64_t s = args.sequence; s < shape.rows; ++s) copy[s] = args.documents[args.sequence - 1];
+  memcpy(copy, args.key_documents, args.keys * sizeof *copy);
+  for (int64_t s = args.keys; s < shape.rows; ++s) copy[s] = args.key_documents[args.keys - 1];
   return copy;
 }
 
@@ -101,29 +127,31 @@ template <class T>
 void attention(const AttentionArgs<T>& args) {
   using Element = typename Unit<T>::Element;
   static thread_local Scratch memory;
-  const AttentionShape<T> shape{args.sequence, args.head_dim};
-  AttentionBuffers<T> buffers(memory, shape.transposed_size + shape.panels_size + shape.rows * (shape.row_elements + 1) + kBlock * (2 * kBlock + shape.columns + 2));
-  float* const keys = buffers.floats(shape.transposed_size);
-  float* const values = buffers.floats(shape.panels_size);
+  const AttentionShape<T> shape{args.queries, args.head_dim}, key_shape{args.keys, args.head_dim};
+  AttentionBuffers<T> buffers(memory, key_shape.transposed_size + key_shape.panels_size + key_shape.rows + shape.rows * shape.row_elements +
+                                          kBlock * (2 * kBlock + shape.columns + 2));
+  float* const keys = buffers.floats(key_shape.transposed_size);
+  float* const values = buffers.floats(key_shape.panels_size);
   Element* const queries = buffers.elements(shape.rows * shape.row_elements);
   float* const scores = buffers.floats(kBlock * kBlock);
   Element* const probabilities = buffers.elements(kBlock * kBlock);
   float* const sums = buffers.floats(kBlock * shape.columns);
   float* const tops = buffers.floats(kBlock);
   float* const totals = buffers.floats(kBlock);
-  const int32_t* documents = padded_documents(args, shape, buffers);
-  pack_positions_as_columns(args.k, args.k_row, shape, keys);
-  pack_positions_as_depth(args.v, args.v_row, shape, values);
+  const int32_t* documents = padded_documents(args, key_shape, buffers);
+  pack_positions_as_columns(args.k, args.k_row, key_shape, keys);
+  pack_positions_as_depth(args.v, args.v_row, key_shape, values);
   for (int64_t head = 0; head < args.group; ++head) {
     copy_rows(args.q + head * args.q_head, args.q_row, shape, queries);
-    for (int64_t i0 = 0; i0 < args.sequence; i0 += kBlock) {
+    for (int64_t i0 = 0; i0 < args.queries; i0 += kBlock) {
+      const KeySpan seen = keys_seen(args, i0);
       memset(sums, 0, kBlock * shape.columns * 4);
       for (int64_t i = 0; i < kBlock; ++i) tops[i] = -__builtin_inff(), totals[i] = 0;
-      for (int64_t j0 = 0; j0 <= i0; j0 += kBlock) {
+      for (int64_t j0 = seen.begin; j0 < seen.end; j0 += kBlock) {
         product<T>(kBlock, kBlock, shape.depth, queries + i0 * shape.row_elements, shape.row_elements * sizeof(Element), 4,
                    keys + j0 * shape.depth, scores, kBlock, false);
         for (int64_t i = 0; i < kBlock; ++i) {
-          const RowMask mask{i0 + i, j0, args.scale, args.slopes ? args.slopes[head] : 0.0f, documents, i0 == j0};
+          const RowMask mask(args, documents, head, i0, i, j0);
           float* row = scores + i * kBlock;
           vf best = splat(-__builtin_inff());
           for (int64_t j = 0; j < kBlock; j += kLanes) {
@@ -148,12 +176,12 @@ void attention(const AttentionArgs<T>& args) {
         product<T>(kBlock, shape.columns, shape.block_depth, probabilities, kBlock * sizeof(Element), 4,
                    values + j0 / kBlock * shape.panel_block, sums, shape.columns, true);
       }
-      for (int64_t i = 0; i < kBlock && i0 + i < args.sequence; ++i) {
+      for (int64_t i = 0; i < kBlock && i0 + i < args.queries; ++i) {
         T* o = args.o + (i0 + i) * args.o_row + head * args.o_head;
-        const float inverse = 1.0f / totals[i];
+        const float inverse = totals[i] > 0.0f ? 1.0f / totals[i] : 0.0f;  // none: this stretch has no key that the row sees
         const float* row = sums + i * shape.columns;
         for_vectors(args.head_dim, [&](int64_t, auto load, auto store) { store(o, load(row) * inverse); });
-        args.logsumexp[head * args.sequence + i0 + i] = tops[i] + __builtin_logf(totals[i]);
+        args.logsumexp[head * args.queries + i0 + i] = tops[i] + __builtin_logf(totals[i]);
       }
     }
   }
@@ -170,33 +198,33 @@ template <class T>
 void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>& grads) {
   using Element = typename Unit<T>::Element;
   static thread_local Scratch memory;
-  const AttentionShape<T> shape{args.sequence, args.head_dim};
-  const int64_t row_bytes = shape.row_elements * sizeof(Element), acc_size = shape.rows * shape.columns;
-  AttentionBuffers<T> buffers(memory, 2 * shape.transposed_size + 3 * shape.panels_size + shape.rows * (2 * shape.row_elements + 2) + 3 * acc_size +
-                                          6 * kBlock * kBlock);
-  float* const keys_t = buffers.floats(shape.transposed_size);
-  float* const values_t = buffers.floats(shape.transposed_size);
-  float* const keys = buffers.floats(shape.panels_size);
+  const AttentionShape<T> shape{args.queries, args.head_dim}, key_shape{args.keys, args.head_dim};
+  const int64_t row_bytes = shape.row_elements * sizeof(Element), acc_size = shape.rows * shape.columns, key_acc_size = key_shape.rows * key_shape.columns;
+  AttentionBuffers<T> buffers(memory, 2 * key_shape.transposed_size + key_shape.panels_size + key_shape.rows + 2 * shape.panels_size +
+                                          shape.rows * (2 * shape.row_elements + 1) + acc_size + 2 * key_acc_size + 6 * kBlock * kBlock);
+  float* const keys_t = buffers.floats(key_shape.transposed_size);
+  float* const values_t = buffers.floats(key_shape.transposed_size);
+  float* const keys = buffers.floats(key_shape.panels_size);
   float* const query_panels = buffers.floats(shape.panels_size);
   float* const grad_panels = buffers.floats(shape.panels_size);
   Element* const queries = buffers.elements(shape.rows * shape.row_elements);
   Element* const grad_o = buffers.elements(shape.rows * shape.row_elements);
   float* const delta = buffers.floats(shape.rows);
   float* const grad_q = buffers.floats(acc_size);
-  float* const grad_k = buffers.floats(acc_size);
-  float* const grad_v = buffers.floats(acc_size);
+  float* const grad_k = buffers.floats(key_acc_size);
+  float* const grad_v = buffers.floats(key_acc_size);
   float* const scores = buffers.floats(kBlock * kBlock);
   float* const grad_p = buffers.floats(kBlock * kBlock);
   Element* const p = buffers.elements(kBlock * kBlock);
   Element* const ds = buffers.elements(kBlock * kBlock);
   float* const p_units = buffers.floats(kBlock * kBlock);
   float* const ds_units = buffers.floats(kBlock * kBlock);
-  const int32_t* documents = padded_documents(args, shape, buffers);
-  pack_positions_as_columns(args.k, args.k_row, shape, keys_t);
-  pack_positions_as_columns(args.v, args.v_row, shape, values_t);
-  pack_positions_as_depth(args.k, args.k_row, shape, keys);
-  memset(grad_k, 0, acc_size * 4);
-  memset(grad_v, 0, acc_size * 4);
+  const int32_t* documents = padded_documents(args, key_shape, buffers);
+  pack_positions_as_columns(args.k, args.k_row, key_shape, keys_t);
+  pack_positions_as_columns(args.v, args.v_row, key_shape, values_t);
+  pack_positions_as_depth(args.k, args.k_row, key_shape, keys);
+  memset(grad_k, 0, key_acc_size * 4);
+  memset(grad_v, 0, key_acc_size * 4);
   for (int64_t head = 0; head < args.group; ++head) {
     const T *q = args.q + head * args.q_head, *go = grads.grad_o + head * grads.grad_o_head, *o = args.o + head * args.o_head;
     copy_rows(q, args.q_row, shape, queries);
@@ -204,19 +232,21 @@ void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>
     pack_positions_as_depth(q, args.q_row, shape, query_panels);
     pack_positions_as_depth(go, grads.grad_o_row, shape, grad_panels);
     memset(grad_q, 0, acc_size * 4);
-    for (int64_t s = 0; s < args.sequence; ++s) {
+    for (int64_t s = 0; s < args.queries; ++s) {
       vf dots{};
       for_vectors(args.head_dim, [&](int64_t, auto load, auto) { dots += load(go + s * grads.grad_o_row) * load(o + s * args.o_row); });
       delta[s] = sum(dots);
     }
-    for (int64_t i0 = 0; i0 < args.sequence; i0 += kBlock) {
-      for (int64_t j0 = 0; j0 <= i0; j0 += kBlock) {
+    for (int64_t i0 = 0; i0 < args.queries; i0 += kBlock) {
+      const KeySpan seen = keys_seen(args, i0);
+      for (int64_t j0 = seen.begin; j0 < seen.end; j0 += kBlock) {
         product<T>(kBlock, kBlock, shape.depth, queries + i0 * shape.row_elements, row_bytes, 4, keys_t + j0 * shape.depth, scores, kBlock, false);
         product<T>(kBlock, kBlock, shape.depth, grad_o + i0 * shape.row_elements, row_bytes, 4, values_t + j0 * shape.depth, grad_p, kBlock, false);
         for (int64_t i = 0; i < kBlock; ++i) {
-          const bool padding = i0 + i >= args.sequence;
-          const RowMask mask{i0 + i, j0, args.scale, args.slopes ? args.slopes[head] : 0.0f, documents, i0 == j0};
-          const float logsumexp = padding ? __builtin_inff() : args.logsumexp[head * args.sequence + i0 + i];
+          const bool padding = i0 + i >= args.queries;
+          const RowMask mask(args, documents, head, i0, i, j0);
+          const float row_sum = padding ? -__builtin_inff() : args.logsumexp[head * args.queries + i0 + i];
+          const float logsumexp = row_sum == -__builtin_inff() ? __builtin_inff() : row_sum;  // a row that sees nothing: every e^(x - inf) is 0
           const float row_delta = padding ? 0.0f : delta[i0 + i];
           for (int64_t j = 0; j < kBlock; j += kLanes) {
             const vf probability = exp(mask.logits(scores + i * kBlock, j) - logsumexp);
@@ -241,8 +271,8 @@ void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>
     }
     write_rows(grad_q, shape, grads.grad_q + head * grads.grad_q_head, grads.grad_q_row);
   }
-  write_rows(grad_k, shape, grads.grad_k, grads.grad_k_row);
-  write_rows(grad_v, shape, grads.grad_v, grads.grad_v_row);
+  write_rows(grad_k, key_shape, grads.grad_k, grads.grad_k_row);
+  write_rows(grad_v, key_shape, grads.grad_v, grads.grad_v_row);
 }
 
 }  // namespace frontier::FRONTIER_ISA

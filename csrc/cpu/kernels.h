@@ -11,17 +11,19 @@ struct bf16 {
 };
 
 // One attention problem: heads of one batch entry that share a key/value head. Row s of head h of q is q + s * q_row + h * q_head.
+// Query i stands at position offset + i, counted from the first key; it sees keys up to its own position, the last `window` of them (0: all).
 template <class T>
 struct AttentionArgs {
   const T *q, *k, *v;
   int64_t q_row, q_head, k_row, v_row;
-  int64_t sequence, group, head_dim;  // group: query heads on this key/value head
+  int64_t queries, keys, offset, window, group, head_dim;  // group: query heads on this key/value head
   float scale;
-  const float* slopes;       // [group] ALiBi, or null
-  const int32_t* documents;  // [sequence], or null
+  const float* slopes;           // [group] ALiBi, or null
+  const int32_t* documents;      // [queries], or null
+  const int32_t* key_documents;  // [keys], or null
   T* o;                      // forward: written; backward: read
   int64_t o_row, o_head;
-  float* logsumexp;  // [group][sequence]
+  float* logsumexp;  // [group][queries]; -inf where a query sees no key
 };
 
 template <class T>

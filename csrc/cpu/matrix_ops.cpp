@@ -30,24 +30,38 @@ void gemm(const Tensor& a_in, const Tensor& b_in, const Tensor& c, bool accumula
 
 Tensor last_dim_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
-void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& slopes, const std::optional<Tensor>& documents) {
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) && q.size(1) == k.size(1) && q.size(3) == k.size(3),
-              "attention wants q [S, B, a, D] and k, v [S, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
+// What decides which scores count, and how: `key_documents` are those of the keys, and there whenever `documents` are.
+struct Mask {
+  double scale;
+  std::optional<Tensor> slopes, documents, key_documents;
+  int64_t offset, window;
+};
+
+void check_documents(const std::optional<Tensor>& documents, int64_t batch, int64_t sequence) {
+  TORCH_CHECK(!documents || (documents->scalar_type() == at::kInt && documents->is_contiguous() && documents->dim() == 2 &&
+                             documents->size(0) == batch && documents->size(1) == sequence),
+              "documents must be int32 [B, S]");
+}
+
+void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask) {
+  const auto& slopes = mask.slopes;
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(1) == k.size(1) && q.size(3) == k.size(3),
+              "attention wants q [S, B, a, D] and k, v [K, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
   TORCH_CHECK(k.size(2) > 0 && q.size(2) % k.size(2) == 0, q.size(2), " query heads are not a multiple of ", k.size(2), " key/value heads");
-  TORCH_CHECK(q.size(0) > 0, "attention over an empty sequence");
+  TORCH_CHECK(q.size(0) > 0 && k.size(0) > 0, "attention over an empty sequence");
+  TORCH_CHECK(mask.documents.has_value() == mask.key_documents.has_value(), "documents of queries and of keys go together");
   check_same(q, k, "k");
   check_same(q, v, "v");
   TORCH_CHECK(!slopes || (slopes->scalar_type() == at::kFloat && slopes->is_contiguous() && slopes->numel() == q.size(2)),
               "alibi_slopes must be one fp32 per query head");
-  TORCH_CHECK(!documents || (documents->scalar_type() == at::kInt && documents->is_contiguous() && documents->dim() == 2 &&
-                             documents->size(0) == q.size(1) && documents->size(1) == q.size(0)),
-              "documents must be int32 [B, S]");
+  check_documents(mask.documents, q.size(1), q.size(0));
+  check_documents(mask.key_documents, k.size(1), k.size(0));
 }
 
 template <class T>
-AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const std::optional<Tensor>& slopes,
-                           const std::optional<Tensor>& documents, const Tensor& o, const Tensor& logsumexp, int64_t index) {
-  const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads, b = index / kv_heads, g = index % kv_heads, sequence = q.size(0);
+AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Tensor& o, const Tensor& logsumexp,
+                           int64_t index) {
+  const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads, b = index / kv_heads, g = index % kv_heads, queries = q.size(0);
   return {data<T>(q) + b * q.stride(1) + g * group * q.stride(2),
           data<T>(k) + b * k.stride(1) + g * k.stride(2),
           data<T>(v) + b * v.stride(1) + g * v.stride(2),
@@ -55,28 +69,34 @@ AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, do
           q.stride(2),
           k.stride(0),
           v.stride(0),
-          sequence,
+          queries,
+          k.size(0),
+          mask.offset,
+          mask.window,
           group,
           q.size(3),
-          static_cast<float>(scale),
-          slopes ? data<float>(*slopes) + g * group : nullptr,
-          documents ? data<int32_t>(*documents) + b * sequence : nullptr,
+          static_cast<float>(mask.scale),
+          mask.slopes ? data<float>(*mask.slopes) + g * group : nullptr,
+          mask.documents ? data<int32_t>(*mask.documents) + b * queries : nullptr,
+          mask.key_documents ? data<int32_t>(*mask.key_documents) + b * k.size(0) : nullptr,
           data<T>(o) + b * o.stride(1) + g * group * o.stride(2),
           o.stride(0),
           o.stride(2),
-          data<float>(logsumexp) + (b * q.size(2) + g * group) * sequence};
+          data<float>(logsumexp) + (b * q.size(2) + g * group) * queries};
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, double scale, const std::optional<Tensor>& slopes,
-                                     const std::optional<Tensor>& documents) {
+                                     const std::optional<Tensor>& documents, const std::optional<Tensor>& key_documents, int64_t offset,
+                                     int64_t window) {
   const Tensor q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
-  check_attention(q, k, v, slopes, documents);
+  const Mask mask{scale, slopes, documents, key_documents, offset, window};
+  check_attention(q, k, v, mask);
   const Tensor o = at::empty(q.sizes(), q.options()), logsumexp = fp32_like(q, {q.size(1), q.size(2), q.size(0)});
   by_type(q, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, q.size(1) * k.size(2), 1, [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index)
-        kernels_for<T>().attention(head_args<T>(q, k, v, scale, slopes, documents, o, logsumexp, index));
+        kernels_for<T>().attention(head_args<T>(q, k, v, mask, o, logsumexp, index));
     });
   });
   return {o, logsumexp};
@@ -84,9 +104,11 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, con
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                       const Tensor& o, const Tensor& logsumexp, double scale, const std::optional<Tensor>& slopes,
-                                                      const std::optional<Tensor>& documents) {
+                                                      const std::optional<Tensor>& documents, const std::optional<Tensor>& key_documents,
+                                                      int64_t offset, int64_t window) {
   const Tensor grad = last_dim_contiguous(grad_in), q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
-  check_attention(q, k, v, slopes, documents);
+  const Mask mask{scale, slopes, documents, key_documents, offset, window};
+  check_attention(q, k, v, mask);
   check_same(q, grad, "grad");
   const Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()), grad_v = at::empty(v.sizes(), v.options());
   by_type(q, [&](auto type) {
@@ -105,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, con
                                          grad_q.stride(2),
                                          grad_k.stride(0),
                                          grad_v.stride(0)};
-        kernels_for<T>().attention_backward(head_args<T>(q, k, v, scale, slopes, documents, o, logsumexp, index), grads);
+        kernels_for<T>().attention_backward(head_args<T>(q, k, v, mask, o, logsumexp, index), grads);
       }
     });
   });
@@ -116,9 +138,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, con
 
 TORCH_LIBRARY_FRAGMENT(frontier_llm, m) {
   m.def("gemm(Tensor a, Tensor b, Tensor(a!) c, bool accumulate) -> ()");
-  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? slopes, Tensor? documents) -> (Tensor, Tensor)");
-  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, float scale, Tensor? slopes, Tensor? documents) "
-        "-> (Tensor, Tensor, Tensor)");
+  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? slopes, Tensor? documents, Tensor? key_documents, int offset, int window) "
+        "-> (Tensor, Tensor)");
+  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, float scale, Tensor? slopes, Tensor? documents, "
+        "Tensor? key_documents, int offset, int window) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {

@@ -139,7 +139,11 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
         if model.bias:
             yield Parameter(f"{name}.{part}.bias", shape[:1], ParameterKind.VECTOR, across)
 
-    yield from norm_parameters(model, f"{name}.attention_norm", across)
+    def norm(part: str, *placements: str) -> Iterator[Parameter]:
+        if model.norm_placement in placements:
+            yield from norm_parameters(model, f"{name}.{part}", across)
+
+    yield from norm("attention_norm", "pre", "both")
     qkv = (Piece("q", 1, 0, Q), Piece("k", 1, Q, Q + 1), Piece("v", 1, Q + 1, Q + 2))
     yield from column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
     if model.qk_norm is not None:
@@ -148,6 +152,7 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
             shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
             yield Parameter(f"{name}.attention.{piece}_norm.weight", shape, ParameterKind.VECTOR, {"tp": split}, init_value=1.0)
     yield from row("attention.output", (H, A * D))
+    yield from norm("attention_output_norm", "post", "both")
 
     def mlp(part: str, F: int) -> Iterator[Parameter]:
         if model.gated:
@@ -156,17 +161,18 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
             yield from column(f"{part}.up", (F, H), 0, model.bias)
         yield from row(f"{part}.down", (H, F))
 
-    yield from norm_parameters(model, f"{name}.mlp_norm", across)
+    yield from norm("mlp_norm", "pre", "both")
     if layer not in model.routed_layers:
         yield from mlp("mlp", model.ffn_hidden)
-        return
-    moe = model.moe
-    assert moe is not None
-    yield from expert_parameters(model, moe, f"{name}.moe", output_std)
-    if moe.shared_hidden:
-        yield from mlp("moe.shared", moe.shared_hidden)
-    if moe.shared_gate:
-        yield Parameter(f"{name}.moe.shared_gate.weight", (1, H), ParameterKind.MATRIX, across, model.init_std)
+    else:
+        moe = model.moe
+        assert moe is not None
+        yield from expert_parameters(model, moe, f"{name}.moe", output_std)
+        if moe.shared_hidden:
+            yield from mlp("moe.shared", moe.shared_hidden)
+        if moe.shared_gate:
+            yield Parameter(f"{name}.moe.shared_gate.weight", (1, H), ParameterKind.MATRIX, across, model.init_std)
+    yield from norm("mlp_output_norm", "post", "both")
 
 
 def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std: float) -> Iterator[Parameter]:

@@ -69,7 +69,7 @@ def block_work(
     forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
     boundary = size * T * H
-    whole = 2 * boundary + (2 * T * H if software.dropout else 0)  # inputs of both norms, and the masks of two dropouts
+    whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)  # inputs of the norms, and the masks of two dropouts
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
     own += size * T * (1 + model.gated) * F / tp  # before the activation
     if software.linear_speedup != 1:
@@ -80,6 +80,11 @@ def block_work(
         Item(Phase.F, PASSES, Keep(checkpoint, FULL)),
     ]
     return items + sharded_weights(parameters, layout, software)
+
+
+def norms(model: ModelConfig) -> int:
+    """Of a block, between its parts."""
+    return 4 if model.norm_placement == "both" else 2
 
 
 def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
@@ -204,11 +209,11 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) 
     """
     token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)
-    between = token_bytes * model.hidden / layout.sequence_shards * (2 * 2.0 + 2 * residual) * (1.0 if software.fused else 1.8)
+    between = token_bytes * model.hidden / layout.sequence_shards * (2.0 * norms(model) + 2 * residual) * (1.0 if software.fused else 1.8)
     heads = token_bytes * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / layout.tp
     inside = heads * (4.0 if model.position == "rope" else 2.0)
     inside += token_bytes * F / layout.tp * (2 + model.gated) * (1.0 if software.fused else 2.5)
-    kernels = 6 if software.fused else 16
+    kernels = norms(model) + (4 if software.fused else 14)
     return Pass(between + inside, kernels), Pass(1.6 * (between + inside), 2 * kernels)
 
 

@@ -113,7 +113,7 @@ class NodeStore(dist.Store):
                 raise dist.DistStoreError(f"the store of this job is gone: {error}") from error
             self._idle.append(connection)
         if status != b"ok":
-            raise dist.DistStoreError(values[0].decode())
+            raise dist.DistStoreError(values[0].decode(errors="replace"))
         return values
 
     def _await(self, operation: str, keys: list[str], timeout: timedelta | None = None) -> Parts:

@@ -51,6 +51,8 @@ class Relay:
                     reply = b"ok", *self._answer(operation.decode(), arguments)
                 except RuntimeError as error:  # DistStoreError is one: a time-out, or the server is gone
                     reply = b"error", str(error).encode()
+                except (IndexError, OverflowError, TypeError, ValueError) as error:  # no question of a store: its asker alone hears of it
+                    reply = b"error", f"the store cannot answer {operation!r} of {arguments!r:.200}: {error}".encode()
                 try:
                     send_parts(connection, *reply)
                 except OSError:

@@ -61,6 +61,7 @@ class ModelConfig(Section):
     bias: bool = False  # of the linear layers
     qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
+    norm_placement: Literal["pre", "post", "both"] = "pre"  # of what a block takes in, of what it adds (OLMo 2), or of both (since 0.2)
     qk_norm: Literal["head", "full"] | None = None  # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo) (since 0.2)
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
     tied_embeddings: bool = False  # the output head is the token embedding

@@ -32,6 +32,19 @@ class Norm(nn.Module):
         return self.ops.add_norm(x, residual, self.weight, self.bias, self.eps, self.kind)
 
 
+class NoNorm(nn.Module):
+    """Where the blueprint has no norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As it is."""
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, twice."""
+        total = x + residual
+        return total, total
+
+
 class HeadNorm(nn.Module):
     """RMSNorm of queries or keys: over each head, or over all heads of all tensor ranks together, whose weight is then cut like them."""
 
@@ -105,15 +118,19 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; `parallel_residual` is GPT-NeoX's form."""
+    """Transformer block, with norms before, behind, or on both sides of its two parts; `parallel_residual` is GPT-NeoX's form."""
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, index: int, recompute_core: bool) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.parallel_residual = model.parallel_residual
-        self.attention_norm = Norm(model, context, declared, f"{name}.attention_norm")
+
+        def norm(part: str) -> Norm | NoNorm:
+            return Norm(model, context, declared, f"{name}.{part}") if f"{name}.{part}.weight" in declared else NoNorm()
+
+        self.attention_norm, self.attention_output_norm = norm("attention_norm"), norm("attention_output_norm")
         self.attention = Attention(model, context, declared, f"{name}.attention", recompute_core)
-        self.mlp_norm = Norm(model, context, declared, f"{name}.mlp_norm")
+        self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
         self.moe: MixtureOfExperts | None = None
         if model.moe is not None and index in model.routed_layers:
             shared = Mlp(model, context, declared, f"{name}.moe.shared") if model.moe.shared_hidden else None
@@ -122,13 +139,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> tuple[Tensor, Routed | None]:
         """(S or s, B, H) → (S or s, B, H), and what the router says, if there is one."""
-        attended = self.attention(self.attention_norm(x), positions)
+        attended = self.attention_output_norm(self.attention(self.attention_norm(x), positions))
         if self.parallel_residual:
             y, routed = self._feed_forward(self.mlp_norm(x))
-            return x + attended + y, routed
+            return x + attended + self.mlp_output_norm(y), routed
         normed, x = self.mlp_norm.add(attended, x)
         y, routed = self._feed_forward(normed)
-        return x + y, routed
+        return x + self.mlp_output_norm(y), routed
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, Routed | None]:
         if self.moe is not None:

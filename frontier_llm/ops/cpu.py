@@ -26,15 +26,26 @@ class CpuOps(DifferentiableOps):
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
         """In blocks of 64 x 64 scores."""
-        slopes_a = None if scores.alibi_slopes_a is None else scores.alibi_slopes_a.float().contiguous()
-        documents_BS = None if scores.documents_BS is None else scores.documents_BS.int().contiguous()
-        o_SBaD, logsumexp_BaS = _native.attention(q_SBaD, k_SBgD, v_SBgD, scores.scale, slopes_a, documents_BS)
-        return Attended(q_SBaD, k_SBgD, v_SBgD, o_SBaD, logsumexp_BaS, slopes_a, documents_BS)
+        extras = _extras(scores)
+        o_SBaD, logsumexp_BaS = _native.attention(q_SBaD, k_SBgD, v_SBgD, scores.scale, *extras, scores.offset, scores.window)
+        return Attended(q_SBaD, k_SBgD, v_SBgD, o_SBaD, logsumexp_BaS, *extras)
 
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
-        q, k, v, o, logsumexp, slopes, documents, _ = saved
-        return _native.attention_backward(grad_o, q, k, v, o, logsumexp, scores.scale, slopes, documents)
+        q, k, v, o, logsumexp, *extras = saved
+        return _native.attention_backward(grad_o, q, k, v, o, logsumexp, scores.scale, *extras, scores.offset, scores.window)
+
+    def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over one stretch of keys."""
+        saved = self.attention_forward(q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
+        return saved.o, saved.logsumexp
+
+    def attention_block_backward(
+        self, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What one stretch of keys adds to the gradients."""
+        saved = Attended(q_SBaD, kv_KBgD[0], kv_KBgD[1], o_SBaD, logsumexp_BaS.contiguous(), *_extras(scores))
+        return self.attention_backward(grad_SBaD, saved, scores)
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
@@ -105,6 +116,16 @@ class CpuOps(DifferentiableOps):
     def embedding_backward_(self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
         """Scatter-add of rows, in the order of the tokens."""
         _native.embedding_backward_(main_grad_vH, token_ids_N, grad_N_H.detach(), first_vocab)
+
+
+def _extras(scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """ALiBi's slopes and the documents of queries and of keys, as the kernels read them."""
+    slopes_a, of_queries, of_keys = scores.alibi_slopes_a, scores.documents_BS, scores.key_documents_BK
+    if slopes_a is not None:
+        slopes_a = slopes_a.float().contiguous()
+    if of_queries is not None:
+        of_queries = of_queries.int().contiguous()
+    return slopes_a, of_queries, of_queries if of_keys is None else of_keys.int().contiguous()
 
 
 class _Linear(Function):

@@ -70,15 +70,19 @@ def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> Non
     ours, theirs = os.openpty()
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite started under nohup ignores it, and so would the run
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
     words = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     process = subprocess.Popen(run.command, env=run.environment(), preexec_fn=take_terminal, **words)
     os.close(theirs)
-    wait_for_step(run, 3)
-    os.close(ours)
-    assert process.wait(60) == 75
+    try:
+        wait_for_step(run, 3)
+        os.close(ours)
+        assert process.wait(60) == 75
+    finally:
+        process.kill()
     assert (run.run_dir / "checkpoints" / "LATEST").read_text() == f"step_{max(run.losses()):08}\n"
 
 

@@ -7,6 +7,7 @@ contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G
     embedding.position.weight (S, H)           layers.i.attention.output.weight (H, A D)
     layers.i.attention_norm.weight (H)         layers.i.mlp.up.weight (2, F, H) = gate, up for SwiGLU, else (F, H)
     layers.i.mlp_norm.weight (H)               layers.i.mlp.down.weight (H, F)
+    layers.i.attention_output_norm.weight (H)  layers.i.mlp_output_norm.weight (H): of what a block adds, where it has such norms
     final_norm.weight (H)                      head.weight (Vp, H), absent where embeddings are tied
 
 and `.bias` beside each of them where the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
@@ -38,7 +39,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _norm(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
-    """LayerNorm or RMSNorm over the last dim."""
+    """LayerNorm or RMSNorm over the last dim; nothing where the model has no norm of this name."""
+    if f"{name}.weight" not in params:
+        return x
     if config["norm"] == "layernorm":
         x = x - x.mean(-1, keepdim=True)
     scaled = x / (x.pow(2).mean(-1, keepdim=True) + config["norm_eps"]).sqrt() * params[f"{name}.weight"]
@@ -178,17 +181,18 @@ def logits(
         attended = _attention(
             _norm(x, params, f"{layer}.attention_norm", config), params, f"{layer}.attention", config, documents, positions
         )
-        middle = x + attended
+        middle = x + _norm(attended, params, f"{layer}.attention_output_norm", config)
         mlp_input = _norm(x if config["parallel_residual"] else middle, params, f"{layer}.mlp_norm", config)
         if f"{layer}.moe.router.weight" not in params:
-            x = middle + _mlp(mlp_input, params, f"{layer}.mlp", config)
+            fed = _mlp(mlp_input, params, f"{layer}.mlp", config)
+            x = middle + _norm(fed, params, f"{layer}.mlp_output_norm", config)
             continue
         mixed, said = moe.mixture(mlp_input, params, f"{layer}.moe", config["moe"])
         if f"{layer}.moe.shared.up.weight" in params:
             beside = _mlp(mlp_input, params, f"{layer}.moe.shared", config)
             gate = params.get(f"{layer}.moe.shared_gate.weight")
             mixed = mixed + (beside if gate is None else beside * torch.sigmoid(mlp_input @ gate.T))
-        x = middle + mixed
+        x = middle + _norm(mixed, params, f"{layer}.mlp_output_norm", config)
         if routers is not None:
             routers.append(said)
     x = _norm(x, params, "final_norm", config)

@@ -43,6 +43,13 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     }},
 }  # fmt: skip
 
+# played by test_families.py
+FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo2": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "qk_norm": "full", "norm_placement": "post"},
+}
+
+ALL_FAMILIES = {**FAMILIES, **EXPERT_FAMILIES, **FURTHER_FAMILIES}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -93,7 +100,7 @@ class Case:
     def config(self, dtype: str = "fp64") -> RunConfig:
         """The run, with clipping that bites and a warm-up that ends inside the three steps."""
         content: dict[str, Any] = {
-            "model": SHAPE | {**FAMILIES, **EXPERT_FAMILIES}[self.family],
+            "model": SHAPE | ALL_FAMILIES[self.family],
             "parallel": {
                 "tensor": self.tp, "pipeline": self.pp, "data": self.dp, "context": self.cp, "chunks": self.chunks, "schedule": self.schedule,
                 "sequence_parallel": self.sequence_parallel, "axis_order": self.order, "zero": self.zero,

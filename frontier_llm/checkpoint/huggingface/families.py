@@ -1,6 +1,6 @@
 """The families of Hugging Face models that are the same function as one of ours, key by key; the names of their tensors are in names.py.
 
-Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, gpt2, gpt_neox and mpt. Whatever a configuration
+Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, qwen3, olmo2, gpt2, gpt_neox and mpt. Whatever a configuration
 asks for that our model does not compute is refused by name; nothing is dropped silently.
 """
 
@@ -21,13 +21,15 @@ from frontier_llm.checkpoint.huggingface.experts import (
     write_qwen3_moe,
 )
 from frontier_llm.checkpoint.huggingface.llama import ConfigJson, read_llama_like, read_mistral, write_llama_like
-from frontier_llm.checkpoint.huggingface.names import EXPERTS, GPT2, LLAMA, LLAMA_NORMED, MIXTRAL, MPT, NEOX, Names
+from frontier_llm.checkpoint.huggingface.names import EXPERTS, GPT2, LLAMA, LLAMA_NORMED, MIXTRAL, MPT, NEOX, OLMO2, Names
 from frontier_llm.config import ModelConfig
 
 # transformers' MPT takes no maximum: its slopes always end at 2^-8
 MPT_ALIBI_MAX_BIAS = 8.0
 # nor does it look at expansion_ratio: its MLP is always four times as wide
 MPT_EXPANSION = 4
+# what few architectures have, as a model is without it: the others name it in `always` or `free`
+_USUAL: dict[str, Any] = {"sliding_window": None, "qk_norm": None, "norm_placement": "pre"}
 _THEIR_GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
@@ -46,13 +48,13 @@ class Family:
     prefix: str  # that files saved from the bare model lack
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # our fields of which it can express only these values
     grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
-    qk_norm: str | None = None  # of queries and keys, which it always or never has
+    free: tuple[str, ...] = ()  # our fields of _USUAL of which it can express every value
     routing: Mapping[str, Any] | None = None  # of a family with experts the fields of our moe that it fixes; None = it has none
 
     def read_model(self, f: ConfigJson) -> ModelConfig:
         """Our shape of a config.json. Raises CheckpointError with everything that is missing or has no counterpart."""
         values = {ours: f.get(*key) if len(key) > 1 else f.need(*key) for ours, key in self.keys.items()}
-        return f.model(**{**self.always, **values, "qk_norm": self.qk_norm, "vocab_size": f.need("vocab_size"), **self.read(f)})
+        return f.model(**{**self.always, **values, "vocab_size": f.need("vocab_size"), **self.read(f)})
 
     def config_json(self, model: ModelConfig) -> dict[str, Any]:
         """The keys of its own."""
@@ -60,7 +62,8 @@ class Family:
 
     def refusals(self, model: ModelConfig) -> list[str]:
         """Why this architecture cannot be `model`; empty when it can."""
-        needs = {**{ours: (value,) for ours, value in self.always.items()}, **self.either}
+        fixed = {**{ours: value for ours, value in _USUAL.items() if ours not in self.free}, **self.always}
+        needs = {**{ours: (value,) for ours, value in fixed.items()}, **self.either}
         reasons = [
             f"{ours} is {getattr(model, ours)!r}, needs {' or '.join(map(repr, allowed))}"
             for ours, allowed in needs.items()
@@ -74,8 +77,6 @@ class Family:
             reasons.append(f"qkv_bias is {model.qkv_bias}, needs {model.bias}")
         if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
             reasons.append(f"rope_scaling.kind is {model.rope_scaling.kind!r}, needs 'llama3'")
-        if model.qk_norm != self.qk_norm:
-            reasons.append(f"qk_norm is {model.qk_norm!r}, needs {self.qk_norm!r}")
         if (model.moe is None) != (self.routing is None):
             reasons.append("has experts" if model.moe else "has no experts")
         elif model.moe is not None and self.routing is not None:
@@ -103,6 +104,11 @@ def _read_qwen2(f: ConfigJson) -> dict[str, Any]:
 
 def _read_qwen3(f: ConfigJson) -> dict[str, Any]:
     f.fixed(use_sliding_window=False, attention_bias=False)
+    return read_llama_like(f)
+
+
+def _read_olmo2(f: ConfigJson) -> dict[str, Any]:
+    f.fixed(attention_bias=False)
     return read_llama_like(f)
 
 
@@ -179,13 +185,12 @@ _LLAMA = {
     "activation": "swiglu",
     "rope_fraction": 1.0,
     "parallel_residual": False,
-    "sliding_window": None,
 }
-_MISTRAL = {ours: value for ours, value in _LLAMA.items() if ours != "sliding_window"} | {"bias": False}
-_BIASED = {"norm": "layernorm", "bias": True, "norm_bias": True, "sliding_window": None}
+_UNBIASED = {**_LLAMA, "bias": False, "qkv_bias": None}
+_BIASED = {"norm": "layernorm", "bias": True, "norm_bias": True}
 _MPT = {
     "position": "alibi", "norm": "layernorm", "activation": "gelu", "bias": False, "norm_bias": False, "tied_embeddings": True,
-    "parallel_residual": False, "alibi_max_bias": MPT_ALIBI_MAX_BIAS, "sliding_window": None,
+    "parallel_residual": False, "alibi_max_bias": MPT_ALIBI_MAX_BIAS,
 }  # fmt: skip
 _GELUS = ("gelu", "gelu_tanh")
 _PLAIN = {"score": "softmax", "selection_bias": False, "scale": 1.0, "shared_hidden": 0, "shared_gate": False}
@@ -201,30 +206,36 @@ FAMILIES = (
     ),
     # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a Llama
     Family(
-        "MistralForCausalLM", "mistral", LLAMA, _MISTRAL, _LLAMA_KEYS, read_mistral,
+        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, read_mistral,
         lambda m: {**write_llama_like(m), "sliding_window": m.sliding_window}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        free=("sliding_window",),
     ),
     Family(
-        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, _read_qwen3,
+        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, _read_qwen3,
         lambda m: {**write_llama_like(m), "use_sliding_window": False, "attention_bias": False}, ("rotary_emb.inv_freq",), "model.",
-        grouped=True, qk_norm="head",
+        grouped=True,
     ),
     Family(
-        "MixtralForCausalLM", "mixtral", MIXTRAL, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, read_mixtral, write_mixtral,
+        "Olmo2ForCausalLM", "olmo2", OLMO2, {**_UNBIASED, "head_dim": None, "qk_norm": "full", "norm_placement": "post"},
+        {**_LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)}, _read_olmo2, lambda m: {**write_llama_like(m), "attention_bias": False},
+        ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
+    Family(
+        "MixtralForCausalLM", "mixtral", MIXTRAL, _UNBIASED, _LLAMA_KEYS, read_mixtral, write_mixtral,
         ("rotary_emb.inv_freq",), "model.", grouped=True, routing={**_PLAIN, "normalise": True, "dense_layers": 0},
     ),
     Family(
-        "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, read_qwen3_moe,
-        write_qwen3_moe, ("rotary_emb.inv_freq",), "model.", grouped=True, qk_norm="head", routing=_PLAIN,
+        "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_qwen3_moe,
+        write_qwen3_moe, ("rotary_emb.inv_freq",), "model.", grouped=True, routing=_PLAIN,
     ),
     Family(
-        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_LLAMA, "bias": False, "qkv_bias": None, "head_dim": None}, _LLAMA_KEYS, read_olmoe,
-        write_olmoe, ("rotary_emb.inv_freq",), "model.", grouped=True, qk_norm="full", routing={**_PLAIN, "dense_layers": 0},
+        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_UNBIASED, "head_dim": None, "qk_norm": "full"}, _LLAMA_KEYS, read_olmoe,
+        write_olmoe, ("rotary_emb.inv_freq",), "model.", grouped=True, routing={**_PLAIN, "dense_layers": 0},
     ),
     # DeepSeek's experts with ordinary attention (rednote-hilab/dots.llm1)
     Family(
-        "Dots1ForCausalLM", "dots1", EXPERTS, {**_LLAMA, "bias": False, "qkv_bias": None}, _LLAMA_KEYS, read_dots1, write_dots1,
-        ("rotary_emb.inv_freq",), "model.", grouped=True, qk_norm="head",
+        "Dots1ForCausalLM", "dots1", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_dots1, write_dots1,
+        ("rotary_emb.inv_freq",), "model.", grouped=True,
         routing={"score": "sigmoid", "selection_bias": True, "shared_gate": False},
     ),
     Family(

@@ -109,6 +109,11 @@ LLAMA = Names({
 LLAMA_NORMED = Names({
     **LLAMA.theirs, **{f"layers.*.attention.{piece}_norm": f"model.layers.*.self_attn.{piece}_norm" for piece in "qk"},
 })  # fmt: skip
+OLMO2 = Names({
+    **{ours: theirs for ours, theirs in LLAMA_NORMED.theirs.items() if ours not in ("layers.*.attention_norm", "layers.*.mlp_norm")},
+    "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
+})  # fmt: skip
 EXPERTS = Names({
     **LLAMA_NORMED.theirs,
     "layers.*.moe.router": "model.layers.*.mlp.gate",

@@ -23,7 +23,7 @@ from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect, store_server
 from frontier_llm.comm.board import Board
 from frontier_llm.comm.door import Door, same_user
-from frontier_llm.comm.node_store import NodeStore, connect_here, socket_name
+from frontier_llm.comm.node_store import NodeStore, connect_here, receive_parts, send_parts, socket_name
 from frontier_llm.comm.relay import Relay, longest_poll_s
 from frontier_llm.comm.rendezvous import allow_connections
 from frontier_llm.errors import BackendError
@@ -226,6 +226,26 @@ def test_questions_that_no_rank_asks_end_their_connection_alone(name: str) -> No
             with suppress(ConnectionResetError):  # some of it was not even read
                 assert stranger.recv(1) == b""
     store.set("still", "works")
+
+
+# (operation, arguments): too few of them, and values that are no numbers or none that a store keeps
+UNANSWERABLE = [
+    (b"add", b"text", b"1"), (b"add", b"count", b"one"), (b"add", b"count", b"1" * 30), (b"add", b"count"), (b"set", b"key"), (b"delete_key",),
+    (b"compare_set", b"key", b""), (b"get",), (b"wait",), (b"get", b"soon", b"never"), (b"get", b"nan", b"never"), (b"\xff\xfe", b"key"), (b"",),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_question_that_cannot_be_answered_is_an_error_and_the_connection_lives(name: str) -> None:
+    store = store_at(name, 0.2, connections=1)
+    store.set("text", "twelve")
+    (connection,) = store._idle
+    for question in UNANSWERABLE:
+        send_parts(connection, *question)
+        connection.settimeout(5.0)
+        status, reason = receive_parts(connection)
+        assert status == b"error" and reason, question
+    assert store.get("text") == b"twelve" and store._idle == [connection]
 
 
 def _sockets_to(port: int) -> int:

@@ -49,6 +49,41 @@ def compare(op_name, inputs, *args, factor=1.0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 7, 64, 100])
+def test_attention_in_a_window(isa, dtype, window):
+    q, k, v = (normal(150, 2, heads, 16, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    compare("attention", (q, k, v), Scores(0.25, window=window), factor=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset"), [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (64, 100, -20), (5, 3, 0)]
+)
+def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
+    """Queries `offset` behind the first key, with all, some or none of the keys in sight; the backward with a log-sum-exp over more keys than these."""
+    q, grad, o = (normal(queries, 2, 4, 16, dtype=dtype, seed=seed) for seed in (0, 3, 4))
+    k, v = (normal(keys, 2, 2, 16, dtype=dtype, seed=seed) for seed in (1, 2))
+    scores = Scores(0.25, offset=offset)
+    if extras:
+        of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
+        scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window=90)
+    wide = [x.double() for x in (q, k, v, grad, o)]
+    (out, logsumexp), (expected, exact) = (
+        cpu.attention_block(q, (k, v), scores),
+        reference.attention_block(wide[0], (wide[1], wide[2]), scores),
+    )
+    close(out, expected, 2.0)
+    assert torch.equal(logsumexp == -torch.inf, exact == -torch.inf)
+    torch.testing.assert_close(logsumexp.double(), exact, rtol=1e-5, atol=1e-5)
+    over_more = exact + 1.0
+    grads = cpu.attention_block_backward(grad, q, (k, v), o, over_more.float(), scores)
+    wanted = reference.attention_block_backward(wide[3], wide[0], (wide[1], wide[2]), wide[4], over_more, scores)
+    for got, exact in zip(grads, wanted, strict=True):
+        close(got, exact, 4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("sequence", "batch", "heads", "kv_heads", "dim"),
     [(1, 1, 1, 1, 8), (63, 2, 4, 2, 32), (65, 1, 6, 1, 40), (130, 2, 2, 2, 64), (97, 1, 2, 1, 128), (40, 1, 1, 1, 256), (33, 1, 2, 2, 7)],

@@ -65,6 +65,8 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "mistral-window": lambda: llama("Mistral", sliding_window=5, head_dim=12),
     "qwen2": lambda: llama("Qwen2", tie_word_embeddings=True),
     "qwen3": lambda: llama("Qwen3", head_dim=12),
+    "olmo2": lambda: llama("Olmo2", pad_token_id=None),
+    "olmo2-mha-tied": lambda: llama("Olmo2", num_key_value_heads=A, tie_word_embeddings=True, pad_token_id=None),
     "mixtral": lambda: llama("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": lambda: experts("Qwen3Moe", norm_topk_prob=True, mlp_only_layers=[0]),
     "olmoe": lambda: experts("Olmoe", num_key_value_heads=A),

@@ -79,6 +79,7 @@ def test_their_shapes_need_no_memory_and_join_undoes_cut(family: Any) -> None:
         "qwen3": {"qk_norm": "head"},
         "qwen3_moe": {"qk_norm": "head", "moe": {"normalise": False, "dense_layers": 2}},
         "olmoe": {"qk_norm": "full"},
+        "olmo2": {"qk_norm": "full", "norm_placement": "post"},
         "dots1": {"qk_norm": "head", "moe": {"score": "sigmoid", "selection_bias": True, "shared_hidden": 192, "dense_layers": 1}},
     }
     base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(family.model_type, "moe-tiny" if family.routing is not None else "llama-tiny")

@@ -1,0 +1,44 @@
+"""Families beside the four that every layout is played with: on a few layouts what one rank computes, and that what the formulas say. All in float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.marks import thorough
+from tests.harness.pool import RankPool
+from tests.parity.cases import FURTHER_FAMILIES, Case
+from tests.parity.compare import Run, differences, gather
+from tests.parity.play import play
+from tests.parity.witness import witness
+
+_SERIAL: dict[Case, Run] = {}
+
+
+def run(ranks: RankPool, case: Case) -> Run:
+    """Play a case; serial runs are played once."""
+    if case not in _SERIAL:
+        played = gather(ranks.run(case.world_size, play, case))
+        if case != case.serial():
+            return played
+        _SERIAL[case] = played
+    return _SERIAL[case]
+
+
+@pytest.mark.parametrize("family", FURTHER_FAMILIES)
+def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str) -> None:
+    case = Case(family, documents=True)
+    serial = run(ranks, case)
+    assert differences(serial, witness(case, serial.initial)) == []
+
+
+LAYOUTS = [
+    Case("olmo2", tp=2, pp=2),
+    thorough(Case("olmo2", tp=4, dp=2, sequence_parallel=True, documents=True, recompute="full")),
+    thorough(Case("olmo2", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="zb-h1")),
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
+    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as listed."""
+    assert differences(run(ranks, case), run(ranks, case.serial())) == []
