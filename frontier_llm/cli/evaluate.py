@@ -119,9 +119,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _validation(run: RunConfig | None) -> list[str]:
-    if run is None or not isinstance(run.data.validation, tuple):
-        return []
-    return [source.path for source in run.data.validation]
+    blends = [] if run is None else run.data.held_out.values()
+    return [source.path for blend in blends if not isinstance(blend, str) for source in blend]
 
 
 def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, TrainConfig, load_model
+from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, TrainConfig, build, load_model
 from frontier_llm.data.loader import data_problems
 from frontier_llm.data.summary import log_datasets
 from frontier_llm.data.tokenize import tokenize
@@ -80,3 +80,13 @@ def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.Capture
     assert "data.train: synthetic: made-up tokens" in capsys.readouterr().err
     assert main([*words, f"data.train=[{{path: {prefix}}}]", "model.sequence_length=1300"]) == 2
     assert "less than one" in capsys.readouterr().err
+
+
+def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix: str) -> None:
+    limited, free = DataSource(path=prefix, max_epochs=1.5), DataSource(path=prefix.replace("tokens", "./tokens"), weight=3.0)
+    run = run_config(steps=20, train=(limited, free))  # 5,120 tokens, a quarter of them from a dataset of 1,201
+    assert data_problems(run) == []
+    phases = {"phases": [{"steps": 20}, {"steps": 4, "data": {"train": [{"path": prefix}]}}], "eval_samples": 9}
+    (problem,) = data_problems(build(RunConfig, {**run.model_dump(), "train": phases}))
+    assert str(problem).startswith(f"data.train: the run goes 1.92 times through {prefix}, and its max_epochs is 1.5")
+    assert "at most 78.2% of its weight or of the steps" in problem.fix
