@@ -32,6 +32,7 @@ class AttentionNeeds(NamedTuple):
     parts: bool = False  # stretches of a sequence, with offsets and each row's log-sum-exp
     window: bool = False  # a query sees only so many positions
     alibi: bool = False  # a penalty by distance
+    softcap: bool = False  # scores are bounded softly
 
 
 class Refusal(NamedTuple):
@@ -61,6 +62,7 @@ class Provider:
         None  # why stretches of a sequence (gather, ring) are not for it; None: never are
     )
     windows: bool = True  # its attention serves sliding windows
+    softcaps: bool = False  # its attention bounds scores softly
     required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
@@ -75,6 +77,8 @@ class Provider:
         needs = needs if needs and group == "attention" else AttentionNeeds()
         if needs.window and not self.windows:
             return Refusal(f"{self.name} has no attention in a sliding window (model.sliding_window)")
+        if needs.softcap and not self.softcaps:
+            return Refusal(f"{self.name} has no soft cap of attention's scores (model.score_softcap)")
         if needs.parts and self.parts is None:
             return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's log-sum-exp")
         if needs.parts and self.parts and (why := self.parts(device_type, dtype, needs)):
@@ -177,7 +181,9 @@ def _package_version(name: str) -> str:
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider(name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=_any_part),
+        Provider(
+            name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=_any_part, softcaps=True
+        ),
         Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa"), parts=_flash_parts_missing),
         Provider(
             name="cudnn",

@@ -141,6 +141,13 @@ def test_stretches_on_a_gpu_are_torchs_flash_kernels_and_never_silently_squares_
     assert "does not run on this GPU" in chosen().what
 
 
+def test_softly_capped_scores_go_to_the_reference_or_are_asked_for_by_name_on_a_gpu():
+    needs = AttentionNeeds(softcap=True)
+    assert select.choose("attention", "auto", "cpu", torch.float32, needs).provider.name == "reference"
+    with pytest.raises(BackendError, match="sdpa has no soft cap of attention's scores"):
+        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, needs)
+
+
 def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
     with pytest.raises(BackendError, match=r"sdpa has no attention over part of a sequence .* no document masks or ALiBi"):
         select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(documents=True, parts=True, alibi=True))
