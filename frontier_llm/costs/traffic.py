@@ -19,7 +19,7 @@ from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part, matrices_
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
-from frontier_llm.config import RunConfig
+from frontier_llm.config import OUTPUT_Z, RunConfig
 from frontier_llm.schedule import build, rule
 from frontier_llm.topology import BucketPlan, ParallelPlan, plan_buckets
 
@@ -79,7 +79,9 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
             wide = max(8, DTYPE_BYTES[layout.dtype])
             traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64
         if stage.head and layout.sequence_parallel:
-            traffic.add("tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights))  # further losses, fp64
+            traffic.add(
+                "tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights.keys() - {OUTPUT_Z})
+            )  # further losses, fp64
 
 
 def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None) -> None:

@@ -80,9 +80,14 @@ class Stage(nn.Module):
         """
         x, routed = self._blocks(x, batch)
         context = self.context
-        further = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in self._terms.items()}
+        of_x = {name: term for name, term in self._terms.items() if not term.of_logits}
+        further = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in of_x.items()}
         further |= self._router_losses(routed, x, batch) if routed else {}
-        output = self.loss(x, batch) if self.spec.head else x
+        output = x
+        if self.spec.head:
+            output, logsumexp_SB = self.loss(x, batch)
+            of_logits = self._terms.keys() - of_x.keys()
+            further |= {name: self._terms[name].value(logsumexp_SB, batch, context.tp, False) for name in of_logits}
         return StageOutput(output, further) if further else output
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
@@ -132,18 +137,14 @@ class Stage(nn.Module):
             logits_SBv = column_linear(self.final_norm(x), self.token_embedding, self.context, num_rows=num_rows)
         return softcapped(logits_SBv, self.model.logit_softcap or 0.0)
 
-    def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
-        """-log p(target) of each token, (S, B)."""
+    def loss(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """This microbatch's share of the mean loss over the step's targets; each token's log-sum-exp of the logits, (S, B)."""
         assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
-        return vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
-
-    def loss(self, x: Tensor, batch: Microbatch) -> Tensor:
-        """This microbatch's share of the mean loss over the step's targets."""
-        loss_SB = self.token_losses(x, batch)
+        loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
-        return mean_over_global_batch(loss_SB, batch.global_targets)
+        return mean_over_global_batch(loss_SB, batch.global_targets), logsumexp_SB
 
     def _embed(self, batch: Microbatch) -> Tensor:
         assert self.token_embedding is not None and batch.tokens_SB is not None
