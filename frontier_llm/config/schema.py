@@ -216,6 +216,7 @@ class TrainConfig(Section):
     phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
     seed: NonNegativeInt = 1234  # initial weights
     recompute: Literal["none", "selective", "full"] = "none"  # by backward instead of kept: nothing, attention's inside, whole layers
+    recompute_every: PositiveInt = 1  # full: of a virtual stage's layers the first and each n-th after it; the others keep all (since 0.2)
     loss_weights: Mapping[str, float] = {}  # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end

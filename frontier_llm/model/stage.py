@@ -44,6 +44,7 @@ class Stage(nn.Module):
         device: torch.device,
         recompute_mode: str,
         *,
+        recompute_every: int,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
         """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
@@ -51,7 +52,8 @@ class Stage(nn.Module):
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.spec, self.context, self._device = spec, context, device
         self._layers = tuple(spec.layers)
-        self.recompute_blocks, tied = recompute_mode == "full", model.tied_embeddings
+        self._recomputed = self._layers[::recompute_every] if recompute_mode == "full" else ()
+        tied = model.tied_embeddings
         embeds = spec.embedding or (spec.head and tied)
         self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
         self.position_embedding = declared.get("embedding.position.weight") if spec.embedding else None
@@ -101,7 +103,7 @@ class Stage(nn.Module):
         positions = self._positions(batch, x.shape[0] * (self.context.tp.size if self.context.sequence_parallel else 1))
         routers = dict[int, Routed]()
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            x, routed = recompute(lambda x, block=block: block(x, positions), x) if self.recompute_blocks else block(x, positions)
+            x, routed = recompute(lambda x, block=block: block(x, positions), x) if layer in self._recomputed else block(x, positions)
             if routed is not None:
                 routers[layer] = routed
         return x, routers
@@ -185,12 +187,14 @@ def build_stages(
     device: torch.device,
     recompute_mode: str = "none",
     terms: Mapping[str, losses.LossTerm] = MappingProxyType({}),
+    *,
+    recompute_every: int = 1,
 ) -> list[Stage]:
     """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)
     declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}
-    return [Stage(model, spec, context, declared, device, recompute_mode, terms=terms) for spec in specs]
+    return [Stage(model, spec, context, declared, device, recompute_mode, recompute_every=recompute_every, terms=terms) for spec in specs]
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
