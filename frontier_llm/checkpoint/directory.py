@@ -19,10 +19,10 @@ from frontier_llm.errors import CheckpointError
 from frontier_llm.failpoints import hit
 from frontier_llm.files import open_plain, sync_directory, write_atomically, write_durably
 
-MANIFEST, MANIFEST_DIGEST, LATEST = "manifest.json", "manifest.sha256", "LATEST"
+MANIFEST, MANIFEST_DIGEST, LATEST, BEST = "manifest.json", "manifest.sha256", "LATEST", "BEST"
 _COMPLETE = re.compile(r"step_([0-9]{8,12})")
 _REPLACED = re.compile(r"(step_[0-9]{8,12})\.replaced\.[0-9]+")
-_LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.LATEST\.[0-9a-f]{32}")
+_LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.(LATEST|BEST)\.[0-9a-f]{32}")
 
 
 def step_name(step: int) -> str:
@@ -140,10 +140,15 @@ def point_latest(directory: Path, name: str) -> None:
     hit("checkpoint.latest_moved")
 
 
-def read_latest(directory: Path) -> str:
-    """The name in LATEST, '' when there is none that could be a checkpoint's."""
+def point_best(directory: Path, name: str) -> None:
+    """BEST holds the name of the checkpoint with the lowest held-out loss, where a run keeps it (train.keep_best)."""
+    write_atomically(directory / BEST, f"{name}\n")
+
+
+def read_latest(directory: Path, pointer: str = LATEST) -> str:
+    """The name in LATEST, or in BEST, '' when there is none that could be a checkpoint's."""
     try:
-        with (directory / LATEST).open("rb") as file:
+        with (directory / pointer).open("rb") as file:
             text = file.read(64).decode("ascii", errors="replace")
     except OSError:
         return ""

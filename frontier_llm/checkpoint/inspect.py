@@ -154,4 +154,5 @@ def summary(path: Path) -> dict[str, Any]:
         "model": str(manifest.config.get("model", {}).get("name", "")) if isinstance(manifest.config.get("model"), dict) else "",
         "written_unix_s": (path / folder.MANIFEST).stat().st_mtime,
         "latest": folder.read_latest(path.parent) == path.name,
+        "best": folder.read_latest(path.parent, folder.BEST) == path.name,
     }

@@ -146,9 +146,12 @@ class Writer:
                     shard.verify(path / entry.file, manifest, entry, drop_cache=True)
 
     def prune(self) -> None:
-        """Rank 0: delete what is older than the newest `keep`, except permanent checkpoints; a delete that fails is a warning."""
+        """Rank 0: delete what is older than the newest `keep`, except permanent checkpoints and the best one; a delete that fails is a warning."""
         assert self.lock is not None
+        best = folder.read_latest(self.directory, folder.BEST)
         for step in self._doomed(folder.complete_steps(self.directory)):
+            if folder.step_name(step) == best:
+                continue
             self.lock.check()
             hit("checkpoint.before_delete")
             try:

@@ -47,7 +47,8 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
     name = Path(row["path"]).name
     if "damaged" in row:
         return (name, "DAMAGED", *[""] * 6)
-    age, pointer = format_age(time.time() - row["written_unix_s"]), "LATEST" if row["latest"] else ""
+    age = format_age(time.time() - row["written_unix_s"])
+    pointer = " ".join(name.upper() for name in ("latest", "best") if row[name])
     return (name, row["model"], format_count(row["tokens"]), format_bytes(row["bytes"]), str(row["shards"]), row["layout"], age, pointer)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.config import RunConfig, phase_note, phases_of, warmup_note
-from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed
+from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed, suggest
 from frontier_llm.units import format_bytes, plural
 
 GPU_FILES = ("/dev/kfd", "/dev/nvidiactl")  # of the drivers of AMD and NVIDIA; asking torch takes two seconds
@@ -28,7 +28,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.train import observers
 
     problems = [*_package_problems(config), *plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
-    problems += _profile_problems(config, world_size)
+    problems += _profile_problems(config, world_size) + _best_problems(config)
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
         raise ConfigError(problems)
@@ -75,6 +75,20 @@ def _profile_problems(config: RunConfig, world_size: int) -> list[Problem]:
     if missing := [rank for rank in profile.ranks if rank >= world_size]:
         problems.append(Problem("train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}"))
     return problems
+
+
+def _best_problems(config: RunConfig) -> list[Problem]:
+    """A held-out set that is not there, or is looked at only when the run is over."""
+    best, sets = config.train.keep_best, list(config.data.held_out)
+    if best is None:
+        return []
+    if best not in sets:
+        return [Problem("train.keep_best", f"{best!r} is no held-out set of this run", suggest(best, sets))]
+    if not config.train.eval_interval:
+        return [
+            Problem("train.keep_best", "there is one evaluation, at the end, and nothing to choose from", "set train.eval_interval=100")
+        ]
+    return []
 
 
 def check_start(config: RunConfig, world_size: int) -> None:

@@ -13,6 +13,7 @@ from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, o
 from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
+from frontier_llm.files import write_atomically
 from frontier_llm.units import printable, strict_json
 
 if TYPE_CHECKING:
@@ -118,9 +119,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _validation(run: RunConfig | None) -> list[str]:
-    if run is None or not isinstance(run.data.validation, tuple):
-        return []
-    return [source.path for source in run.data.validation]
+    blends = [] if run is None else run.data.held_out.values()
+    return [source.path for blend in blends if not isinstance(blend, str) for source in blend]
 
 
 def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult]) -> None:
@@ -132,7 +132,7 @@ def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls
     }
     text = strict_json(content)
     if args.output:
-        Path(args.output).write_text(text + "\n", encoding="utf-8")
+        write_atomically(Path(args.output), text + "\n")
     if args.json:
         print(text)
         return

@@ -105,7 +105,11 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     """What was not finite is null in the file."""
-    return {key: math.nan if value is None and key in NOT_ALWAYS_FINITE else value for key, value in row.items()}
+
+    def is_number(key: str) -> bool:
+        return key in NOT_ALWAYS_FINITE or key.startswith("validation/")
+
+    return {key: math.nan if value is None and is_number(key) else value for key, value in row.items()}
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:

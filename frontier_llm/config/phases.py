@@ -53,7 +53,7 @@ def phases_of(run: RunConfig) -> tuple[RunPhase, ...]:
     read: dict[Any, tuple[int, int]] = {}  # (first phase, samples so far) of a stream
     for number, (config, (first, end)) in enumerate(zip(configs, pairwise(borders), strict=True), 1):
         if first < end:
-            key = (config.data, config.model.sequence_length)
+            key = (config.data.train, config.model.sequence_length)
             stream, samples = read.get(key, (number, 0))
             phases.append(RunPhase(number, config, first, end, samples, stream))
             read[key] = stream, samples + (end - first) * config.batch.global_batch

@@ -81,10 +81,17 @@ class DataSource(Section):
 
     path: PathText  # prefix: the path without .bin/.idx
     weight: PositiveFloat = 1.0  # share of the samples, relative to the other sources
+    max_epochs: PositiveFloat | None = None  # a run that goes through it more often, over all its phases, is refused (since 0.2)
+
+
+Blend = tuple[DataSource, ...] | Literal["synthetic"]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 def _sources(value: Any) -> Any:
-    """A path alone stands for a blend of one, a list of paths for equal parts."""
+    """A path alone stands for a blend of one, a list of paths for equal parts; so in each of several sets."""
+    if isinstance(value, Mapping):
+        return {name: _sources(one) for name, one in value.items()}
     paths = [value] if isinstance(value, str) and value != "synthetic" else value
     return [{"path": item} if isinstance(item, str) else item for item in paths] if isinstance(paths, (list, tuple)) else paths
 
@@ -93,7 +100,9 @@ class DataConfig(Section):
     """Token datasets by prefix (path without .bin/.idx), alone or in a list; `synthetic` needs no files and suits benchmarks."""
 
     train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"  # what is trained on; a path, a list of paths, or of {path, weight}
-    validation: tuple[DataSource, ...] | Literal["synthetic"] | None = None  # what is evaluated on; None = nothing
+    validation: tuple[DataSource, ...] | Literal["synthetic"] | Mapping[SetName, Blend] | None = (
+        None  # what is evaluated on, or {name: it, …}
+    )
     allow_synthetic: bool = False  # a long and costly run on synthetic data is meant (since 0.2)
     tokenizer: PathText | None = None  # sentencepiece .model or Hugging Face tokenizer.json
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
@@ -101,6 +110,20 @@ class DataConfig(Section):
     cache_dir: PathText | None = None  # sample indices; None = beside the data
 
     _paths = field_validator("train", "validation", mode="before")(_sources)
+
+    @property
+    def splits(self) -> dict[str, Blend]:
+        """train; validation, or of several sets validation/NAME each, as their losses are called."""
+        if self.validation is None:
+            return {"train": self.train}
+        if isinstance(self.validation, Mapping):
+            return {"train": self.train, **{f"validation/{name}": blend for name, blend in self.validation.items()}}
+        return {"train": self.train, "validation": self.validation}
+
+    @property
+    def held_out(self) -> dict[str, Blend]:
+        """The splits that are not trained on; the first one's loss is the run's held-out loss."""
+        return {name: blend for name, blend in self.splits.items() if name != "train"}
 
 
 class OpsConfig(Section):
@@ -220,12 +243,13 @@ class TrainConfig(Section):
     loss_weights: Mapping[str, float] = {}  # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    eval_samples: NonNegativeInt = 64  # of data.validation, in each evaluation
+    eval_samples: NonNegativeInt = 64  # of each set of data.validation, in each evaluation
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     save_final: bool = True  # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
+    keep_best: str | None = None  # validation, or validation/NAME: a better one is saved at once, kept, and named in BEST (since 0.2)
     tensorboard: bool = True  # also write the metrics for TensorBoard
     observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
     profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)

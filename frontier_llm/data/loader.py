@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.config import DataSource, RunConfig, RunPhase, phases_of
+from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.data.indexed import IndexedDataset, idx_path
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples, derive_key
+from frontier_llm.data.summary import too_often
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem, closest
 
@@ -128,7 +129,7 @@ def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> Sampl
 
     Raises DataError for missing or damaged files.
     """
-    sources: tuple[DataSource, ...] | str | None = getattr(run.data, split)
+    sources = run.data.splits.get(split)
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if sources is None:
         return None
@@ -144,7 +145,7 @@ def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> Sampl
 
 
 def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches | None:
-    """This data-parallel rank's microbatches of a split ("train" or "validation"), or None when the config has no such split."""
+    """This data-parallel rank's microbatches of a split of `run.data.splits`, or None when the config has no such split."""
     samples = open_samples(run, split)
     return None if samples is None else _batches(run, samples, dp_rank, dp, read_ahead)
 
@@ -176,7 +177,8 @@ def prepare_indices(run: RunConfig) -> None:
     for phase in phases_of(run):
         held_out = run.train.eval_samples + phase.config.batch.global_batch
         trained_on = phase.first_sample + phase.steps * phase.config.batch.global_batch
-        for split, stream, count in (("train", phase.stream, trained_on), ("validation", 1, held_out)):
+        for split in phase.config.data.splits:
+            stream, count = (phase.stream, trained_on) if split == "train" else (1, held_out)
             samples = open_samples(phase.config, split, stream)
             if isinstance(samples, DocumentSamples | BlendedSamples):
                 samples.prepare(count)
@@ -186,7 +188,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
     """Everything wrong with the run's data, found by one process before ranks start.
 
     Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or vocabulary that does not
-    match.
+    match, a dataset that is read more often than it may be.
     """
     problems: list[Problem] = []
     digest = None
@@ -197,9 +199,8 @@ def data_problems(run: RunConfig) -> list[Problem]:
             problems += _vocabulary(run, tokenizer.vocab_size, run.data.tokenizer)
         except FrontierError as error:
             problems += error.problems
-    for phase, split in [(phase, split) for phase in phases_of(run) for split in ("train", "validation")]:
-        sources: tuple[DataSource, ...] | str | None = getattr(phase.config.data, split)
-        if sources is None or isinstance(sources, str):
+    for phase, (split, sources) in ((each, item) for each in phases_of(run) for item in each.config.data.splits.items()):
+        if isinstance(sources, str):
             continue
         if (mistake := _mistake(split, [source.path for source in sources])) is not None:
             problems.append(mistake)
@@ -207,25 +208,31 @@ def data_problems(run: RunConfig) -> list[Problem]:
         try:
             problems += _too_short(phase.config, split, open_samples(phase.config, split))
         except FrontierError as error:
-            problems += (replace(problem, where=f"data.{split}: {problem.where}") for problem in error.problems)
+            problems += (replace(problem, where=f"{_key(split)}: {problem.where}") for problem in error.problems)
         for source in sources:
             try:
                 problems += _mismatch(run, source.path, digest)
             except FrontierError as error:
                 problems += error.problems
+    if not problems:
+        problems += too_often(run)
     return list(dict.fromkeys(problems))  # a dataset may be in both splits, and in several phases
+
+
+def _key(split: str) -> str:
+    return f"data.{split.replace('/', '.')}"
 
 
 def _mistake(split: str, paths: list[str]) -> Problem | None:
     """What is no list of datasets at all."""
     if not paths:
-        return Problem(f"data.{split}", "is an empty list", "name a dataset" + (", or write null" if split != "train" else ""))
+        return Problem(_key(split), "is an empty list", "name a dataset" + (", or write null" if split != "train" else ""))
     for path in paths:
         if re.match(r"[\d.]+ \S", path):
-            fix = f"data.{split}=[{{path: PREFIX, weight: {path.split()[0]}}}, …]"
-            return Problem(f"data.{split}", f"{path!r} is a blend as Megatron writes it", fix)
+            fix = f"{_key(split)}=[{{path: PREFIX, weight: {path.split()[0]}}}, …]"
+            return Problem(_key(split), f"{path!r} is a blend as Megatron writes it", fix)
         if closest(path.lower(), ["synthetic"]) and not idx_path(path).exists():
-            return Problem(f"data.{split}", f"{path!r} is no dataset", f"did you mean data.{split}=synthetic?")
+            return Problem(_key(split), f"{path!r} is no dataset", f"did you mean {_key(split)}=synthetic?")
     return None
 
 
@@ -235,9 +242,7 @@ def _too_short(run: RunConfig, split: str, samples: SampleStream | None) -> list
     datasets = [stream.dataset for stream in (samples.streams if isinstance(samples, BlendedSamples) else [samples])]
     S, batch_tokens = run.model.sequence_length, run.batch.global_batch * run.model.sequence_length
     problems = [
-        Problem(
-            f"data.{split}", f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1", "give more data"
-        )
+        Problem(_key(split), f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1", "give more data")
         for dataset in datasets
         if dataset.token_count <= S
     ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 from frontier_llm import log
 from frontier_llm.config import DataSource, RunConfig, phases_of
 from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.errors import Problem
 from frontier_llm.units import format_count
 
 MANY_EPOCHS = 4  # up to here repeated tokens teach almost as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264)
@@ -16,7 +20,26 @@ def log_datasets(run: RunConfig) -> None:
     for blend in dict.fromkeys(phase.config.data.train for phase in phases):
         tokens = sum(phase.steps * phase.tokens_per_step for phase in phases if phase.config.data.train == blend)
         _log_blend("train", blend, tokens, "in this run's steps")
-    _log_blend("validation", run.data.validation, run.train.eval_samples * run.model.sequence_length, "in each evaluation")
+    for split, blend in run.data.held_out.items():
+        _log_blend(split.replace("/", "."), blend, run.train.eval_samples * run.model.sequence_length, "in each evaluation")
+
+
+def too_often(run: RunConfig) -> Iterator[Problem]:
+    """A problem for each dataset that the run's steps go through more often than its max_epochs."""
+    phases, tokens, limits = phases_of(run), Counter[str](), dict[str, float]()
+    for phase in phases:
+        blend = phase.config.data.train
+        for source in () if isinstance(blend, str) else blend:
+            share = source.weight / sum(other.weight for other in blend if not isinstance(other, str))
+            tokens[source.path] += round(phase.steps * phase.tokens_per_step * share)
+            if source.max_epochs is not None:
+                limits[source.path] = min(source.max_epochs, limits.get(source.path, source.max_epochs))
+    for path, limit in limits.items():
+        epochs = tokens[path] / IndexedDataset(path, scan=False).token_count
+        if epochs > limit:
+            what = f"the run goes {epochs:.3g} times through {path}, and its max_epochs is {limit:g}"
+            fix = f"at most {limit / epochs:.1%} of its weight or of the steps, more data, or another max_epochs"
+            yield Problem("data.train", what, fix)
 
 
 def _log_blend(split: str, sources: tuple[DataSource, ...] | str | None, tokens: int, purpose: str) -> None:

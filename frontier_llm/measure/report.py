@@ -96,13 +96,21 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
         values = [row[key] * factor for row in rows]
         traces.append(line(record.name, _steps(rows), values, index, dash=DASHES[index % len(DASHES)], hover=seen))
         if key == "loss":
-            losses = [row["loss"] for row in record.evaluations]
-            shape = SHAPES[index % len(SHAPES)]  # of several runs all are seen where they agree
-            traces.append(points(f"held out, {record.name}", _steps(record.evaluations), losses, index, shape=shape))
+            for number, held_out in enumerate(_held_out(record)):
+                rows = [row for row in record.evaluations if held_out in row]
+                name = held_out if held_out != "loss" else "held out"
+                shape = SHAPES[(index + number) % len(SHAPES)]  # of several runs all are seen where they agree
+                traces.append(points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape))
     changes = [part for record in records for part in record.parts if part.after_step]
     lines = [{"x0": part.after_step, "x1": part.after_step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for part in changes]
     names = [{"x": part.after_step, "y": 1, "yref": "paper", "text": part.name, "textangle": 90, "showarrow": False} for part in changes]
     return Chart(title, "step", unit, traces, layout={"shapes": lines, "annotations": names})
+
+
+def _held_out(record: RunRecord) -> list[str]:
+    """Keys of the held-out losses: of each set by its name, where sets have names."""
+    named = [key for row in record.evaluations for key in row if key.startswith("validation/")]
+    return list(dict.fromkeys(named)) or ["loss"]
 
 
 SHAPES = ("diamond", "circle-open", "square-open", "triangle-up-open")

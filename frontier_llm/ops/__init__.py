@@ -3,7 +3,7 @@
 from .attention_table import AttentionShape
 from .dtypes import statistics_dtype, working_dtype
 from .providers import AttentionNeeds
-from .reference import AdamWUpdate, Ops, Scores, softcapped
+from .reference import AdamWUpdate, Ops, Scores, merge, softcapped
 from .select import select_ops
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "AttentionShape",
     "Ops",
     "Scores",
+    "merge",
     "select_ops",
     "softcapped",
     "statistics_dtype",

@@ -109,6 +109,17 @@ def attention_block_backward(
         return grad_q_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype), grad_k.to(k_KBgD.dtype), grad_v.to(v_KBgD.dtype)
 
 
+def merge(merged: tuple[Tensor, Tensor] | None, o_QBaD: Tensor, logsumexp_BaQ: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from attention over each: outputs weighed by their share of the sum, in fp32 (fp64)."""
+    o_QBaD = o_QBaD.to(statistics_dtype(o_QBaD.dtype))
+    if merged is None:
+        return o_QBaD, logsumexp_BaQ
+    total_BaQ = torch.logaddexp(merged[1], logsumexp_BaQ)
+    safe_BaQ = total_BaQ.masked_fill(total_BaQ == -torch.inf, 0)  # a row that has seen nothing yet: -inf - -inf is no number
+    before, now = ((part - safe_BaQ).exp().permute(2, 0, 1)[..., None] for part in (merged[1], logsumexp_BaQ))
+    return merged[0] * before + o_QBaD * now, total_BaQ
+
+
 def _by_head(x_KBgD: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """[B, a, K, D]: a key/value head for each query head that reads it."""
     return x_KBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(heads // x_KBgD.shape[2], dim=1)

@@ -21,6 +21,14 @@ from frontier_llm.train.feed import BatchSource, Feed
 from frontier_llm.train.guard import SpikePolicy
 
 
+@dataclass(frozen=True)
+class BestLoss:
+    """The lowest held-out loss so far of the set that train.keep_best names."""
+
+    step: int
+    loss: float
+
+
 @dataclass
 class TrainState:
     """Everything that one rank trains with. `train.step.train_step` is its only user that moves it forward."""
@@ -36,6 +44,7 @@ class TrainState:
     spikes: SpikePolicy
     current_step: int = 0
     skipped_steps: int = 0
+    best: BestLoss | None = None
     # of the phase that it is in
     config: RunConfig = field(init=False)
     pipeline: Engine = field(init=False)
@@ -88,8 +97,13 @@ def build_state(
     model, documents = config.model, config.data.reset_at_documents
     shape = AttentionShape(model.dim_per_head, extras=documents or model.position == "alibi")
     way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
-    parts, window, softcap = mesh.cp.size > 1 and way != "heads", model.sliding_window is not None, model.score_softcap is not None
-    needs = AttentionNeeds(documents, parts=parts, window=window, softcap=softcap)
+    needs = AttentionNeeds(
+        documents,
+        parts=mesh.cp.size > 1 and way != "heads",
+        window=model.sliding_window is not None,
+        alibi=model.position == "alibi",
+        softcap=model.score_softcap is not None,
+    )
     ops = select_ops(config.ops, device.type, dtype, needs, attention=shape)
     gradients = gradient_destination(config)
     context = LayerContext(

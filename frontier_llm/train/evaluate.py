@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from frontier_llm import log
-from frontier_llm.config import DataConfig
+from frontier_llm.config import DataSource
 from frontier_llm.data.meta import read_meta
 from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
@@ -18,21 +18,27 @@ from frontier_llm.train.guard import Wish
 from frontier_llm.train.step import global_sums
 
 
-def evaluate(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> dict[str, float]:
-    """Loss (nats per token), perplexity and, where the text's size is known, bits per byte; logged. Collective over the world.
+def evaluate(state: TrainState, sources: Mapping[str, BatchSource], samples: int, interrupted: Callable[[], bool]) -> dict[str, float]:
+    """The loss of each held-out set under its name (nats per token); of the first also as `loss`, with its perplexity and, where the text's
+    size is known, bits per byte. Logged. Collective over the world.
 
     Empty when `interrupted()`, asked after each global batch, said so.
     """
-    loss = held_out_loss(state, source, samples, interrupted)
-    if loss is None:
-        return {}
-    values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-    bytes_per_token = _bytes_per_token(state.config.data)
-    bits = ""
-    if bytes_per_token:
-        values["bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        bits = f"  {values['bits_per_byte']:.4f} bits per byte"
-    log.info(f"held-out after step {state.current_step}: loss {loss:.4f}{bits}")
+    values: dict[str, float] = {}
+    for split, source in sources.items():
+        loss = held_out_loss(state, source, samples, interrupted)
+        if loss is None:
+            return {}
+        bytes_per_token = _bytes_per_token(state.config.data.splits[split])
+        bits_per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
+        if not values:
+            values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+            values |= {"bits_per_byte": bits_per_byte} if bits_per_byte is not None else {}
+        if split != "validation":
+            values[split] = loss
+        name = f" {split.removeprefix('validation/')}" if split != "validation" else ""
+        bits = f"  {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else ""
+        log.info(f"held-out{name} after step {state.current_step}: loss {loss:.4f}{bits}")
     return values
 
 
@@ -56,11 +62,11 @@ def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrup
     return loss_sum / max(1, targets)  # not a number where none counts
 
 
-def _bytes_per_token(data: DataConfig) -> float | None:
-    """Over the whole held-out blend; None where the text's size is not recorded."""
-    if not isinstance(data.validation, tuple):
+def _bytes_per_token(blend: tuple[DataSource, ...] | str) -> float | None:
+    """Over a whole held-out blend; None where the text's size is not recorded."""
+    if isinstance(blend, str):
         return None
-    metas = [read_meta(source.path) for source in data.validation]
+    metas = [read_meta(source.path) for source in blend]
     known = [meta for meta in metas if meta is not None and meta.text_bytes]
     if len(known) < len(metas):
         return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
 from frontier_llm import failpoints, log
-from frontier_llm.checkpoint import CheckpointManager, is_there
+from frontier_llm.checkpoint import CheckpointManager, is_there, point_best
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.run_dir import STOP_FILE
@@ -22,7 +23,7 @@ from frontier_llm.files import write_atomically
 from frontier_llm.ops import working_dtype
 from frontier_llm.optim import draw_masters
 from frontier_llm.train import observers
-from frontier_llm.train.build import TrainState
+from frontier_llm.train.build import BestLoss, TrainState
 from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, RouterWatch, Saves, Skips, Watchdog, Wish, Wishes, provenance
 from frontier_llm.train.join import joined_state
@@ -203,19 +204,31 @@ class _Session:
 
     def _evaluate(self) -> bool:
         """False when a signal or STOP cut it short."""
-        if self.validation is None:
+        if not self.validation:
             return True
         with self.watchdog.section("evaluate"):
             values = evaluate(self.state, self.validation, self.config.train.eval_samples, self.wishes.stop)
         if values and self.metrics is not None:
             self.metrics.event("evaluation", self.state.current_step, values)
+        self._keep_if_best(values)
         return bool(values)
+
+    def _keep_if_best(self, losses: Mapping[str, float]) -> None:
+        """Save a step at once whose held-out loss is the lowest so far; BEST names it when it is on disk."""
+        state, name = self.state, self.config.train.keep_best
+        loss = losses.get("loss" if name == "validation" else name or "")
+        if loss is None or state.current_step == 0 or (state.best is not None and not loss < state.best.loss):
+            return
+        state.best = BestLoss(state.current_step, loss)
+        self.saves.begin(progress_of(state, self.decisions.rewinds))
 
     def _check_before_save(self, step: int) -> None:
         if self.config.guard.replica_check_interval:
             self.replicas.check(step, self.state.mesh.world)
 
     def _saved(self, step: int, path: Path) -> None:
+        if self.is_first and self.state.best is not None and self.state.best.step == step:
+            point_best(path.parent, path.name)
         if self.metrics is not None:
             self.metrics.event("save", step, {"path": str(path)})
             self.metrics.communication()  # for `status` of a run that goes on
@@ -235,8 +248,11 @@ def _checkpoints(train: TrainConfig) -> Path:
     return Path(train.run_dir) / "checkpoints"
 
 
-def _validation(state: TrainState) -> Batches | None:
-    return open_batches(state.config, state.mesh.dp.rank, state.mesh.dp.size, "validation")
+def _validation(state: TrainState) -> dict[str, Batches]:
+    """Of each held-out set by name."""
+    dp = state.mesh.dp
+    opened = {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
+    return {split: batches for split, batches in opened.items() if batches is not None}
 
 
 def _manager(config: RunConfig, state: TrainState, resume: Resume) -> CheckpointManager:

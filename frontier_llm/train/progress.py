@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from frontier_llm.checkpoint import Progress
 from frontier_llm.config import consumed
-from frontier_llm.train.build import TrainState
+from frontier_llm.train.build import BestLoss, TrainState
 
 
 def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
     """Where the run is now; `rewinds` are those of its course so far."""
+    best = {} if state.best is None else {"best": asdict(state.best)}
     samples, tokens = consumed(state.phases, state.current_step)
     return Progress(
         step=state.current_step,
@@ -20,7 +22,7 @@ def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
         loss_scale=state.scaler.scale,
         scaler_clean_steps=state.scaler.clean_steps,
         skipped_steps=state.skipped_steps,
-        policy={**state.spikes.state(), "left_out_steps": state.feed.left_out_steps, "rewinds": rewinds},
+        policy={**state.spikes.state(), "left_out_steps": state.feed.left_out_steps, "rewinds": rewinds, **best},
     )
 
 
@@ -30,4 +32,5 @@ def restore(state: TrainState, progress: Progress) -> None:
     state.optimizer.updates = progress.optimizer_updates
     state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps
     state.spikes.restore(progress.policy)
+    state.best = BestLoss(**progress.policy["best"]) if "best" in progress.policy else None
     state.feed.left_out_steps = int(progress.policy.get("left_out_steps", 0))

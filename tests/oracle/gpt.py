@@ -13,8 +13,8 @@ contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G
 and `.bias` beside each of them where the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
 
 Sources: Vaswani et al. 2017 and Radford et al. 2019 (GPT-2), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (RoPE, in the
-rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU, GeGLU), Gemma team 2024 (soft caps), Ainslie et al. 2023 (grouped queries),
-Loshchilov & Hutter 2019 (AdamW).
+rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU, GeGLU), Gemma team 2024
+(soft caps), Ainslie et al. 2023 (grouped queries).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import moe
+from tests.oracle.optimizers import Direction
 
 Params = Mapping[str, Tensor]
 Config = Mapping[str, Any]
@@ -274,14 +275,13 @@ def learning_rate(update: int, lr: float, min_lr: float, warmup: int, decay: int
     return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * (update - warmup) / (decay - warmup))) / 2
 
 
-def adamw_steps(
+def train(
     config: Config,
     params: Params,
     batches: Sequence[Tensor],
+    direction: Direction,
     *,
     rate: Callable[[int], float],
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
     documents: Sequence[Tensor | None] | None = None,
@@ -291,8 +291,6 @@ def adamw_steps(
     `rate(update)` is the learning rate of update 1, 2, …; clip_norm 0 means no clipping.
     """
     now = {name: value.detach().to(torch.float64).clone() for name, value in params.items()}
-    first = {name: torch.zeros_like(value) for name, value in now.items()}
-    second = {name: torch.zeros_like(value) for name, value in now.items()}
     losses, norms = [], []
     for update, batch in enumerate(batches, start=1):
         value, grads = gradients(config, now, batch, documents[update - 1] if documents else None)
@@ -300,12 +298,8 @@ def adamw_steps(
         norm = global_norm(grads)
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
         for name in now:
-            grad = grads[name] * scale
-            first[name] = betas[0] * first[name] + (1 - betas[0]) * grad
-            second[name] = betas[1] * second[name] + (1 - betas[1]) * grad**2
-            direction = first[name] / (1 - betas[0] ** update) / ((second[name] / (1 - betas[1] ** update)).sqrt() + eps)
             shrink = weight_decay if decays(name) else 0.0
-            now[name] = now[name] - rate(update) * (direction + shrink * now[name])
+            now[name] = now[name] - rate(update) * (direction(name, grads[name] * scale, update) + shrink * now[name])
         now |= biases
         losses.append(value)
         norms.append(norm)

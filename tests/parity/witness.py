@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 
 from tests.oracle import gpt
+from tests.oracle.optimizers import Direction, adamw
 from tests.parity.cases import STEPS, Case
 from tests.parity.compare import Run, Tensors
 from tests.parity.play import batch
 
 
-def witness(case: Case, initial: Tensors) -> Run:
-    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`."""
+def witness(case: Case, initial: Tensors, direction: Direction | None = None) -> Run:
+    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`; AdamW unless another direction is given."""
     config = case.config()
     model, optimizer = {**config.model.model_dump(), "output_z": config.train.loss_weights.get("output-z")}, config.optimizer
     params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
     batches = [tuple(map(torch.from_numpy, batch(step, config))) for step in range(STEPS)]
     documents = [ids if case.documents else None for _, ids in batches]
     _, gradients = gpt.gradients(model, params, batches[0][0], documents[0])
-    losses, norms, final = gpt.adamw_steps(
+    losses, norms, final = gpt.train(
         model,
         params,
         [tokens for tokens, _ in batches],
+        direction or adamw(optimizer.betas, optimizer.eps),
         documents=documents,
         rate=lambda update: gpt.learning_rate(update, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps),
-        betas=optimizer.betas,
-        eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
         clip_norm=optimizer.clip_norm,
     )

@@ -65,6 +65,7 @@ class Saves:
 
     def close(self, audit: bool) -> None:
         """Finish what is under way, with `audit` also reading back and pruning, and give the run directory up."""
+        self._note(self._manager.wait(audit=False))
         self._manager.close(audit)
 
     def _start(self, progress: Progress) -> None:

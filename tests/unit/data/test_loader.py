@@ -224,7 +224,7 @@ def test_indices_can_be_built_ahead(corpus: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_phase_reads_on_in_its_stream_and_another_length_reads_in_another_order(corpus: Path) -> None:
-    phases = "[{steps: 3}, {steps: 2, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 32}}]"
+    phases = "[{steps: 3}, {steps: 2, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 64}}]"
     run = build(RunConfig, {**run_config(corpus).model_dump(), "train": {"phases": yaml.safe_load(phases)}})
     plain = open_batches(run, 0, 1)
     batches = [open_phase(phase, 0, 1) for phase in phases_of(run)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, TrainConfig, load_model
+from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, TrainConfig, build, load_model
 from frontier_llm.data.loader import data_problems
 from frontier_llm.data.summary import log_datasets
 from frontier_llm.data.tokenize import tokenize
@@ -59,3 +59,13 @@ def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None
     (problem,) = data_problems(run_config(sequence_length=1201, train="synthetic", validation=source))
     assert problem.what == f"{prefix} holds 1201 tokens, less than one sequence of 1201 + 1"
     assert data_problems(run_config(sequence_length=1200, train="synthetic", validation=source)) == []
+
+
+def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix: str) -> None:
+    limited, free = DataSource(path=prefix, max_epochs=1.5), DataSource(path=prefix.replace("tokens", "./tokens"), weight=3.0)
+    run = run_config(steps=20, train=(limited, free))  # 5,120 tokens, a quarter of them from a dataset of 1,201
+    assert data_problems(run) == []
+    phases = {"phases": [{"steps": 20}, {"steps": 4, "data": {"train": [{"path": prefix}]}}], "eval_samples": 9}
+    (problem,) = data_problems(build(RunConfig, {**run.model_dump(), "train": phases}))
+    assert str(problem).startswith(f"data.train: the run goes 1.92 times through {prefix}, and its max_epochs is 1.5")
+    assert "at most 78.2% of its weight or of the steps" in problem.fix
