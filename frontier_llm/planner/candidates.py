@@ -36,6 +36,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
     "recompute": ("recompute", {name: name for name in RECOMPUTE}),
+    "recompute_every": ("recompute_every", None),
     "zero": ("sharding", BY_STAGE),
     "data_mode": ("sharding", {"zero": "optimizer", "fsdp": "weights"}),
     "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
@@ -146,6 +147,8 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
     }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
+    # a share of the layers is priced where it is asked for: the search would be more than half as long again
+    columns["recompute_every"] = np.where(columns["recompute"] == "full", fixed.get("recompute_every", 1), 1)
     columns["microbatches"] = per_replica // columns["micro_batch"]
     return columns
 
