@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.files import write_atomically
+from frontier_llm.files import write_atomically, write_durably
 from frontier_llm.units import strict_json
 
 FILE = "failure.json"
@@ -99,12 +99,21 @@ def write_failure(run_dir: Path, failure: Failure, *, complete: bool = False) ->
         if complete:
             write_atomically(path, failure.to_json() + "\n")
         else:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(failure.to_json() + "\n")
+            _write_first(path, (failure.to_json() + "\n").encode())
     except FileExistsError:
         return
     except OSError as error:
         log.warn(f"cannot write {FILE}: {error.strerror}")
+
+
+def _write_first(path: Path, content: bytes) -> None:
+    try:
+        write_durably(path, content)
+    except FileExistsError:
+        raise
+    except OSError:
+        path.unlink(missing_ok=True)  # half a record would keep the other ranks from writing theirs
+        raise
 
 
 def read_failure(run_dir: Path) -> Failure | None:

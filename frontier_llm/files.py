@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+
+class NamedFile(io.FileIO):
+    """A file whose failed writes say which it is: write(2) does not know, and whoever is to make room asks."""
+
+    def write(self, data: Any, /) -> int:
+        """See io.FileIO."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = str(self.name)
+            raise
 
 
 def write_all(descriptor: int, data: memoryview, start: int) -> None:
@@ -62,7 +76,11 @@ def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], 
     """Replace a file so that a reader sees the old or the new content, never half of it. Text is written as UTF-8.
 
     Its folder is made where it is missing; `on_written` is called between the flush and the rename. Raises OSError, naming the file.
+    What is no file of a folder, /dev/stdout or a pipe, is written as it is.
     """
+    if path.parent in (Path("/dev"), Path("/dev/fd")) or path.is_fifo():
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:

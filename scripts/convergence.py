@@ -24,6 +24,7 @@ from frontier_llm.costs.flops import model_flops_per_token
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from measured_page import write_measured
 from power_law import find_irreducible, fit_power_law
 
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")
@@ -32,7 +33,6 @@ TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 WARMUP, FINAL = 0.05, 0.1  # shares: of the steps, of the learning rate
 MICRO_BATCH = 8
 EVALUATED_SAMPLES = 2016  # a multiple of every rung's batch, so that all are evaluated on the same text
-MARK = "<!-- measured: written by scripts/convergence.py -->"
 LAYOUTS = {
     "one rank": [],
     "TP2 with sequence parallelism": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
@@ -189,15 +189,6 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_page(path: Path, text: str) -> None:
-    """Replace what stands between the page's two markers."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(MARK + "\n")
-    _, end, after = rest.partition("<!-- /measured -->")
-    if not end:
-        sys.exit(f"{path} has no place for the results: {MARK} … <!-- /measured -->")
-    path.write_text(f"{before}{MARK}\n{text}{end}{after}", encoding="utf-8")
-
-
 def apart(curve: list[float], reference: list[float]) -> dict[str, float]:
     """How far a training curve is from another, in nats: at most in the first 50 steps, at most at all, on average over the last tenth."""
     difference = np.abs(np.subtract(curve, reference))
@@ -291,7 +282,7 @@ def main() -> None:
     plot_curves({"fp32": planned["one rank"].curve, "bf16": planned["bf16"].curve}, figures / "convergence_bf16.png")
     plot_curves({name: planned[name].curve for name in LAYOUTS}, figures / "convergence_layouts.png")
     if (options.out / "convergence.md").exists():
-        write_page(options.out / "convergence.md", page(result))
+        write_measured(options.out / "convergence.md", __file__, page(result))
     print(page(result))
 
 

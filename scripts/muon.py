@@ -29,9 +29,9 @@ from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from convergence import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
+from measured_page import write_measured
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "optimizers.md"
-MARK, END = "<!-- measured: written by scripts/muon.py -->", "<!-- /measured -->"
 OPTIMIZERS, FACTORS = ("adamw", "muon"), (0.5, 1.0, 2.0)
 
 
@@ -196,8 +196,7 @@ def main() -> None:
         *convergence_lines(trained), "",
         "## Measured: the update", "", f"One thread of a shared {os.uname().machine} processor, bf16:", "", *overhead_lines(), "",
     ]  # fmt: skip
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARK + "\n")
-    PAGE.write_text(f"{before}{MARK}\n" + "\n".join(lines) + END + rest.partition(END)[2], encoding="utf-8")
+    write_measured(PAGE, __file__, "\n".join(lines))
     print("\n".join(lines))
 
 

@@ -5,6 +5,7 @@ Writes the tables of docs/schedules.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from frontier_llm.planner.search import Plan, search
 from frontier_llm.schedule import Kind, build, one_end, peak_in_flight, simulate
 from frontier_llm.units import GIB
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from measured_page import write_measured
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
-MARK, END = "<!-- measured: written by scripts/schedule_table.py -->", "<!-- /measured -->"
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 # (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in those of 1F1B
@@ -87,8 +91,7 @@ def main() -> None:
         "## On Frontier", "", "The planner's fastest layout with a pipeline for each schedule, 64 GiB per GCD. All simulated, nothing measured there:", "",
         *on_frontier(), "",
     ]  # fmt: skip
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARK + "\n")
-    PAGE.write_text(f"{before}{MARK}\n" + "\n".join(lines) + END + rest.partition(END)[2], encoding="utf-8")
+    write_measured(PAGE, __file__, "\n".join(lines))
     print("\n".join(lines))
 
 

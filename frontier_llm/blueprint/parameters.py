@@ -114,7 +114,7 @@ class Parameter:
 
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
     """A norm's weight and, for LayerNorm with norm_bias, its bias."""
-    yield Parameter(f"{name}.weight", (model.hidden,), ParameterKind.VECTOR, across, init_value=1.0)
+    yield Parameter(f"{name}.weight", (model.hidden,), ParameterKind.VECTOR, across, init_value=1.0 - model.norm_plus_one)
     if model.norm_bias:
         yield Parameter(f"{name}.bias", (model.hidden,), ParameterKind.VECTOR, across)
 
@@ -150,7 +150,9 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
         for piece, heads in (("q", A), ("k", G)):
             # one weight for all heads sees on each tensor rank only that rank's heads
             shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
-            yield Parameter(f"{name}.attention.{piece}_norm.weight", shape, ParameterKind.VECTOR, {"tp": split}, init_value=1.0)
+            yield Parameter(
+                f"{name}.attention.{piece}_norm.weight", shape, ParameterKind.VECTOR, {"tp": split}, init_value=1.0 - model.norm_plus_one
+            )
     yield from row("attention.output", (H, A * D))
     yield from norm("attention_output_norm", "post", "both")
 

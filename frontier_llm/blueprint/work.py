@@ -71,7 +71,8 @@ def block_work(
     boundary = size * T * H
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)  # inputs of the norms, and the masks of two dropouts
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
-    own += size * T * (1 + model.gated) * F / tp  # before the activation
+    # before the activation; GeGLU also keeps its gate by itself, before and behind GELU
+    own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
     if software.linear_speedup != 1:
         own += size * T * model.heads * model.dim_per_head / tp  # attention's output beside its copy in 8 bits
     checkpoint = boundary / (tp if software.checkpoints_cut else cut)
@@ -262,6 +263,9 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
         Item(Phase.F, LOSS, Keep(logits * (size if in_place else size + 4))),
         Item(Phase.W, LOSS, Keep(logits * size)),  # the head's weight gradient waits with the gradient of its logits
     ]
+    if model.logit_softcap is not None:  # division, tanh, which is kept, and product
+        items += [Item(Phase.F, LOSS, Pass(6 * size * logits, 3)), Item(Phase.I, LOSS, Pass(7 * size * logits, 3))]
+        items.append(Item(Phase.F, LOSS, Keep(size * logits)))
     if layout.tp > 1:
         statistics = STATISTICS * T * layout.tp * statistics_bytes(layout.dtype)
         items.append(Item(Phase.F, LOSS, Collective("tp", "all_gather", statistics)))

@@ -12,6 +12,7 @@ from frontier_llm.units import printable, strict_json
 
 INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
 BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
+OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
 TEXT_OPTIONS = (
     option("--text-key", default="text", metavar="NAME", help="JSON field or parquet column (default: text)"),
     option("--documents", choices=("file", "line"), default="file", help="a document is a whole text file, or each line (default: file)"),
@@ -54,7 +55,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
     option("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`"),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
     option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
-    option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs"),
+    OVERWRITE,
     option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
     JSON,
     *TEXT_OPTIONS,
@@ -77,12 +78,14 @@ def _tokenize(args: argparse.Namespace) -> int:
     option("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns"),
     BOUND,
     option("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)"),
+    OVERWRITE,
     line="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin",
 )
 def _import(args: argparse.Namespace) -> int:
     from frontier_llm.data.importing import import_tokens
 
-    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column, args.max_mib << 20)
+    bound = args.max_mib << 20
+    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column, bound, overwrite=args.overwrite)
     print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 

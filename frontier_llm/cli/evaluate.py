@@ -13,6 +13,7 @@ from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, o
 from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
+from frontier_llm.files import write_atomically
 from frontier_llm.units import printable, strict_json
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls
     }
     text = strict_json(content)
     if args.output:
-        Path(args.output).write_text(text + "\n", encoding="utf-8")
+        write_atomically(Path(args.output), text + "\n")
     if args.json:
         print(text)
         return

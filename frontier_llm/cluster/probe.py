@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.rank_env import environ, environment, node_name
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config.fields import Section
+from frontier_llm.files import write_durably
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.units import GIB
 
@@ -163,14 +165,13 @@ def _storage(directory: Path, host: str) -> tuple[str, int, float]:
     path = directory / f".doctor-{host}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.write(bytes(2**20))
-            file.flush()
-            os.fsync(file.fileno())
-        path.unlink()
+        write_durably(path, bytes(2**20))
         free = shutil.disk_usage(directory).free
     except OSError as error:
         return f"{directory}: {error.strerror}", 0, 0.0
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
     return "", free, time.monotonic() - started_s
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -235,13 +236,21 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
     return _new_group(axis.ranks, timeout_s)
 
 
-def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> Path:
-    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures."""
+def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
+    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures.
+
+    Returns where they are. A disk that fails must not hide what this rank failed of: then they are nowhere, and why.
+    """
     path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
-    mesh.ledger.dump(path, reason)
-    if dist.is_initialized():
-        # torch has two recorders: what runs on a GPU is in the first, and the second is empty there
-        recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
-        if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
-            path.with_name(path.stem + "_torch.json").write_bytes(recorded)
-    return path
+    try:
+        mesh.ledger.dump(path, reason)
+        if dist.is_initialized():
+            # torch has two recorders: what runs on a GPU is in the first, and the second is empty there
+            recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+            if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
+                path.with_name(path.stem + "_torch.json").write_bytes(recorded)
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # half of it
+        return f"nowhere ({error.strerror})"
+    return str(path)

@@ -57,10 +57,11 @@ class ModelConfig(Section):
     position: Literal["learned", "rope", "alibi"] = "rope"  # a table of vectors, rotated queries and keys, or a slope on the scores
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # of every block and before the head
     norm_eps: PositiveFloat = 1e-5  # added to the variance (rmsnorm: the mean square)
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"  # of the MLP; swiglu has a gate and so a third matrix
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "swiglu"  # of the MLP; the -glu have a gate and so a third matrix
     bias: bool = False  # of the linear layers
     qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
+    norm_plus_one: bool = False  # RMSNorm's weight is added to 1 (Gemma) (since 0.2)
     norm_placement: Literal["pre", "post", "both"] = "pre"  # of what a block takes in, of what it adds (OLMo 2), or of both (since 0.2)
     qk_norm: Literal["head", "full"] | None = None  # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo) (since 0.2)
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
@@ -68,6 +69,11 @@ class ModelConfig(Section):
     rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
     sliding_window: PositiveInt | None = None  # tokens that a query sees, itself included; None = all before it (since 0.2)
+    full_attention_every: PositiveInt | None = None  # with a window: each n-th layer sees all (Gemma 2: 2); None = none does (since 0.2)
+    score_width: PositiveInt | None = None  # scores are q·k over its root; None = head_dim (since 0.2)
+    score_softcap: PositiveFloat | None = None  # x in x tanh(score / x), attention's scores bounded softly; None = as they are (since 0.2)
+    logit_softcap: PositiveFloat | None = None  # the same of the logits (since 0.2)
+    scaled_embedding: bool = False  # token embeddings times the root of hidden (Gemma) (since 0.2)
     rope_scaling: RopeScaling | None = None  # None = rotations as trained
     alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
     init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)
@@ -90,8 +96,13 @@ class ModelConfig(Section):
 
     @property
     def gated(self) -> bool:
-        """True when the MLP has a gate and an up projection (SwiGLU)."""
-        return self.activation == "swiglu"
+        """True when the MLP has a gate and an up projection (SwiGLU, GeGLU)."""
+        return self.activation in ("swiglu", "geglu_tanh")
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a query of this layer sees, itself included; 0 = all before it."""
+        every = self.full_attention_every
+        return 0 if self.sliding_window is None or (every and (layer + 1) % every == 0) else self.sliding_window
 
     @property
     def expert_hidden(self) -> int:

@@ -36,6 +36,11 @@ def model_problems(model: ModelConfig) -> list[Problem]:
         problems += _moe_problems(model, model.moe)
     if model.norm == "rmsnorm" and model.norm_bias:
         problems.append(Problem("model.norm_bias", "rmsnorm has no bias", "set norm_bias: false or norm: layernorm"))
+    if model.norm == "layernorm" and model.norm_plus_one:
+        problems.append(Problem("model.norm_plus_one", "layernorm's weight stands alone", "set norm_plus_one: false or norm: rmsnorm"))
+    if model.full_attention_every and model.sliding_window is None:
+        what = "there is no window that the other layers would have"
+        problems.append(Problem("model.full_attention_every", what, "set sliding_window, or leave it out"))
     return problems
 
 

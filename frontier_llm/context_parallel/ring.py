@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from frontier_llm.comm import Axis, Pending, start_shift
 from frontier_llm.context_parallel.blocks import Query, queries_of
-from frontier_llm.ops import Ops, Scores, statistics_dtype
+from frontier_llm.ops import Ops, Scores, merge, statistics_dtype
 from frontier_llm.topology import held_positions
 
 
@@ -85,14 +85,3 @@ def _seen(query: Query, tokens: int, cp: Axis, source: int) -> Iterator[tuple[sl
         if keys.start < query.positions.stop:
             yield slice(first, first + len(keys)), keys
         first += len(keys)
-
-
-def merge(merged: tuple[Tensor, Tensor] | None, o_QBaD: Tensor, logsumexp_BaQ: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each: outputs weighed by their share of the sum, in fp32 (fp64)."""
-    o_QBaD = o_QBaD.to(statistics_dtype(o_QBaD.dtype))
-    if merged is None:
-        return o_QBaD, logsumexp_BaQ
-    total_BaQ = torch.logaddexp(merged[1], logsumexp_BaQ)
-    safe_BaQ = total_BaQ.masked_fill(total_BaQ == -torch.inf, 0)  # a row that has seen nothing yet: -inf - -inf is no number
-    before, now = ((part - safe_BaQ).exp().permute(2, 0, 1)[..., None] for part in (merged[1], logsumexp_BaQ))
-    return merged[0] * before + o_QBaD * now, total_BaQ

@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from frontier_llm import log
 from frontier_llm.errors import DataError
+from frontier_llm.files import write_durably
 
 HEARTBEAT_S = 5.0
 STALE_S = 60.0
@@ -60,11 +61,13 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 def held(lock: Path, purpose: str = "") -> Iterator[bool]:
     """Hold the lock file, touching it every few seconds (compiled code releases the GIL); False where somebody else holds it."""
     try:
-        with lock.open("x", encoding="utf-8") as handle:
-            handle.write(f"{socket.gethostname()} {os.getpid()} {purpose}\n")
+        write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())
     except FileExistsError:
         yield False
         return
+    except OSError:
+        lock.unlink(missing_ok=True)  # without its holder's name everybody would wait for it
+        raise
     done = threading.Event()
 
     def beat() -> None:

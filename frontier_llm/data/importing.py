@@ -6,6 +6,7 @@ again and cut where the documents really end. Megatron `.bin/.idx` needs no impo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm import log
+from frontier_llm.data.destination import made_before, sole_maker
 from frontier_llm.data.indexed import optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, find_inputs
@@ -21,7 +23,7 @@ from frontier_llm.data.mds import read_tokens
 from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError
-from frontier_llm.units import format_count
+from frontier_llm.units import format_count, strict_json
 
 BLOCK_TOKENS = 1 << 20  # read at a time; a longer document becomes several sequences
 MDS_SUFFIXES = (".mds", ".mds.zstd", ".mds.gz")
@@ -35,27 +37,38 @@ def import_tokens(
     dtype: str | None = None,
     column: str = "tokens",
     max_bytes: int = MAXIMUM_BYTES,
+    *,
+    overwrite: bool = False,
 ) -> DatasetMeta:
     """Join token files, in order, into one dataset; a document ends at the tokenizer's end-of-document id.
 
+    Nothing is done when the same files, tokenizer and options already made it.
+
     `dtype` is the type of headerless files (.npy of OLMo, .bin of nanoGPT) and of MDS `bytes` columns (None there: int64). Raises
-    DataError for missing files, unknown kinds, and any id outside the tokenizer's vocabulary, with file and offset.
+    DataError for missing files, unknown kinds, and any id outside the tokenizer's vocabulary, with file and offset; for a directory that cannot
+    be written, a dataset of other inputs at `prefix` (unless `overwrite`), and while another process is making one there.
     """
     codec = load_tokenizer(tokenizer)
     known = f"known endings: {', '.join(SUFFIXES)}; text goes through `frontier-llm data tokenize`"
     files = find_inputs(inputs, lambda path: path.name.endswith(SUFFIXES), "token", known)
-    meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
-    with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
-        unfinished = 0
-        for block in (block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)):
-            unfinished = _write(writer, block, codec.eod, unfinished)
-        if unfinished:
-            writer.end_document()
-        if not writer.token_count:
-            raise DataError("the inputs hold no tokens", where=str(prefix), fix="check the input paths")
-    # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
-    meta = DatasetMeta(codec.name, codec.digest, codec.vocab_size, codec.eod, writer.document_count, writer.token_count, text_bytes=0)
-    write_meta(prefix, meta)
+    plan = [codec.digest, dtype, column, [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]]
+    digest = hashlib.sha256(strict_json(plan).encode()).hexdigest()
+    if (before := made_before(prefix, digest, overwrite)) is not None:
+        return before
+    with sole_maker(prefix, digest, "check space and permissions, then run the same command again"):
+        meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
+        with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
+            unfinished = 0
+            for block in (block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)):
+                unfinished = _write(writer, block, codec.eod, unfinished)
+            if unfinished:
+                writer.end_document()
+            if not writer.token_count:
+                raise DataError("the inputs hold no tokens", where=str(prefix), fix="check the input paths")
+        # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
+        counts = codec.vocab_size, codec.eod, writer.document_count, writer.token_count
+        meta = DatasetMeta(codec.name, codec.digest, *counts, text_bytes=0, inputs_digest=digest)
+        write_meta(prefix, meta)
     log.info(f"{prefix}: {format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {len(files)} files")
     return meta
 

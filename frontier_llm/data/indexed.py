@@ -166,13 +166,16 @@ class IndexedDataset:
         """Tokens [start, start + count) by one pread.
 
         Unlike a page fault in the memory map it releases the GIL, so a background thread that waits for a disk does not stop the
-        training thread, and a parallel file system sees one request of the right size. Raises DataError when the file has shrunk.
+        training thread, and a parallel file system sees one request of the right size. Raises DataError when the file has shrunk or cannot be read.
         """
-        if self._file is None:
-            self._file = bin_path(self.prefix).open("rb", buffering=0)
         size = self.dtype.itemsize
         inside = 0 <= start <= start + count <= self.token_count  # else of a damaged index
-        data = os.pread(self._file.fileno(), count * size, start * size) if inside else b""
+        try:
+            if self._file is None:
+                self._file = bin_path(self.prefix).open("rb", buffering=0)
+            data = os.pread(self._file.fileno(), count * size, start * size) if inside else b""
+        except OSError as error:
+            raise _unreadable(bin_path(self.prefix), error) from error
         if not inside or len(data) != count * size:
             fix = "the file changed under the run, or its index is damaged; restore both"
             raise _damaged(bin_path(self.prefix), start * size, f"{count * size} bytes", f"{len(data)}", fix)
@@ -213,9 +216,20 @@ def _evenly(size: int, block: int) -> list[int]:
     return sorted({number * last // (DIGEST_BLOCKS - 1) * block for number in range(DIGEST_BLOCKS)}) if size else []
 
 
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot be read: {error.strerror}", where=str(path), fix="check its permissions and its disk, or restore it from a copy"
+    )
+
+
 def _require_files(prefix: str) -> None:
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not os.path.isfile(path)]
     if not missing:
+        for path in (bin_path(prefix), idx_path(prefix)):
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise _unreadable(path, error) from error
         return
     siblings = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
     near = closest(prefix, siblings)

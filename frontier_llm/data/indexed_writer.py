@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import struct
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 
 from frontier_llm.data.indexed import DTYPE_CODES, HEADER, MAGIC, READ_ONLY, SCAN_CHUNK, VERSION, IndexedDataset, bin_path, idx_path
 from frontier_llm.errors import DataError
+from frontier_llm.files import NamedFile
 
 
 class IndexedWriter:
@@ -31,11 +34,12 @@ class IndexedWriter:
         self.sequence_count = self.document_count = self.token_count = 0
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents", "modes")}
-        self._bin, self._lengths, self._documents, self._modes = (
-            self._temporary[kind].open("w+b", buffering=1 << 20) for kind in ("bin", "lengths", "documents", "modes")
-        )
+        self._bin, self._lengths, self._documents, self._modes = (self._create(kind) for kind in ("bin", "lengths", "documents", "modes"))
         self._any_mode = False
         self._documents.write(struct.pack("<q", 0))
+
+    def _create(self, kind: str) -> io.BufferedRandom:
+        return io.BufferedRandom(NamedFile(self._temporary[kind], "w+"), 1 << 20)
 
     def add_sequence(self, tokens: NDArray[Any] | list[int], learnt: bool = True) -> None:
         """Append one sequence to the document in progress. Raises DataError when a token does not fit the dtype."""
@@ -79,7 +83,7 @@ class IndexedWriter:
         """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the .bin."""
         self._bin.flush()
         os.fsync(self._bin.fileno())
-        with self._temporary["idx"].open("wb") as idx:
+        with self._create("idx") as idx:
             code = DTYPE_CODES[self.dtype.newbyteorder("=")]
             idx.write(HEADER.pack(MAGIC, VERSION, code, self.sequence_count, self.document_count + 1))
             self._lengths.seek(0)
@@ -100,12 +104,12 @@ class IndexedWriter:
         idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never stand beside a new .bin
         self._temporary["bin"].replace(bin_path(self.prefix))
         self._temporary["idx"].replace(idx_path(self.prefix))
-        self.abort()
 
     def abort(self) -> None:
         """Close and remove the temporary files."""
         for spool in (self._bin, self._lengths, self._documents, self._modes):
-            spool.close()
+            with contextlib.suppress(OSError):  # what it still holds, on a full disk: nobody wants it now
+                spool.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
@@ -113,7 +117,8 @@ class IndexedWriter:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None:
-            self.finish()
-        else:
+        try:
+            if error_type is None:
+                self.finish()
+        finally:
             self.abort()

@@ -16,6 +16,7 @@ from frontier_llm.data.meta import DatasetMeta
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from frontier_llm.errors import DataError
+from frontier_llm.files import write_atomically
 
 HELD_OUT_ONE_IN = 20  # 5 %
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -88,7 +89,7 @@ def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer
     # in an order in which any beginning is a fair sample
     texts = map(_text, sorted(train, key=lambda file: hashlib.sha256(file.name.encode()).digest()))
     model = train_sentencepiece(texts, path, vocab_size, TRAINING_BYTES)
-    record.write_text(digest, encoding="utf-8")
+    write_atomically(record, digest)
     return model
 
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.cache import held, is_alive
+from frontier_llm.data.destination import made_before, sole_maker
 from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
-from frontier_llm.data.indexed import IndexedDataset, idx_path, optimal_dtype
+from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, InputPiece, cut, find_inputs
-from frontier_llm.data.meta import DatasetMeta, meta_path, read_meta, write_meta
+from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
@@ -97,51 +97,25 @@ def tokenize(
     pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
     shards = [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
     digest = _plan_digest(shards, codec, options)
-    if idx_path(prefix).exists():
-        done = read_meta(prefix)
-        if done is not None and done.inputs_digest == digest and IndexedDataset(prefix).token_count == done.tokens:
-            log.info(f"{prefix}: already made from these inputs, {format_count(done.tokens)} tokens")
-            return done
-        if not overwrite:
-            fix = "choose another --output, or add --overwrite to replace it"
-            raise DataError("is a dataset made from other inputs, or with another tokenizer or options", where=str(prefix), fix=fix)
+    if (before := made_before(prefix, digest, overwrite)) is not None:
+        return before
     directory = Path(f"{prefix}.parts-{digest[:12]}")
     jobs = [ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options) for number, pieces in enumerate(shards)]
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(Path(f"{prefix}.lock"), digest):
-            directory.mkdir(exist_ok=True)
-            try:
-                parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
-                meta = _join(jobs, parts, str(prefix), codec, digest) if any(part.documents for part in parts) else None
-                shutil.rmtree(directory)
-            finally:
-                with contextlib.suppress(OSError):
-                    directory.rmdir()  # when no part was finished
-    except OSError as error:
-        fix = "check space and permissions, then run the same command again: finished parts are kept"
-        raise DataError(f"cannot write: {error.strerror or error}", where=str(prefix), fix=fix) from error
+    with sole_maker(prefix, digest, "check space and permissions, then run the same command again: finished parts are kept"):
+        directory.mkdir(exist_ok=True)
+        try:
+            parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
+            meta = _join(jobs, parts, str(prefix), codec, digest) if any(part.documents for part in parts) else None
+            shutil.rmtree(directory)
+        finally:
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # when no part was finished
     if meta is None:
         damaged = sum(part.damaged for part in parts)
         what = "the corpus is empty: no document in it" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
         raise DataError(what, where=str(prefix), fix="check the input paths and --text-key")
     _report(str(prefix), meta)
     return meta
-
-
-@contextlib.contextmanager
-def _alone(lock: Path, digest: str) -> Iterator[None]:
-    """Hold the prefix's lock. Raises DataError that names its living holder and whether that makes the same."""
-    while True:
-        with held(lock, digest) as mine:
-            if mine:
-                yield
-                return
-        if is_alive(lock):
-            host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
-            what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
-            raise DataError(what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output")
-        lock.unlink(missing_ok=True)
 
 
 def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:

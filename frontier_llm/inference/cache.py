@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frontier_llm.ops import Scores
+from frontier_llm.ops import Scores, softcapped
 
 
 class KeyValueCache:
@@ -34,7 +34,7 @@ class KeyValueCache:
         """Start a forward pass over tokens at these positions, consecutive in each row; each layer then calls `extend` once, in order."""
         self.is_prefill = self.is_empty  # its tokens stand at positions 0, 1, … and see only each other
         self._positions_SB, self._layer = positions_SB, 0
-        self._bias: Tensor | None = None
+        self._biases: dict[int, Tensor] = {}  # by window
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
         # rows that stand at the same positions: one block of the store; and a single token sees all that is there
@@ -53,16 +53,17 @@ class KeyValueCache:
         return keys[:, :, : self._length], values[:, :, : self._length]
 
     def bias(self, scores: Scores, dtype: torch.dtype) -> Tensor | None:
-        """What is added to a pass's scores, (B, 1 or a, S, T), made once for all of its layers; None where nothing is."""
+        """What is added to a pass's scores, (B, 1 or a, S, T), made once for all of its layers with one window; None where nothing is."""
         alibi_slopes_a, window = scores.alibi_slopes_a, scores.window or self._length
         if self._sees_all and alibi_slopes_a is None and self._length <= window:
             return None
-        if self._bias is None:
+        if window not in self._biases:
             slots_T = torch.arange(self._length, device=self._positions_SB.device)
             distance_B1ST = (self._positions_SB.T[:, :, None] - slots_T)[:, None]
             slopes = 0.0 if alibi_slopes_a is None else alibi_slopes_a[:, None, None]
-            self._bias = torch.where((distance_B1ST < 0) | (distance_B1ST >= window), -math.inf, -slopes * distance_B1ST).to(dtype)
-        return self._bias
+            forbidden_B1ST = (distance_B1ST < 0) | (distance_B1ST >= window)
+            self._biases[window] = torch.where(forbidden_B1ST, -math.inf, -slopes * distance_B1ST).to(dtype)
+        return self._biases[window]
 
 
 class RememberingAttention:
@@ -78,13 +79,17 @@ class RememberingAttention:
             assert scores.documents_BS is None
             k_BgTD, v_BgTD = self.cache.extend(k_SBgD, v_SBgD)
             if not self.cache.is_prefill:
-                return attend(q_SBaD, k_BgTD, v_BgTD, scores.scale, self.cache.bias(scores, q_SBaD.dtype))
+                return attend(q_SBaD, k_BgTD, v_BgTD, scores, self.cache.bias(scores, q_SBaD.dtype))
         return self._attention(q_SBaD, k_SBgD, v_SBgD, scores)
 
 
-def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scores: Scores, bias: Tensor | None) -> Tensor:
     """Attention of queries to all slots, with `bias` (B, 1 or a, S, T) added to the scores; o_SBaD."""
-    grouped = q_SBaD.shape[2] != k_BgTD.shape[1]
-    q_BaSD = q_SBaD.permute(1, 2, 0, 3)
-    o_BaSD = F.scaled_dot_product_attention(q_BaSD, k_BgTD, v_BgTD, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    queries, q_BaSD = q_SBaD.shape[2] // k_BgTD.shape[1], q_SBaD.permute(1, 2, 0, 3)
+    if scores.softcap:  # torch's kernel has none
+        k_BaTD, v_BaTD = (x.repeat_interleave(queries, dim=1) for x in (k_BgTD, v_BgTD))
+        capped_BaST = softcapped(scores.scale * (q_BaSD @ k_BaTD.transpose(-2, -1)), scores.softcap)
+        o_BaSD = torch.softmax(capped_BaST if bias is None else capped_BaST + bias, dim=-1) @ v_BaTD
+    else:
+        o_BaSD = F.scaled_dot_product_attention(q_BaSD, k_BgTD, v_BgTD, attn_mask=bias, scale=scores.scale, enable_gqa=queries > 1)
     return o_BaSD.permute(2, 0, 1, 3)

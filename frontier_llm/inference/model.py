@@ -84,7 +84,7 @@ def build_inference_model(
 ) -> InferenceModel:
     """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a missing op."""
     working = working_dtype(dtype)
-    needs = AttentionNeeds(window=source.model.sliding_window is not None)
+    needs = AttentionNeeds(window=source.model.sliding_window is not None, softcap=source.model.score_softcap is not None)
     selected = select_ops(ops, device.type, working, needs)
     attention = RememberingAttention(selected.attention)
     context = LayerContext(mesh.tp, False, selected.but(attention=attention), WeightGradients(), working, ep=mesh.ep, etp=plan.grid.etp)

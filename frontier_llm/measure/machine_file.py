@@ -11,6 +11,7 @@ import yaml
 
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.time import step_s
+from frontier_llm.files import write_atomically
 from frontier_llm.machine import OWN_STACK, Rates, load_machine, rates
 from frontier_llm.measure.calibration import Samples, calibrated_rates, whole_steps
 from frontier_llm.units import GIB
@@ -18,8 +19,7 @@ from frontier_llm.units import GIB
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
     """Write a table of what was measured; a list stays on one line up to 200 columns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(content, sort_keys=False, width=200), encoding="utf-8")
+    write_atomically(path, yaml.safe_dump(content, sort_keys=False, width=200))
 
 
 def write_machine(path: Path, content: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ class Experts(nn.Module):
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         assert model.moe is not None
-        self.context, self.experts, self.gated, self.approximate = context, model.moe.experts, model.gated, model.activation == "gelu_tanh"
+        self.context, self.experts, self.gated, self.activation = context, model.moe.experts, model.gated, model.activation
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
     def forward(self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, dropped_Nk: Tensor | None = None) -> Tensor:
@@ -99,7 +99,7 @@ class Experts(nn.Module):
 
     def _activation(self, x: Tensor) -> Tensor:
         ops = self.context.ops
-        return ops.swiglu(x.unflatten(-1, (2, -1))) if self.gated else ops.gelu(x, None, self.approximate)
+        return ops.gated(x.unflatten(-1, (2, -1)), self.activation) if self.gated else ops.gelu(x, None, self.activation == "gelu_tanh")
 
 
 class MixtureOfExperts(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from frontier_llm.config import ModelConfig
@@ -9,7 +11,7 @@ from frontier_llm.context_parallel import attention_core
 from frontier_llm.model.experts import MixtureOfExperts, Routed
 from frontier_llm.model.positions import Positions
 from frontier_llm.model.recompute import recompute
-from frontier_llm.ops import Scores
+from frontier_llm.ops import Scores, statistics_dtype
 from frontier_llm.tensor_parallel import ColumnLinear, Declared, LayerContext, RowLinear, norm_over_heads
 
 
@@ -18,18 +20,23 @@ class Norm(nn.Module):
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
-        self.kind, self.eps, self.ops = model.norm, model.norm_eps, context.ops
+        self.kind, self.eps, self.ops, self.plus_one = model.norm, model.norm_eps, context.ops, model.norm_plus_one
         self.weight, self.bias = declared[f"{name}.weight"], declared.get(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, H) → (…, H)."""
         if self.kind == "rmsnorm":
-            return self.ops.rms_norm(x, self.weight, self.eps)
+            return self.ops.rms_norm(x, gain(self.weight, self.plus_one), self.eps)
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual) in one pass."""
-        return self.ops.add_norm(x, residual, self.weight, self.bias, self.eps, self.kind)
+        return self.ops.add_norm(x, residual, gain(self.weight, self.plus_one), self.bias, self.eps, self.kind)
+
+
+def gain(weight: Tensor, plus_one: bool) -> Tensor:
+    """What a norm multiplies by; the sum is taken in fp32 (fp64), where a small weight is not lost beside the 1."""
+    return weight.to(statistics_dtype(weight.dtype)) + 1 if plus_one else weight
 
 
 class NoNorm(nn.Module):
@@ -50,14 +57,15 @@ class HeadNorm(nn.Module):
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
-        self.full, self.eps, self.context = model.qk_norm == "full", model.norm_eps, context
+        self.full, self.eps, self.context, self.plus_one = model.qk_norm == "full", model.norm_eps, context, model.norm_plus_one
         self.weight = declared[f"{name}.weight"]
 
     def forward(self, x_SBaD: Tensor) -> Tensor:
         """(S, B, a, D) → (S, B, a, D)."""
+        weight = gain(self.weight, self.plus_one)
         if not self.full:
-            return self.context.ops.rms_norm(x_SBaD, self.weight, self.eps)
-        return norm_over_heads(x_SBaD, self.weight, self.eps, self.context.tp)
+            return self.context.ops.rms_norm(x_SBaD, weight, self.eps)
+        return norm_over_heads(x_SBaD, weight, self.eps, self.context.tp)
 
 
 class Attention(nn.Module):
@@ -66,13 +74,16 @@ class Attention(nn.Module):
     The fused projection holds for each key/value head its Q query heads, its key, its value.
     """
 
-    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, recompute_core: bool) -> None:
+    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, layer: int, recompute_core: bool) -> None:
         super().__init__()
+        name = f"layers.{layer}.attention"
         self.ops, self.recompute_core = context.ops, recompute_core
         self.attend = attention_core(context.ops, context.cp, context.context_attention)
         self.head_dim, self.queries = model.dim_per_head, model.heads // model.num_kv_heads
         self.local_kv_heads = model.num_kv_heads // context.tp.size
-        self.scale, self.window = self.head_dim**-0.5, model.sliding_window or 0
+        self.scores = Scores(
+            (model.score_width or self.head_dim) ** -0.5, window=model.window_of(layer), softcap=model.score_softcap or 0.0
+        )
         self.qkv = ColumnLinear(context, declared, f"{name}.qkv")
         normed = model.qk_norm is not None
         self.q_norm, self.k_norm = (HeadNorm(model, context, declared, f"{name}.{one}_norm") if normed else None for one in "qk")
@@ -92,7 +103,7 @@ class Attention(nn.Module):
         if positions.rope is not None or self.queries > 1:  # q is a copy: views beside it would keep all of qkv until backward
             k_SBgD, v_SBgD = k_SBgD.contiguous(), v_SBgD.contiguous()
 
-        scores = Scores(self.scale, positions.alibi_slopes_a, positions.documents_BS, window=self.window)
+        scores = replace(self.scores, alibi_slopes_a=positions.alibi_slopes_a, documents_BS=positions.documents_BS)
 
         def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
             return self.attend(q_SBaD, k_SBgD, v_SBgD, scores)
@@ -102,19 +113,19 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """H → F → H; SwiGLU's gate and up projections are one matrix."""
+    """H → F → H; a gate and its up projection are one matrix."""
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
-        self.ops, self.gated, self.approximate = context.ops, model.gated, model.activation == "gelu_tanh"
+        self.ops, self.gated, self.activation = context.ops, model.gated, model.activation
         self.up = ColumnLinear(context, declared, f"{name}.up")
         self.down = RowLinear(context, declared, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
         """(S or s, B, H) → (S or s, B, H)."""
         if self.gated:
-            return self.down(self.ops.swiglu(self.up(x).unflatten(-1, (2, -1))))
-        return self.down(self.ops.gelu(self.up(x, add_bias=False), self.up.bias, self.approximate))
+            return self.down(self.ops.gated(self.up(x).unflatten(-1, (2, -1)), self.activation))
+        return self.down(self.ops.gelu(self.up(x, add_bias=False), self.up.bias, self.activation == "gelu_tanh"))
 
 
 class Block(nn.Module):
@@ -129,7 +140,7 @@ class Block(nn.Module):
             return Norm(model, context, declared, f"{name}.{part}") if f"{name}.{part}.weight" in declared else NoNorm()
 
         self.attention_norm, self.attention_output_norm = norm("attention_norm"), norm("attention_output_norm")
-        self.attention = Attention(model, context, declared, f"{name}.attention", recompute_core)
+        self.attention = Attention(model, context, declared, index, recompute_core)
         self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
         self.moe: MixtureOfExperts | None = None
         if model.moe is not None and index in model.routed_layers:

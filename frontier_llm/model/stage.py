@@ -18,7 +18,7 @@ from frontier_llm.model.experts import Routed, Router
 from frontier_llm.model.layers import Block, Norm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
 from frontier_llm.model.recompute import recompute
-from frontier_llm.ops import statistics_dtype
+from frontier_llm.ops import softcapped, statistics_dtype
 from frontier_llm.pipeline import StageOutput
 from frontier_llm.tensor_parallel import (
     ColumnLinear,
@@ -58,6 +58,8 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(Block(model, context, declared, index, recompute_mode == "selective") for index in spec.layers)
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
+        # rounded as the weights are, which is what Gemma's own code multiplies by
+        self._embedding_scale = float(torch.tensor(model.hidden**0.5, dtype=context.dtype)) if model.scaled_embedding else 1.0
         self.follow(model)
 
     def follow(self, model: ModelConfig) -> None:
@@ -124,9 +126,11 @@ class Stage(nn.Module):
         vocab, v = self.model.vocab_size, self.model.padded_vocab_size // self.context.tp.size
         num_rows = min(v, vocab - v * self.context.tp.rank)  # the rest is padding and never enters a logit
         if self.output_head is not None:
-            return self.output_head(self.final_norm(x), num_rows=num_rows)
-        assert self.token_embedding is not None
-        return column_linear(self.final_norm(x), self.token_embedding, self.context, num_rows=num_rows)
+            logits_SBv = self.output_head(self.final_norm(x), num_rows=num_rows)
+        else:
+            assert self.token_embedding is not None
+            logits_SBv = column_linear(self.final_norm(x), self.token_embedding, self.context, num_rows=num_rows)
+        return softcapped(logits_SBv, self.model.logit_softcap or 0.0)
 
     def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
         """-log p(target) of each token, (S, B)."""
@@ -144,6 +148,8 @@ class Stage(nn.Module):
     def _embed(self, batch: Microbatch) -> Tensor:
         assert self.token_embedding is not None and batch.tokens_SB is not None
         x = vocab_parallel_embedding(batch.tokens_SB, self.token_embedding, self.context)
+        if self.model.scaled_embedding:
+            x = x * self._embedding_scale
         if self.position_embedding is None:
             return x
         first = x.shape[0] * self.context.tp.rank if self.context.sequence_parallel else 0

@@ -3,7 +3,18 @@
 from .attention_table import AttentionShape
 from .dtypes import statistics_dtype, working_dtype
 from .providers import AttentionNeeds
-from .reference import AdamWUpdate, Ops, Scores
+from .reference import AdamWUpdate, Ops, Scores, merge, softcapped
 from .select import select_ops
 
-__all__ = ["AdamWUpdate", "AttentionNeeds", "AttentionShape", "Ops", "Scores", "select_ops", "statistics_dtype", "working_dtype"]
+__all__ = [
+    "AdamWUpdate",
+    "AttentionNeeds",
+    "AttentionShape",
+    "Ops",
+    "Scores",
+    "merge",
+    "select_ops",
+    "softcapped",
+    "statistics_dtype",
+    "working_dtype",
+]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import native, reference
+from frontier_llm.ops import native, reference, sdpa
 from frontier_llm.ops.manifest import build_command
 from frontier_llm.ops.prebuilt import kernels_of_this_gpu
 from frontier_llm.ops.reference import GROUPS, Op
@@ -31,6 +31,8 @@ class AttentionNeeds(NamedTuple):
     documents: bool = False  # masked at their boundaries
     parts: bool = False  # stretches of a sequence, with offsets and each row's log-sum-exp
     window: bool = False  # a query sees only so many positions
+    alibi: bool = False  # a penalty by distance
+    softcap: bool = False  # scores are bounded softly
 
 
 class Refusal(NamedTuple):
@@ -56,8 +58,11 @@ class Provider:
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
     build: str = ""  # what to run to get it
-    parts: bool = False  # its attention serves stretches of a sequence, which context parallelism by gather or ring needs
+    parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = (
+        None  # why stretches of a sequence (gather, ring) are not for it; None: never are
+    )
     windows: bool = True  # its attention serves sliding windows
+    softcaps: bool = False  # its attention bounds scores softly
     required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
@@ -72,8 +77,12 @@ class Provider:
         needs = needs if needs and group == "attention" else AttentionNeeds()
         if needs.window and not self.windows:
             return Refusal(f"{self.name} has no attention in a sliding window (model.sliding_window)")
-        if needs.parts and not self.parts:
+        if needs.softcap and not self.softcaps:
+            return Refusal(f"{self.name} has no soft cap of attention's scores (model.score_softcap)")
+        if needs.parts and self.parts is None:
             return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's log-sum-exp")
+        if needs.parts and self.parts and (why := self.parts(device_type, dtype, needs)):
+            return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context) here: {why}")
         missing = self.missing()
         return missing if isinstance(missing, Refusal) else Refusal(missing, self.build) if missing else None
 
@@ -96,6 +105,19 @@ def _load_cpu() -> Mapping[str, Op]:
     from frontier_llm.ops.cpu import CpuOps
 
     return functions_of(CpuOps())
+
+
+def _any_part(_device_type: str, _dtype: torch.dtype, _needs: AttentionNeeds) -> str:
+    return ""
+
+
+def _flash_parts_missing(device_type: str, dtype: torch.dtype, needs: AttentionNeeds) -> str:
+    asked = {"document masks": needs.documents, "ALiBi": needs.alibi, "a sliding window": needs.window}
+    if any(asked.values()):
+        return f"torch's flash kernels know no {' or '.join(name for name, wanted in asked.items() if wanted)}"
+    if device_type == "cpu":
+        return ""
+    return sdpa.blocks_missing() if dtype in HALVES else f"torch's flash kernels have no {str(dtype).removeprefix('torch.')} on a GPU"
 
 
 def _triton_missing() -> str | Refusal:
@@ -159,8 +181,10 @@ def _package_version(name: str) -> str:
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider(name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=True),
-        Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa")),
+        Provider(
+            name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=_any_part, softcaps=True
+        ),
+        Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa"), parts=_flash_parts_missing),
         Provider(
             name="cudnn",
             groups=("attention",),
@@ -177,7 +201,7 @@ PROVIDERS: dict[str, Provider] = {
             devices=CPU,
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             load=_load_cpu,
-            parts=True,
+            parts=_any_part,
             version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
             missing=native.load_cpu_library,
             build=native.BUILD_COMMAND,

@@ -32,6 +32,7 @@ class Scores:
     offset: int = 0
     key_documents_BK: Tensor | None = None  # None = those of the queries
     window: int = 0  # positions that a query sees, its own included; 0 = all before it
+    softcap: float = 0.0  # x in x tanh(scale * q·k / x), before anything is added; 0 = none
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,24 @@ def attention_block_backward(
         delta_BaS = (grad_BaSD * o_BaSD).sum(-1)
         ds_BaSK = scores.scale * p_BaSK * (grad_BaSD @ v_BaKD.transpose(-2, -1) - delta_BaS[..., None])
         k_BaKD = _by_head(k_KBgD, q_SBaD.shape[2], p_BaSK.dtype)
+        if scores.softcap:
+            capped_BaSK = softcapped(scores.scale * (q_BaSD @ k_BaKD.transpose(-2, -1)), scores.softcap)
+            ds_BaSK *= 1 - (capped_BaSK / scores.softcap).square()
         grad_q_BaSD, grad_k_BaKD, grad_v_BaKD = ds_BaSK @ k_BaKD, ds_BaSK.transpose(-2, -1) @ q_BaSD, p_BaSK.transpose(-2, -1) @ grad_BaSD
         kv_heads = k_KBgD.shape[2]
         grad_k, grad_v = (x.unflatten(1, (kv_heads, -1)).sum(2).permute(2, 0, 1, 3) for x in (grad_k_BaKD, grad_v_BaKD))
         return grad_q_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype), grad_k.to(k_KBgD.dtype), grad_v.to(v_KBgD.dtype)
+
+
+def merge(merged: tuple[Tensor, Tensor] | None, o_QBaD: Tensor, logsumexp_BaQ: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from attention over each: outputs weighed by their share of the sum, in fp32 (fp64)."""
+    o_QBaD = o_QBaD.to(statistics_dtype(o_QBaD.dtype))
+    if merged is None:
+        return o_QBaD, logsumexp_BaQ
+    total_BaQ = torch.logaddexp(merged[1], logsumexp_BaQ)
+    safe_BaQ = total_BaQ.masked_fill(total_BaQ == -torch.inf, 0)  # a row that has seen nothing yet: -inf - -inf is no number
+    before, now = ((part - safe_BaQ).exp().permute(2, 0, 1)[..., None] for part in (merged[1], logsumexp_BaQ))
+    return merged[0] * before + o_QBaD * now, total_BaQ
 
 
 def _by_head(x_KBgD: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -114,8 +129,13 @@ def _logits(q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, scores: Scores) -> t
     """(masked scores [B, a, S, K], values [B, a, K, D]) in the type of the statistics."""
     dtype, heads = statistics_dtype(q_SBaD.dtype), q_SBaD.shape[2]
     k_BaKD, v_BaKD = _by_head(k_KBgD, heads, dtype), _by_head(v_KBgD, heads, dtype)
-    scores_BaSK = scores.scale * (q_SBaD.permute(1, 2, 0, 3).to(dtype) @ k_BaKD.transpose(-2, -1))
+    scores_BaSK = softcapped(scores.scale * (q_SBaD.permute(1, 2, 0, 3).to(dtype) @ k_BaKD.transpose(-2, -1)), scores.softcap)
     return scores_BaSK + score_bias(q_SBaD.shape[0], k_KBgD.shape[0], scores, dtype, q_SBaD.device), v_BaKD
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap): nearly x while that is small, never beyond cap (arXiv:2408.00118); x itself where cap is 0."""
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 def _probabilities(logits_BaSK: Tensor, logsumexp_BaS: Tensor) -> Tensor:
@@ -306,6 +326,13 @@ class Ops:
         if functions.keys() != {op for ops in GROUPS.values() for op in ops}:
             raise TypeError(f"a function for each op is wanted, not {sorted(functions)}")
         vars(self).update(functions)
+
+    def gated(self, x_2f: Tensor, activation: str) -> Tensor:
+        """The gate's non-linearity times the other half: swiglu, or geglu_tanh (arXiv:2002.05202), which has no kernel of its own."""
+        if activation == "swiglu":
+            return self.swiglu(x_2f)
+        gate, up = x_2f.unbind(-2)
+        return self.gelu(gate.contiguous(), None, True) * up
 
     def but(self, **functions: Op) -> Ops:
         """These ops, some of them replaced."""

@@ -1,12 +1,26 @@
-"""Attention by torch's scaled_dot_product_attention: the flash kernel on CPU, AOTriton on ROCm, flash/cuDNN on NVIDIA."""
+"""Attention by torch's scaled_dot_product_attention: the flash kernel on CPU, AOTriton on ROCm, flash/cuDNN on NVIDIA.
+
+Over stretches of a sequence by the flash kernels that are behind it, which give the log-sum-exp. They know whole rectangles of scores and the
+triangle of a square, without documents, ALiBi or windows. The blocks were compared with the reference on a CPU; no GPU has run them.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frontier_llm.errors import BackendError
+
 from .dtypes import statistics_dtype
-from .reference import Scores, score_bias
+from .reference import Scores, merge, score_bias
+
+_aten: Any = torch.ops.aten
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
@@ -29,3 +43,72 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
         enable_gqa=q_SBaD.shape[2] != k_SBgD.shape[2],
     )
     return o_BaSD.permute(2, 0, 1, 3)
+
+
+def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over one stretch of keys."""
+    merged: tuple[Tensor, Tensor] | None = None
+    for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBaD, kv_KBgD[0][keys], kv_KBgD[1][keys]))
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu if q.is_cpu else _aten._scaled_dot_product_flash_attention
+        o_BaSD, logsumexp_BaS, *_ = flash(query=q, key=k, value=v, is_causal=causal, scale=scores.scale)
+        merged = merge(merged, o_BaSD.permute(2, 0, 1, 3), logsumexp_BaS.contiguous())
+    assert merged is not None
+    return merged[0].to(q_SBaD.dtype), merged[1]
+
+
+def attention_block_backward(
+    grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one stretch of keys adds to the gradients."""
+    grad_q, (grad_k, grad_v) = torch.zeros_like(q_SBaD, dtype=statistics_dtype(q_SBaD.dtype)), map(torch.empty_like, kv_KBgD)
+    for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
+        grad, q, k, v, o = (x.permute(1, 2, 0, 3) for x in (grad_SBaD, q_SBaD, kv_KBgD[0][keys], kv_KBgD[1][keys], o_SBaD))
+        flash, options = _aten._scaled_dot_product_flash_attention_for_cpu_backward, {}
+        if not q.is_cpu:  # no cumulative lengths: one length; no dropout: the random state is not read
+            unread = torch.zeros(2, dtype=torch.int64, device=q.device)
+            options = {
+                "cum_seq_q": None,
+                "cum_seq_k": None,
+                "max_q": q.shape[2],
+                "max_k": k.shape[2],
+                "philox_seed": unread,
+                "philox_offset": unread,
+            }
+            flash = _aten._scaled_dot_product_flash_attention_backward
+        statistics = {"out": o, "logsumexp": logsumexp_BaS.contiguous()}
+        parts = flash(grad_out=grad, query=q, key=k, value=v, **statistics, dropout_p=0.0, is_causal=causal, scale=scores.scale, **options)
+        part_q, grad_k[keys], grad_v[keys] = (part.permute(2, 0, 1, 3) for part in parts)
+        grad_q += part_q
+    return grad_q.to(q_SBaD.dtype), grad_k, grad_v
+
+
+def _pieces(queries: int, keys: int, offset: int) -> Iterator[tuple[slice, bool]]:
+    """(stretch of keys, whether its square is masked), in which all scores of the queries lie. Raises BackendError for other shapes."""
+    if offset >= keys - 1:
+        yield slice(keys), False
+    elif 0 <= offset == keys - queries:
+        if offset:
+            yield slice(offset), False
+        yield slice(offset, keys), True
+    else:
+        what = f"{queries} queries from position {offset} over {keys} keys: torch's flash attention wants keys that end before or with the queries"
+        raise BackendError(what, "set ops.attention=reference")
+
+
+@cache
+def blocks_missing(device: str = "cuda") -> str:
+    """Why this GPU cannot attend to stretches ('' where it can, or is not there to be asked), learnt by attending to two equal keys.
+
+    Their log-sum-exp is ln 2. AOTriton before July 2025 (ROCm, torch before 2.8) gave logarithms to the base 2, by which a merge would be wrong.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        return ""
+    keys = torch.zeros(2, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    try:
+        logsumexp = attention_block(keys[1:], (keys, keys), Scores(1.0, offset=1))[1].item()
+    except RuntimeError as error:
+        return f"torch's flash attention does not run on this GPU: {str(error).splitlines()[0]}"
+    return (
+        "" if abs(logsumexp - math.log(2)) < 1e-3 else f"torch's flash attention says that the log-sum-exp of two zeros is {logsumexp:.4f}"
+    )

@@ -70,7 +70,8 @@ def choose(
         refusal = provider.refusal(group, device_type, dtype, needs)
         if refusal is None and provider.name == "reference" and group == "attention" and device_type == "cuda" and not allow_fallback:
             what = f"none serves what the run asks of it but the reference, which keeps whole squares of scores: {'; '.join(passed_over)}"
-            fix = "set parallel.context_attention=heads where the heads suffice, or go on without: ops.attention=reference"
+            fix = "set parallel.context_attention=heads where the heads suffice, or " if needs.parts and not needs.softcap else ""
+            fix += "go on without: ops.attention=reference"
             return Problem("ops.attention=auto", what, fix)
         if refusal is None:
             return ChosenBackend(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
@@ -92,7 +93,7 @@ def select_ops(
     """
     if config.no_jit:
         forbid_jit()
-    fallback, measurable = config.allow_fallback, attention is not None and not needs.parts and not needs.window
+    fallback, measurable = config.allow_fallback, attention is not None and not (needs.parts or needs.window or needs.softcap)
     first = {"attention": _measured_first(config.attention_table, device_type, attention)} if attention and measurable else {}
     outcomes = [
         choose(group, getattr(config, group), device_type, dtype, needs, allow_fallback=fallback, first=first.get(group, ()))

@@ -16,6 +16,7 @@ from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.layout import SHARDING
 from frontier_llm.config import available, consumed, load_model, load_run, phases_of
+from frontier_llm.files import write_atomically
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
@@ -116,9 +117,8 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
         f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / GIB:.1f} GiB on the fullest rank",
         *todo,
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140)
-    path.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
+    write_atomically(path, "".join(f"# {line}\n" for line in head) + text)
     make_plan(load_run(str(path)), outcome.nodes * machine.devices_per_node)
     local = request.run and outcome.nodes == 1
     start = f"frontier-llm train {path}" if local else submit_command(path, machine, outcome.nodes, content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from frontier_llm.files import write_atomically
 from frontier_llm.planner.search import Plan
 from frontier_llm.schedule import Kind
 from frontier_llm.units import strict_json
@@ -41,5 +42,4 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
 
 def write_chrome_trace(path: Path, plan: Plan) -> None:
     """Write the events as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(strict_json(chrome_trace(plan), indent=None), encoding="utf-8")
+    write_atomically(path, strict_json(chrome_trace(plan), indent=None))

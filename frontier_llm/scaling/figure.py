@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from frontier_llm.files import write_atomically
 from frontier_llm.pages import Chart, figures, level, line, points, table, text, write_page
 from frontier_llm.scaling.harvest import Row, as_csv, as_json
 from frontier_llm.units import format_seconds
@@ -35,10 +36,9 @@ DEVICES = "devices (GCDs on MI250X)"
 
 def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
     """scaling.csv, scaling.json and scaling.html in `directory`; returns their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"scaling.{kind}" for kind in ("csv", "json", "html")]
-    paths[0].write_text(as_csv(rows), encoding="utf-8")
-    paths[1].write_text(as_json(rows), encoding="utf-8")
+    write_atomically(paths[0], as_csv(rows))
+    write_atomically(paths[1], as_json(rows))
     cells = [[show(row) for _, show in _COLUMNS] for row in rows]
     classes = ["simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad" for row in rows]
     sources = "".join(f"<li>{text(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED)

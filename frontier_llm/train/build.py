@@ -97,7 +97,13 @@ def build_state(
     model, documents = config.model, config.data.reset_at_documents
     shape = AttentionShape(model.dim_per_head, extras=documents or model.position == "alibi")
     way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
-    needs = AttentionNeeds(documents, parts=mesh.cp.size > 1 and way != "heads", window=model.sliding_window is not None)
+    needs = AttentionNeeds(
+        documents,
+        parts=mesh.cp.size > 1 and way != "heads",
+        window=model.sliding_window is not None,
+        alibi=model.position == "alibi",
+        softcap=model.score_softcap is not None,
+    )
     ops = select_ops(config.ops, device.type, dtype, needs, attention=shape)
     gradients = gradient_destination(config)
     context = LayerContext(

@@ -13,6 +13,7 @@ import yaml
 
 from frontier_llm.costs.time import step_s
 from frontier_llm.errors import FrontierError, not_installed
+from frontier_llm.files import write_atomically
 from frontier_llm.machine import load_machine, own_stack, rates
 from frontier_llm.machine.load import PLACES
 from frontier_llm.machine.rates import Rates
@@ -101,8 +102,7 @@ def write_machine(path: Path, search: Tuner) -> Path:
             content.setdefault("stacks", {}).setdefault(own_stack(machine), {})[key] = {"value": _digits(value * unit), **source}
         else:
             content.setdefault(section, {})[key] = {"value": _digits(value * unit), **source}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
+    write_atomically(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140))
     load_machine(str(path))
     return path
 

@@ -12,6 +12,7 @@ import yaml
 from frontier_llm.config import load_run
 from frontier_llm.config.load import available, merge, parse_overrides
 from frontier_llm.errors import FrontierError
+from frontier_llm.files import write_atomically
 from frontier_llm.pages import COLORS, Chart, figures, line, points, table, text, tiles, write_page
 from frontier_llm.planner.report import layout_words
 from frontier_llm.topology import make_plan
@@ -69,8 +70,7 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
         f"# {_words(search, best)}\n# measured: {best.step_s:.4g} s per step on {search.space.devices} devices, in trial {best.number} of "
         f"{len(search.trials)}; predicted {best.predicted_s:.4g} s\n"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
+    write_atomically(path, head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140))
     make_plan(load_run(str(path)), search.space.devices)
     return path
 

@@ -153,3 +153,9 @@ def test_json_for_readers_is_written_by_one_function() -> None:
     """`units.strict_json`: a NaN would make a file that no other language reads."""
     writers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "json.dump" in path.read_text(encoding="utf-8")}
     assert writers - {*OWN_JSON, *WIRE_JSON} == set()
+
+
+def test_files_for_readers_are_written_whole_or_not_at_all() -> None:
+    """`files.py`: on a full disk it names the file and leaves no half of it. What is left: build outputs, an empty probe, a failing rank's last words."""
+    writers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ".write_text(" in path.read_text(encoding="utf-8")}
+    assert writers == {"cli/checks.py", "cluster/sbatch.py", "comm/ledger.py", "ops/aot/build.py"}

@@ -28,7 +28,7 @@ from frontier_llm.data.indexed import IndexedDataset, bin_path, idx_path
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import cut
 from frontier_llm.data.meta import DatasetMeta, read_meta, write_meta
-from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.data.tokenizer import load_tokenizer, train_sentencepiece
 from frontier_llm.topology import plan_problems
 from tests.attacks.fuzz import HEADERS, INDICES, MANIFESTS, OTHERS, RUN_FILES, mutate, mutate_bytes, paths, refused
 
@@ -140,12 +140,18 @@ def tokens(path: Path) -> bool:
     return not sum(block.size for block in importing._blocks(path, None, "tokens", 257, 1 << 20))
 
 
+def sentences(folder: Path) -> Path:
+    train_sentencepiece(iter(TEXTS), folder / "tokenizer.model", 300, 1 << 20)
+    return folder / "tokenizer.model"
+
+
 # by name: (makes a valid file in a folder, reads it)
 READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "config.json": (lambda folder: model(folder, "config.json"), lambda path: HuggingFaceModel(path.parent)),
     "index of a model": (lambda folder: model(folder, "model.safetensors.index.json"), lambda path: HuggingFaceModel(path.parent)),
     "safetensors": (lambda folder: model(folder, "model.safetensors"), lambda path: HuggingFaceModel(path.parent)),
     "tokenizer.json": (lambda folder: model(folder, "tokenizer.json"), lambda path: load_tokenizer(str(path.parent))),
+    "tokenizer.model": (sentences, lambda path: load_tokenizer(str(path)).encode("a few words")),
     "tokenizer_config.json": (lambda folder: model(folder, "tokenizer_config.json"), lambda path: load_tokenizer(str(path.parent))),
     "parquet": (lambda folder: table(folder / "a.parquet"), documents),
     "parquet, zstd": (lambda folder: table(folder / "a.parquet", compression="zstd", data_page_version="2.0"), documents),

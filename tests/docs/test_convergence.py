@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from scripts.measured_page import write_measured
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "convergence.json"
 
@@ -44,15 +46,15 @@ def test_curves_are_compared_and_thinned(script: ModuleType) -> None:
     assert thinned[-1][0] == 100 and thinned[0] == [1, 3.0] and len(thinned) <= 10
 
 
-def test_only_what_stands_between_the_markers_is_replaced(script: ModuleType, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{script.MARK}\nold\n<!-- /measured -->\nafter\n")
-    script.write_page(page, "new\n")
-    script.write_page(page, "newer\n")
-    assert page.read_text() == f"before\n{script.MARK}\nnewer\n<!-- /measured -->\nafter\n"
+def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:
+    page, mark = tmp_path / "page.md", "<!-- measured: written by scripts/any.py -->"
+    page.write_text(f"before\n{mark}\nold\n<!-- /measured -->\nafter\n")
+    write_measured(page, "/elsewhere/any.py", "new\n")
+    write_measured(page, "/elsewhere/any.py", "newer\n")
+    assert page.read_text() == f"before\n{mark}\nnewer\n<!-- /measured -->\nafter\n"
     page.write_text("no marker")
     with pytest.raises(SystemExit, match="no place for the results"):
-        script.write_page(page, "new\n")
+        write_measured(page, "/elsewhere/any.py", "new\n")
 
 
 def test_the_page_says_what_was_measured(script: ModuleType) -> None:

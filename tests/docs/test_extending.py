@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
@@ -16,10 +14,10 @@ from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.topology import make_plan
 from tests.docs.pages import ROOT
 from tests.harness.pool import RankPool
-from tests.oracle import gpt
+from tests.oracle.optimizers import momentum
 from tests.parity.cases import STEPS, Case
 from tests.parity.compare import differences, gather
-from tests.parity.play import Played, batch, play
+from tests.parity.play import Played, play
 from tests.parity.witness import witness
 
 TOLERANCE = 1e-11
@@ -62,23 +60,7 @@ def test_a_schedule_with_another_placement_trains_as_the_oracle(ranks: RankPool,
 def test_an_optimizer_with_one_state_trains_as_the_oracle(ranks: RankPool, extensions: Path) -> None:
     case = Case("llama", tp=2, dp=2, settings=("optimizer.name=momentum",))
     ours = gather(ranks.run(case.world_size, play_with, str(extensions), case))
-    config = case.config()
-    model, optimizer = config.model.model_dump(), config.optimizer
-    params = {name: torch.from_numpy(tensor.copy()) for name, tensor in ours.initial.items()}
-    velocity = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
-    losses = []
-    for step in range(STEPS):
-        loss, gradients = gpt.gradients(model, params, torch.from_numpy(batch(step, config)[0]))
-        clip = min(1.0, optimizer.clip_norm / (gpt.global_norm(gradients) + 1e-6))
-        lr = gpt.learning_rate(step + 1, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps)
-        for name, tensor in params.items():
-            velocity[name] = optimizer.betas[0] * velocity[name] + clip * gradients[name]
-            decay = optimizer.weight_decay if gpt.decays(name) else 0.0
-            params[name] = tensor * (1 - lr * decay) - lr * velocity[name]
-        losses.append(loss)
-    assert ours.losses[:STEPS] == pytest.approx(losses, rel=TOLERANCE)
-    for name, tensor in params.items():
-        np.testing.assert_allclose(ours.final[name], tensor.numpy(), rtol=0, atol=TOLERANCE, err_msg=name)
+    assert differences(ours, witness(case, ours.initial, momentum(case.config().optimizer.betas[0]))) == []
 
 
 def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks: RankPool, extensions: Path) -> None:

@@ -13,8 +13,8 @@ contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G
 and `.bias` beside each of them where the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
 
 Sources: Vaswani et al. 2017 and Radford et al. 2019 (GPT-2), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (RoPE, in the
-rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU), Ainslie et al. 2023 (grouped queries),
-Loshchilov & Hutter 2019 (AdamW).
+rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU, GeGLU), Gemma team 2024
+(soft caps), Ainslie et al. 2023 (grouped queries).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import moe
+from tests.oracle.optimizers import Direction
 
 Params = Mapping[str, Tensor]
 Config = Mapping[str, Any]
@@ -44,8 +45,18 @@ def _norm(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
         return x
     if config["norm"] == "layernorm":
         x = x - x.mean(-1, keepdim=True)
-    scaled = x / (x.pow(2).mean(-1, keepdim=True) + config["norm_eps"]).sqrt() * params[f"{name}.weight"]
+    scaled = x / (x.pow(2).mean(-1, keepdim=True) + config["norm_eps"]).sqrt() * _gain(params[f"{name}.weight"], config)
     return scaled + params[f"{name}.bias"] if f"{name}.bias" in params else scaled
+
+
+def _gain(weight: Tensor, config: Config) -> Tensor:
+    """What a norm multiplies by; Gemma's weights are what is added to 1."""
+    return 1 + weight if config.get("norm_plus_one") else weight
+
+
+def _bounded(x: Tensor, cap: float | None) -> Tensor:
+    """Gemma 2's soft cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -119,6 +130,8 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
     G, S = config["kv_heads"] or A, len(documents)
     weight, bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
     window = config.get("sliding_window") or S
+    if (every := config.get("full_attention_every")) and (int(name.split(".")[1]) + 1) % every == 0:
+        window = S
     allowed = torch.tensor([[i - window < j <= i and documents[j] == documents[i] for j in range(S)] for i in range(S)])
     distance = torch.tensor([[float(j - i) for j in range(S)] for i in range(S)], dtype=x_SH.dtype)
     slopes = alibi_slopes(A, config["alibi_max_bias"])
@@ -127,9 +140,9 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
         return _linear(x_SH, weight[group, slot], None if bias is None else bias[group, slot])
 
     def normed(x_SD: Tensor, piece: str, head: int) -> Tensor:
-        gamma = params.get(f"{name}.{piece}_norm.weight")
-        if gamma is None:
+        if f"{name}.{piece}_norm.weight" not in params:
             return x_SD
+        gamma = _gain(params[f"{name}.{piece}_norm.weight"], config)
         if config["qk_norm"] == "full":
             each = range(A) if piece == "q" else range(G)
             everything = [project(one // (A // G), one % (A // G)) if piece == "q" else project(one, A // G) for one in each]
@@ -146,7 +159,7 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
         group, slot = divmod(head, A // G)
         query, key = turn(normed(project(group, slot), "q", head)), turn(normed(project(group, A // G), "k", group))
         value = project(group, A // G + 1)
-        scores = query @ key.T / math.sqrt(D)
+        scores = _bounded(query @ key.T / math.sqrt(config.get("score_width") or D), config.get("score_softcap"))
         if config["position"] == "alibi":
             scores = scores + slopes[head] * distance
         heads.append(scores.masked_fill(~allowed, -math.inf).softmax(-1) @ value)
@@ -156,9 +169,9 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
 def _mlp(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
     """Two linear layers with GELU between, or SwiGLU's three."""
     weight, bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias")
-    if config["activation"] == "swiglu":
+    if config["activation"] in ("swiglu", "geglu_tanh"):
         gate, up = (_linear(x, weight[part], None if bias is None else bias[part]) for part in (0, 1))
-        hidden = gate * torch.sigmoid(gate) * up
+        hidden = (gate * torch.sigmoid(gate) if config["activation"] == "swiglu" else _gelu_tanh(gate)) * up
     else:
         hidden = {"gelu": _gelu, "gelu_tanh": _gelu_tanh}[config["activation"]](_linear(x, weight, bias))
     return _linear(hidden, params[f"{name}.down.weight"], params.get(f"{name}.down.bias"))
@@ -173,7 +186,7 @@ def logits(
     """
     documents = [0] * len(tokens_S) if documents is None else [int(d) for d in documents]
     positions = [i - documents.index(document) for i, document in enumerate(documents)]
-    x = params["embedding.token.weight"][tokens_S]
+    x = params["embedding.token.weight"][tokens_S] * (math.sqrt(config["hidden"]) if config.get("scaled_embedding") else 1)
     if config["position"] == "learned":
         x = x + params["embedding.position.weight"][positions]
     for i in range(config["layers"]):
@@ -197,7 +210,7 @@ def logits(
             routers.append(said)
     x = _norm(x, params, "final_norm", config)
     head = params["embedding.token.weight" if config["tied_embeddings"] else "head.weight"]
-    return x @ head[: config["vocab_size"]].T
+    return _bounded(x @ head[: config["vocab_size"]].T, config.get("logit_softcap"))
 
 
 def loss(
@@ -256,14 +269,13 @@ def learning_rate(update: int, lr: float, min_lr: float, warmup: int, decay: int
     return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * (update - warmup) / (decay - warmup))) / 2
 
 
-def adamw_steps(
+def train(
     config: Config,
     params: Params,
     batches: Sequence[Tensor],
+    direction: Direction,
     *,
     rate: Callable[[int], float],
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
     documents: Sequence[Tensor | None] | None = None,
@@ -274,8 +286,6 @@ def adamw_steps(
     `rate(update)` is the learning rate of update 1, 2, …; clip_norm 0 means no clipping.
     """
     now = {name: value.detach().to(torch.float64).clone() for name, value in params.items()}
-    first = {name: torch.zeros_like(value) for name, value in now.items()}
-    second = {name: torch.zeros_like(value) for name, value in now.items()}
     losses, norms = [], []
     for update, batch in enumerate(batches, start=1):
         mask = learnt[update - 1] if learnt else None
@@ -284,12 +294,8 @@ def adamw_steps(
         norm = global_norm(grads)
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
         for name in now:
-            grad = grads[name] * scale
-            first[name] = betas[0] * first[name] + (1 - betas[0]) * grad
-            second[name] = betas[1] * second[name] + (1 - betas[1]) * grad**2
-            direction = first[name] / (1 - betas[0] ** update) / ((second[name] / (1 - betas[1] ** update)).sqrt() + eps)
             shrink = weight_decay if decays(name) else 0.0
-            now[name] = now[name] - rate(update) * (direction + shrink * now[name])
+            now[name] = now[name] - rate(update) * (direction(name, grads[name] * scale, update) + shrink * now[name])
         now |= biases
         losses.append(value)
         norms.append(norm)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracle import gpt, moe
+from tests.oracle import gpt, moe, optimizers
+from tests.oracle.optimizers import adamw
 
 transformers = pytest.importorskip("transformers")
 
@@ -184,7 +185,7 @@ def test_adamw_equals_torch() -> None:
     start = {name: value.detach().clone() for name, value in ours.items()}
     batches = [tokens(), tokens().roll(1, 1), tokens().roll(2, 1)]
     rates = [0.01, 0.02, 0.005]
-    losses, norms, after = gpt.adamw_steps(config, start, batches, rate=lambda update: rates[update - 1])
+    losses, norms, after = gpt.train(config, start, batches, adamw(), rate=lambda update: rates[update - 1])
 
     leaves = {name: value.clone().requires_grad_() for name, value in start.items()}
     decayed = [name for name in leaves if gpt.decays(name)]
@@ -218,9 +219,12 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
 
 def test_the_oracle_imports_nothing_of_the_package() -> None:
     modules: set[str] = set()
-    for source in (gpt, moe):
+    for source in (gpt, moe, optimizers):
         tree = ast.parse(Path(source.__file__).read_text(encoding="utf-8"))
         modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in modules if name.startswith("frontier_llm")} == set()
-    assert modules - {"__future__", "collections", "collections.abc", "dataclasses", "math", "torch", "typing"} <= {"tests.oracle"}
+    assert modules - {"__future__", "collections", "collections.abc", "dataclasses", "math", "torch", "typing"} <= {
+        "tests.oracle",
+        "tests.oracle.optimizers",
+    }

@@ -46,7 +46,12 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
 # played by test_families.py
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "qk_norm": "full", "norm_placement": "post"},
-}
+    "gemma2": {
+        "position": "rope", "norm": "rmsnorm", "activation": "geglu_tanh", "kv_heads": 4, "head_dim": 6, "norm_placement": "both", "norm_plus_one": True,
+        "sliding_window": 5, "full_attention_every": 2, "score_width": 4, "score_softcap": 1.0, "logit_softcap": 3.0,
+        "scaled_embedding": True, "tied_embeddings": True,
+    },
+}  # fmt: skip
 
 ALL_FAMILIES = {**FAMILIES, **EXPERT_FAMILIES, **FURTHER_FAMILIES}
 

@@ -52,6 +52,12 @@ def test_every_way_of_attention(run_case: RunCase, way: str, family: str, docume
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> None:
+    case = Case("llama", cp=4, settings=(*LONGER, f"parallel.context_attention={way}", "ops.attention=sdpa"))
+    assert differences(run_case(case), run_case(Case("llama", settings=LONGER))) == []
+
+
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
 def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
     """Llama 3's is that of the family `llama`. A head of 16 dims has 8 rotations, some of which turn fast and some slowly within 8 tokens."""

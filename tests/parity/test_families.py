@@ -33,6 +33,10 @@ def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str) -> None:
 
 LAYOUTS = [
     Case("olmo2", tp=2, pp=2),
+    Case("gemma2", tp=2, pp=2, sequence_parallel=True),
+    thorough(Case("gemma2", tp=2, cp=2, pp=2, schedule="zb-h1", documents=True)),
+    thorough(Case("gemma2", cp=2, dp=2, recompute="selective", settings=("parallel.context_attention=ring",))),
+    thorough(Case("gemma2", tp=4, pp=2, schedule="interleaved", recompute="full")),
     thorough(Case("olmo2", tp=4, dp=2, sequence_parallel=True, documents=True, recompute="full")),
     thorough(Case("olmo2", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="zb-h1")),
 ]

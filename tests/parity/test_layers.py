@@ -115,10 +115,8 @@ KINDS = {
     "norm": Kind(lambda c: Norm(MODEL, c, declare(c, MODEL), "final_norm"), "sequence", "sequence"),
     "embedding": Kind(Embedding, "none", "sequence"),
     "cross-entropy": Kind(CrossEntropy, "last", "none", (S, B, V)),
-    "attention": Kind(lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), "layers.0.attention", False)), "sequence", "sequence"),
-    "attention-recomputed": Kind(
-        lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), "layers.0.attention", True)), "sequence", "sequence"
-    ),
+    "attention": Kind(lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), 0, False)), "sequence", "sequence"),
+    "attention-recomputed": Kind(lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), 0, True)), "sequence", "sequence"),
     "mlp": Kind(lambda c: Mlp(MODEL, c, declare(c, MODEL), "layers.0.mlp"), "sequence", "sequence"),
     "mlp-gelu": Kind(lambda c: Mlp(GELU, c, declare(c, GELU), "layers.0.mlp"), "sequence", "sequence"),
     "block": Kind(lambda c: Positioned(Block(MODEL, c, declare(c, MODEL), 0, False)), "sequence", "sequence"),

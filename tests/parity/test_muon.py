@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from frontier_llm.train.step import train_step
 from tests.harness.pool import RankPool
-from tests.oracle import gpt
-from tests.parity.cases import STEPS, Case
+from tests.oracle.optimizers import is_matrix, muon
+from tests.parity.cases import Case
 from tests.parity.compare import Run, Tensors, differences, gather
-from tests.parity.play import batch, build, play
+from tests.parity.play import build, play
 from tests.parity.test_own_optimizer import resume, save_and_go_on
+from tests.parity.witness import witness
 
 MUON = ("optimizer.name=muon",)
 GROUPS = (*MUON, "optimizer.heads=groups")
@@ -25,64 +23,10 @@ FEW = (*MUON, "model.layers=2")  # its eight matrices leave much of eight owners
 FEWER = (*MUON, "model.layers=1")  # and of four owners'
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """The iteration of the paper, on one matrix."""
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x = wide / (wide.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x if wide is matrix else x.T
-
-
-def pieces(name: str, tensor: Tensor, by_group: bool) -> list[Tensor]:
-    """Views of the matrices that a global tensor of the model is made of, each (rows, columns) but for leading dims of its rows."""
-    if "attention.qkv" in name:
-        q, k, v = tensor[:, :-2], tensor[:, -2], tensor[:, -1]
-        return [group[index] for group in (q, k, v) for index in range(len(tensor))] if by_group else [q, k, v]
-    if "mlp.up" in name and tensor.dim() == 3:
-        return [tensor[0], tensor[1]]
-    return [tensor]
-
-
-def is_matrix(name: str) -> bool:
-    return name.startswith("layers.") and "norm" not in name and name.endswith("weight")
-
-
 def serial_muon(case: Case, initial: Tensors) -> Run:
     """The oracle's run: Muon for matrices, AdamW for the rest."""
-    config = case.config()
-    model, optimizer = config.model.model_dump(), config.optimizer
-    now = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
-    momenta, squares = ({name: torch.zeros_like(tensor) for name, tensor in now.items()} for _ in range(2))
-    batches = [torch.from_numpy(batch(step, config)[0]) for step in range(STEPS)]
-    losses, norms, first = [], [], {}
-    (beta1, beta2), decay = optimizer.betas, optimizer.weight_decay
-    for step, tokens in enumerate(batches, start=1):
-        value, gradients = gpt.gradients(model, now, tokens)
-        first = first or {name: gradient.clone() for name, gradient in gradients.items()}
-        norm = gpt.global_norm(gradients)
-        lr = gpt.learning_rate(step, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps)
-        for name, gradient in gradients.items():
-            gradient = gradient * min(1.0, optimizer.clip_norm / (norm + 1e-6))
-            kept = now[name] * (1 - lr * decay * gpt.decays(name))
-            if is_matrix(name):
-                momenta[name] = 0.95 * momenta[name] + gradient
-                update = gradient + 0.95 * momenta[name]
-                for part in pieces(name, update, optimizer.heads == "groups"):
-                    matrix = part.reshape(-1, part.shape[-1])
-                    part.copy_((0.2 * sqrt(max(matrix.shape)) * orthogonal(matrix)).reshape(part.shape))
-                now[name] = kept - lr * update
-            else:
-                momenta[name] = beta1 * momenta[name] + (1 - beta1) * gradient
-                squares[name] = beta2 * squares[name] + (1 - beta2) * gradient**2
-                mean, square = momenta[name] / (1 - beta1**step), squares[name] / (1 - beta2**step)
-                now[name] = kept - lr * mean / (square.sqrt() + optimizer.eps)
-        losses.append(value)
-        norms.append(norm)
-    losses.append(float(gpt.loss(model, now, torch.cat(batches[:2]))))
-    as_numpy = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (first, now)]
-    return Run(losses, norms, initial, *as_numpy, drift=())
+    optimizer = case.config().optimizer
+    return witness(case, initial, muon(optimizer.betas, optimizer.eps, optimizer.heads == "groups"))
 
 
 CASES = [

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from frontier_llm.blueprint import Parameter, ParameterKind
@@ -21,10 +20,11 @@ from frontier_llm.train.guard import ReplicaCheck
 from frontier_llm.train.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
-from tests.oracle import gpt
-from tests.parity.cases import STEPS, Case
-from tests.parity.compare import Run, Tensors, differences, gather
-from tests.parity.play import Played, batch, build, play
+from tests.oracle.optimizers import momentum
+from tests.parity.cases import Case
+from tests.parity.compare import differences, gather
+from tests.parity.play import Played, build, play
+from tests.parity.witness import witness
 
 SGD = OptimizerRule("sgd-momentum", lambda parameter: ("momentum",))
 WHOLE = OptimizerRule("sgd-whole", lambda parameter: ("momentum",), whole=lambda parameter: parameter.kind is ParameterKind.MATRIX)
@@ -60,29 +60,6 @@ def play_here(rank: int, case: Case) -> Played:
     return play(rank, case)
 
 
-def serial_sgd(case: Case, initial: Tensors) -> Run:
-    """The oracle's run with the formula above."""
-    config = case.config()
-    model, optimizer = config.model.model_dump(), config.optimizer
-    now = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
-    momenta = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
-    batches = [torch.from_numpy(batch(step, config)[0]) for step in range(STEPS)]
-    losses, norms, first = [], [], {}
-    for step, tokens in enumerate(batches, start=1):
-        value, gradients = gpt.gradients(model, now, tokens)
-        first = first or gradients
-        norm = gpt.global_norm(gradients)
-        lr = gpt.learning_rate(step, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps)
-        for name, gradient in gradients.items():
-            momenta[name] = optimizer.betas[0] * momenta[name] + gradient * min(1.0, optimizer.clip_norm / (norm + 1e-6))
-            now[name] = now[name] * (1 - lr * optimizer.weight_decay * gpt.decays(name)) - lr * momenta[name]
-        losses.append(value)
-        norms.append(norm)
-    losses.append(float(gpt.loss(model, now, torch.cat(batches[:2]))))
-    as_numpy = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (first, now)]
-    return Run(losses, norms, initial, *as_numpy, drift=())
-
-
 def named(rule: OptimizerRule, *settings: str, **layout: Any) -> Case:
     return Case(settings=(f"optimizer.name={rule.name}", *settings), **{"family": "gpt", **layout})
 
@@ -99,7 +76,7 @@ def named(rule: OptimizerRule, *settings: str, **layout: Any) -> Case:
 )
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     run = gather(ranks.run(case.world_size, play_here, case))
-    assert differences(run, serial_sgd(case, run.initial)) == []
+    assert differences(run, witness(case, run.initial, momentum(case.config().optimizer.betas[0]))) == []
 
 
 def places(rank: int, case: Case) -> tuple[int, int, int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from tests.oracle import gpt
+from tests.oracle.optimizers import Direction, adamw
 from tests.parity.cases import STEPS, Case
 from tests.parity.compare import Run, Tensors
 from tests.parity.play import batch, learnt
 
 
-def witness(case: Case, initial: Tensors) -> Run:
-    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`."""
+def witness(case: Case, initial: Tensors, direction: Direction | None = None) -> Run:
+    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`; AdamW unless another direction is given."""
     config = case.config()
     model, optimizer = config.model.model_dump(), config.optimizer
     params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
@@ -19,15 +20,14 @@ def witness(case: Case, initial: Tensors) -> Run:
     documents = [ids if case.documents else None for _, ids in batches]
     masks = [learnt(tokens) if case.read_only else None for tokens, _ in batches]
     _, gradients = gpt.gradients(model, params, batches[0][0], documents[0], masks[0])
-    losses, norms, final = gpt.adamw_steps(
+    losses, norms, final = gpt.train(
         model,
         params,
         [tokens for tokens, _ in batches],
+        direction or adamw(optimizer.betas, optimizer.eps),
         documents=documents,
         learnt=masks,
         rate=lambda update: gpt.learning_rate(update, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps),
-        betas=optimizer.betas,
-        eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
         clip_norm=optimizer.clip_norm,
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontier_llm.checkpoint.huggingface.llama import ConfigJson, read_llama_like, read_mistral_with, write_llama_like
+from frontier_llm.checkpoint.huggingface.llama import ConfigJson, read_llama_like, read_windowed, write_llama_like
 from frontier_llm.config import ModelConfig, MoeConfig
 
 
 def read_mixtral(f: ConfigJson) -> dict[str, Any]:
     """Our fields of Mixtral."""
     f.fixed(router_jitter_noise=0.0)
-    return {**read_mistral_with(f, None), "moe": {"experts": f.get("num_local_experts", 8), "top_k": f.get("num_experts_per_tok", 2)}}
+    return {**read_windowed(f), "moe": {"experts": f.get("num_local_experts", 8), "top_k": f.get("num_experts_per_tok", 2)}}
 
 
 def write_mixtral(m: ModelConfig) -> dict[str, Any]:

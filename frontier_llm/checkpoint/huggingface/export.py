@@ -18,6 +18,7 @@ from frontier_llm.checkpoint.huggingface.read import CONFIG
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.files import write_durably
 from frontier_llm.units import GIB, strict_json
 
 _DTYPE_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -63,14 +64,14 @@ def export_huggingface(
         tensors = (part for rule, name, shape in ours for part in rule.cut(source.rectangle(name, (0,) * len(shape), shape)))
         files = write_sharded(working, shapes, dtype, tensors, int(shard_gib * GIB))
         config = write_config(family, model, dtype, companions.eos_token_id)
-        (working / CONFIG).write_text(strict_json(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_durably(working / CONFIG, (strict_json(config, indent=2, sort_keys=True) + "\n").encode())
         for name, content in companions.tokenizer_files.items():
             if isinstance(content, Path):
                 shutil.copyfile(content, working / name)
             else:
-                (working / name).write_text(content, encoding="utf-8")
+                write_durably(working / name, content.encode())
         card = model_card(family.architecture, model, _DTYPE_NAMES[dtype], files, companions.facts)
-        (working / "README.md").write_text(card, encoding="utf-8")
+        write_durably(working / "README.md", card.encode())
         if directory.exists():
             directory.rmdir()
         working.rename(directory)

@@ -1,6 +1,6 @@
 """The families of Hugging Face models that are the same function as one of ours, key by key; the names of their tensors are in names.py.
 
-Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, qwen3, olmo2, gpt2, gpt_neox and mpt. Whatever a configuration
+Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, qwen3, olmo2, phi3, gemma2, gpt2, gpt_neox and mpt. Whatever a configuration
 asks for that our model does not compute is refused by name; nothing is dropped silently.
 """
 
@@ -20,16 +20,21 @@ from frontier_llm.checkpoint.huggingface.experts import (
     write_olmoe,
     write_qwen3_moe,
 )
-from frontier_llm.checkpoint.huggingface.llama import ConfigJson, read_llama_like, read_mistral, write_llama_like
-from frontier_llm.checkpoint.huggingface.names import EXPERTS, GPT2, LLAMA, LLAMA_NORMED, MIXTRAL, MPT, NEOX, OLMO2, Names
+from frontier_llm.checkpoint.huggingface.llama import MISTRAL_DEFAULT_WINDOW, ConfigJson, read_llama_like, read_windowed, write_llama_like
+from frontier_llm.checkpoint.huggingface.names import EXPERTS, GEMMA2, GPT2, LLAMA, LLAMA_NORMED, MIXTRAL, MPT, NEOX, OLMO2, PHI3, Names
 from frontier_llm.config import ModelConfig
 
 # transformers' MPT takes no maximum: its slopes always end at 2^-8
 MPT_ALIBI_MAX_BIAS = 8.0
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_GEMMA2_CAPS = {"score_softcap": ("attn_logit_softcapping", 50.0), "logit_softcap": ("final_logit_softcapping", 30.0)}
 # nor does it look at expansion_ratio: its MLP is always four times as wide
 MPT_EXPANSION = 4
 # what few architectures have, as a model is without it: the others name it in `always` or `free`
-_USUAL: dict[str, Any] = {"sliding_window": None, "qk_norm": None, "norm_placement": "pre"}
+_USUAL: dict[str, Any] = {
+    "sliding_window": None, "qk_norm": None, "norm_placement": "pre", "norm_plus_one": False, "scaled_embedding": False,
+    "full_attention_every": None, "score_width": None, "score_softcap": None, "logit_softcap": None,
+}  # fmt: skip
 _THEIR_GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
@@ -110,6 +115,46 @@ def _read_qwen3(f: ConfigJson) -> dict[str, Any]:
 def _read_olmo2(f: ConfigJson) -> dict[str, Any]:
     f.fixed(attention_bias=False)
     return read_llama_like(f)
+
+
+def _read_phi3(f: ConfigJson) -> dict[str, Any]:
+    f.rope("rope_theta", "partial_rotary_factor", 1.0)  # not Llama 3.1's, nor the longrope of its long variants
+    return read_windowed(f)
+
+
+def _write_phi3(m: ModelConfig) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction}
+    return {
+        **write_llama_like(m), "rope_parameters": rope, "partial_rotary_factor": m.rope_fraction, "sliding_window": m.sliding_window,
+        "original_max_position_embeddings": m.sequence_length, "pad_token_id": None,
+    }  # fmt: skip
+
+
+def _read_gemma2(f: ConfigJson) -> dict[str, Any]:
+    f.fixed(attention_bias=False, use_bidirectional_attention=None)
+    values = read_llama_like(f, "hidden_activation", "gelu_pytorch_tanh")
+    every, kinds = 2, f.get("layer_types", None)
+    if kinds is not None:
+        every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
+        if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
+            f.refuse("layer_types", kinds, f"{_FULL} at each n-th layer and nowhere else")
+    window = f.content.get("sliding_window", 4096)
+    if every == 1 or window is None or window >= f.get("max_position_embeddings", 8192):
+        window, every = None, 0
+    # a key that is null means none, one that is not there the default
+    caps = {ours: f.content.get(theirs, default) for ours, (theirs, default) in _GEMMA2_CAPS.items()}
+    width, head_dim = f.get("query_pre_attn_scalar", 256), f.need("head_dim")
+    scores = {"score_width": None if width == head_dim else width, "sliding_window": window, "full_attention_every": every or None}
+    return {**values, **scores, **caps}
+
+
+def _write_gemma2(m: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_llama_like(m), "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        "query_pre_attn_scalar": m.score_width or m.dim_per_head, "sliding_window": m.sliding_window or m.sequence_length,
+        "layer_types": [_SLIDING if m.window_of(layer) else _FULL for layer in range(m.layers)],
+        **{theirs: getattr(m, ours) for ours, (theirs, _) in _GEMMA2_CAPS.items()},
+    }  # fmt: skip
 
 
 def _read_gpt2(f: ConfigJson) -> dict[str, Any]:
@@ -206,7 +251,7 @@ FAMILIES = (
     ),
     # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a Llama
     Family(
-        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, read_mistral,
+        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, lambda f: read_windowed(f, MISTRAL_DEFAULT_WINDOW),
         lambda m: {**write_llama_like(m), "sliding_window": m.sliding_window}, ("rotary_emb.inv_freq",), "model.", grouped=True,
         free=("sliding_window",),
     ),
@@ -219,6 +264,19 @@ FAMILIES = (
         "Olmo2ForCausalLM", "olmo2", OLMO2, {**_UNBIASED, "head_dim": None, "qk_norm": "full", "norm_placement": "post"},
         {**_LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)}, _read_olmo2, lambda m: {**write_llama_like(m), "attention_bias": False},
         ("rotary_emb.inv_freq",), "model.", grouped=True,
+    ),
+    # what has neither a window nor a fraction that does not rotate goes out as a Llama, which computes the same
+    Family(
+        "Phi3ForCausalLM", "phi3", PHI3, {**{ours: value for ours, value in _UNBIASED.items() if ours != "rope_fraction"}, "rope_scaling": None},
+        {**_LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 4096), "norm_eps": ("rms_norm_eps", 1e-5)}, _read_phi3, _write_phi3,
+        ("rotary_emb.inv_freq",), "model.", grouped=True, free=("sliding_window",),
+    ),
+    Family(
+        "Gemma2ForCausalLM", "gemma2", GEMMA2,
+        {**_UNBIASED, "activation": "geglu_tanh", "norm_placement": "both", "norm_plus_one": True, "scaled_embedding": True},
+        {**_LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 8192), "tied_embeddings": ("tie_word_embeddings", True)},
+        _read_gemma2, _write_gemma2, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        free=("sliding_window", "full_attention_every", "score_width", "score_softcap", "logit_softcap"),
     ),
     Family(
         "MixtralForCausalLM", "mixtral", MIXTRAL, _UNBIASED, _LLAMA_KEYS, read_mixtral, write_mixtral,

@@ -6,6 +6,7 @@ order without holes. Several files are listed in model.safetensors.index.json: {
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from torch import Tensor
 from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.checkpoint.shard import safetensors_head
 from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.files import NamedFile, write_durably
 from frontier_llm.packing import packed
 from frontier_llm.units import strict_json
 
@@ -122,7 +124,7 @@ def write_sharded(
     names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     stream = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
-        with (directory / name).open("wb") as file:
+        with io.BufferedWriter(NamedFile(directory / name, "w")) as file:
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             begin = 0
             for tensor in shard:
@@ -141,5 +143,5 @@ def write_sharded(
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         content = {"metadata": {"total_size": size * sum(map(prod, shapes.values()))}, "weight_map": weight_map}
-        (directory / INDEX).write_text(strict_json(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_durably(directory / INDEX, (strict_json(content, indent=2, sort_keys=True) + "\n").encode())
     return names

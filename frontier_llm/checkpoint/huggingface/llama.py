@@ -43,9 +43,9 @@ class ConfigJson(Fields):
         return _OUR_GELU.get(self.only(key, *_OUR_GELU, default=default), "gelu")
 
 
-def read_llama_like(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of everything that derives from Llama."""
-    f.only("hidden_act", "silu", default="silu")
+def read_llama_like(f: ConfigJson, activation: str = "hidden_act", function: str = "silu") -> dict[str, Any]:
+    """Our fields of everything that derives from Llama; it names its `function` under the key `activation`."""
+    f.only(activation, function, default=function)
     head_dim, usual = f.get("head_dim", None), f.get("hidden_size", 1) / f.get("num_attention_heads", 1)
     rope = f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3"))
     return {"kv_heads": f.get("num_key_value_heads", None), "head_dim": None if head_dim == usual else head_dim, **rope}
@@ -62,16 +62,8 @@ def write_llama_like(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_mistral(f: ConfigJson) -> dict[str, Any]:
-    """Llama, with a window where that cuts its attention."""
-    window = f.content.get("sliding_window", MISTRAL_DEFAULT_WINDOW)
+def read_windowed(f: ConfigJson, default_window: int | None = None) -> dict[str, Any]:
+    """Llama, with a window where that cuts its attention; `default_window` is what a configuration without the key means."""
+    window = f.content.get("sliding_window", default_window)
     narrow = window is not None and window < f.get("max_position_embeddings", 131072)
     return {**read_llama_like(f), "sliding_window": window if narrow else None}
-
-
-def read_mistral_with(f: ConfigJson, default_window: int | None) -> dict[str, Any]:
-    """Llama, if no window cuts its attention; `default_window` is what a configuration without the key means."""
-    window = f.content.get("sliding_window", default_window)
-    if window is not None and window < f.get("max_position_embeddings", 131072):
-        f.refuse("sliding_window", window, "null, or no less than max_position_embeddings")
-    return read_llama_like(f)

@@ -114,6 +114,15 @@ OLMO2 = Names({
     "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
     "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
 })  # fmt: skip
+PHI3 = Names({
+    **LLAMA.theirs, "layers.*.attention.qkv": "model.layers.*.self_attn.qkv_proj", "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj",
+}, stacked=True)  # fmt: skip
+GEMMA2 = Names({
+    **LLAMA.theirs,
+    "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
+    "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
+})  # fmt: skip
 EXPERTS = Names({
     **LLAMA_NORMED.theirs,
     "layers.*.moe.router": "model.layers.*.mlp.gate",

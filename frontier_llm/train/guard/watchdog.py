@@ -93,7 +93,7 @@ class Watchdog:
                 raise
             if time.monotonic() - self._moved_s > DUMP_AT * self._timeout_s:
                 self._write_stacks()  # the watching thread is late: on a busy or paused machine the collective may give up first
-            self._dump(str(error))
+            dump_flight_record(self._mesh, self._logs, str(error))
             self._leave(self._inquiry.explain(error))
         self._stop.set()
         self._wake.set()
@@ -117,13 +117,6 @@ class Watchdog:
             traceback.print_exc(file=self._stacks)
             self._stacks.flush()
             faulthandler.dump_traceback(file=self._stacks, all_threads=True)
-
-    def _dump(self, reason: str) -> str:
-        """Where this rank's last collectives were written; a disk that fails must not keep the process from ending."""
-        try:
-            return str(dump_flight_record(self._mesh, self._logs, reason))
-        except OSError as error:
-            return f"nowhere ({error.strerror})"
 
     def _close_stacks(self) -> None:
         with suppress(OSError):
@@ -172,7 +165,7 @@ class Watchdog:
         """Nothing has moved for too long: the suspect named, this process ended; the stacks are on disk already."""
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
         try:
-            path = self._dump(waited)
+            path = dump_flight_record(self._mesh, self._logs, waited)
             failure = self._inquiry.find(waited)
             log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{failure.describe()}")
         finally:  # whatever goes wrong here: nobody else would end this process

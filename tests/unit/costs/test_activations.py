@@ -94,9 +94,8 @@ def test_a_layer_keeps_what_the_list_says(recompute: str, micro_batch: int) -> N
     assert listed(config_of(4, recompute, micro_batch)) == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.parametrize("placement", ["post", "both"])
-def test_a_norm_keeps_its_input_wherever_it_stands(placement: str) -> None:
-    shape = {"norm_placement": placement}
+@pytest.mark.parametrize("shape", [{"norm_placement": "post"}, {"norm_placement": "both", "activation": "geglu_tanh"}], ids=str)
+def test_a_norm_keeps_its_input_wherever_it_stands_and_geglu_its_gate(shape: dict[str, object]) -> None:
     measured = (kept_bytes(config_of(4, "none", 1, **shape)) - kept_bytes(config_of(2, "none", 1, **shape))) / 2
     assert listed(config_of(4, "none", 1, **shape)) == pytest.approx(measured, rel=0.02)
 

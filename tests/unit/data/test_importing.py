@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.data import importing
+from frontier_llm.data.destination import sole_maker
 from frontier_llm.data.importing import import_tokens
-from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.indexed import IndexedDataset, idx_path
 from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import DataError
+from tests.harness.system import full_disk
 
 EOD = 256  # of `bytes`
 SHARDS = Path(__file__).parent / "mds_shards"
@@ -78,3 +81,41 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data", "import", str(tmp_path / "a.npy"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", "--dtype", "uint16"]
     assert main(words) == 0
     assert "1 documents, 2 tokens" in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        np.save(tmp_path / f"{name}.npy", np.array([7, 8, EOD] if name == "a" else [9, EOD], np.uint16))
+    meta = import_tokens([tmp_path / "a.npy"], tmp_path / "out", "bytes")
+    written = idx_path(tmp_path / "out").stat().st_mtime_ns
+    assert (
+        import_tokens([tmp_path / "a.npy"], tmp_path / "out", "bytes") == meta and idx_path(tmp_path / "out").stat().st_mtime_ns == written
+    )
+    command = ["data", "import", str(tmp_path / "b.npy"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    with pytest.raises(DataError, match=r"made from other inputs.*(?s:.*)--overwrite"):
+        import_tokens([tmp_path / "b.npy"], tmp_path / "out", "bytes")
+    assert main(command) == 2 and documents(tmp_path / "out") == [[7, 8, EOD]]
+    assert main([*command, "--overwrite"]) == 0 and documents(tmp_path / "out") == [[9, EOD]]
+
+
+def test_a_second_at_once_is_refused_by_name(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([7, EOD], np.uint16))
+    with (
+        sole_maker(tmp_path / "out", "another digest", "no fix"),
+        pytest.raises(DataError, match=rf"process {os.getpid()} on .* from other inputs"),
+    ):
+        import_tokens([tmp_path / "a.npy"], tmp_path / "out", "bytes")
+    assert not idx_path(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("documents_of", [1, 100_000], ids=["many documents", "long documents"])
+def test_a_full_disk_names_the_file_and_keeps_nothing(tmp_path: Path, documents_of: int) -> None:
+    tokens = np.full(100_000, 7, np.uint16)
+    tokens[documents_of - 1 :: documents_of] = EOD
+    np.save(tmp_path / "a.npy", tokens)
+    with full_disk(tmp_path / "small", room_kib=64, fill=False) as small:
+        with pytest.raises(
+            DataError, match=r"/small/out\.(bin|lengths|documents)\S*: cannot write: No space left on device(?s:.*)check space"
+        ):
+            import_tokens([tmp_path / "a.npy"], small / "out", "bytes")
+        assert list(small.iterdir()) == []

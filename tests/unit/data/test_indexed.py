@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from itertools import chain
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -241,3 +244,24 @@ def test_other_tokens_have_another_identity_whatever_their_lengths(tmp_path: Pat
 def test_blocks_of_a_digest_reach_from_end_to_end(size: int) -> None:
     starts = indexed._evenly(size, 1)
     assert len(starts) == min(size, 256) and (starts[0], starts[-1]) == (0, size - 1)
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    with IndexedWriter(tmp_path / "text", "uint16") as writer:
+        writer.add_document([1, 2, 3])
+    dataset, opened = IndexedDataset(tmp_path / "text"), Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.suffix == ending:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=rf"text\{ending}: cannot be read: Permission denied"):
+        IndexedDataset(tmp_path / "text")
+    monkeypatch.undo()
+    if ending == ".bin":
+        monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+        with pytest.raises(DataError, match=r"text\.bin: cannot be read: Input/output error"):
+            dataset.read(0, 3)

@@ -34,6 +34,13 @@ def test_the_cache_changes_no_token(name: str, sampling: Sampling) -> None:
     assert all(len(set(row.tokens)) > 1 for row in with_cache)  # not one token over and over
 
 
+def test_the_cache_knows_each_layers_window_and_caps_scores() -> None:
+    model = tiny("llama-tiny", sliding_window=5, full_attention_every=2, score_softcap=0.5, score_width=4)
+    with_cache = generate(model, prompts(LENGTHS), GREEDY)
+    assert with_cache == generate(model, prompts(LENGTHS), GREEDY, use_cache=False)
+    assert with_cache != generate(tiny("llama-tiny", sliding_window=5, score_softcap=0.5, score_width=4), prompts(LENGTHS), GREEDY)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_unequal_prompts_equals_each_prompt_alone(name: str) -> None:
     model = tiny(name)

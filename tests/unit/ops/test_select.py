@@ -123,20 +123,39 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
     assert (wanted if provider.parts else wanted - providers.PARTS) <= set(functions)
 
 
-def test_a_gpu_does_not_silently_fall_to_squares_of_scores(monkeypatch):
+def test_stretches_on_a_gpu_are_torchs_flash_kernels_and_never_silently_squares_of_scores(monkeypatch):
     for name in ("flash_attn", "triton"):
         monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
-    outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, AttentionNeeds(parts=True))
-    assert outcome.where == "ops.attention=auto" and "triton has no attention over part" in outcome.what and "=heads" in outcome.fix
-    assert (
-        select.choose("attention", "auto", "cuda", torch.bfloat16, AttentionNeeds(parts=True), allow_fallback=True).provider.name
-        == "reference"
-    )
+
+    def chosen(dtype=torch.bfloat16, allow_fallback=False, **masks):
+        return select.choose("attention", "auto", "cuda", dtype, AttentionNeeds(parts=True, **masks), allow_fallback=allow_fallback)
+
+    assert chosen().provider.name == "sdpa" and "triton has no attention over part" in chosen().why
+    masks = {"documents": "document masks", "alibi": "ALiBi", "window": "a sliding window"}
+    for mask, name in masks.items():
+        outcome = chosen(**{mask: True})
+        assert outcome.where == "ops.attention=auto" and f"torch's flash kernels know no {name}" in outcome.what and "=heads" in outcome.fix
+        assert chosen(allow_fallback=True, **{mask: True}).provider.name == "reference"
+    assert "no float32 on a GPU" in chosen(torch.float32).what
+    monkeypatch.setattr(sdpa, "blocks_missing", lambda: "torch's flash attention does not run on this GPU")
+    assert "does not run on this GPU" in chosen().what
+
+
+def test_softly_capped_scores_go_to_the_reference_or_are_asked_for_by_name_on_a_gpu():
+    needs = AttentionNeeds(softcap=True)
+    assert select.choose("attention", "auto", "cpu", torch.float32, needs).provider.name == "reference"
+    with pytest.raises(BackendError, match="sdpa has no soft cap of attention's scores"):
+        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, needs)
 
 
 def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
-    with pytest.raises(BackendError, match="sdpa has no attention over part of a sequence"):
-        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(parts=True))
+    with pytest.raises(BackendError, match=r"sdpa has no attention over part of a sequence .* no document masks or ALiBi"):
+        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(documents=True, parts=True, alibi=True))
+    with pytest.raises(BackendError, match="cudnn does not run on cpu"):
+        select_ops(OpsConfig(attention="cudnn"), "cpu", torch.bfloat16, AttentionNeeds(parts=True))
+    assert (
+        "gives each row's log-sum-exp" in select.choose("attention", "flash_attn", "cuda", torch.bfloat16, AttentionNeeds(parts=True)).what
+    )
     assert select_ops(OpsConfig(), "cpu", torch.float64, AttentionNeeds(parts=True)).attention_block is reference.attention_block
 
 

@@ -15,6 +15,7 @@ LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
     "original_max_position_embeddings": S // 2,
 }  # fmt: skip
+ROPE_HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 
 
 def llama(kind: str = "Llama", **over: object) -> transformers.PreTrainedModel:
@@ -50,6 +51,24 @@ def mpt(**over: object) -> transformers.PreTrainedModel:
     return transformers.MptForCausalLM(transformers.MptConfig(**values))
 
 
+def gemma2(**over: object) -> transformers.PreTrainedModel:
+    """Caps low enough to bend what a tiny model computes; three layers, of which the second sees everything.
+
+    The root of hidden, by which embeddings are scaled, is a number that float32 holds: transformers keeps it as one.
+    """
+    values = {
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 6,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }
+    over = values | {"tie_word_embeddings": True, "num_hidden_layers": 3, "attn_implementation": "eager"} | over
+    return llama("Gemma2", **over)
+
+
 def experts(kind: str, **over: object) -> transformers.PreTrainedModel:
     """Routers whose logits lie far enough apart that rounding decides nothing."""
     return llama(kind, **{"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 3} | over)
@@ -67,6 +86,20 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "qwen3": lambda: llama("Qwen3", head_dim=12),
     "olmo2": lambda: llama("Olmo2", pad_token_id=None),
     "olmo2-mha-tied": lambda: llama("Olmo2", num_key_value_heads=A, tie_word_embeddings=True, pad_token_id=None),
+    # not all of a head rotates, as in Phi-4-mini: else it would go out as a Llama or, with a window, as a Mistral
+    "phi3": lambda: llama("Phi3", rope_parameters=ROPE_HALF, pad_token_id=None, eos_token_id=None),
+    "phi3-window-tied": lambda: llama(
+        "Phi3", rope_parameters=ROPE_HALF, sliding_window=5, tie_word_embeddings=True, pad_token_id=None, eos_token_id=None
+    ),
+    "gemma2": gemma2,
+    "gemma2-untied-wide-heads": lambda: gemma2(tie_word_embeddings=False, head_dim=16, query_pre_attn_scalar=8),
+    "gemma2-without-caps": lambda: gemma2(
+        final_logit_softcapping=None,
+        attn_logit_softcapping=None,
+        num_hidden_layers=L,
+        layer_types=["full_attention"] * L,
+        query_pre_attn_scalar=144,
+    ),
     "mixtral": lambda: llama("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": lambda: experts("Qwen3Moe", norm_topk_prob=True, mlp_only_layers=[0]),
     "olmoe": lambda: experts("Olmoe", num_key_value_heads=A),

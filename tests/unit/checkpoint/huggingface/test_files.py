@@ -80,6 +80,7 @@ def test_their_shapes_need_no_memory_and_join_undoes_cut(family: Any) -> None:
         "qwen3_moe": {"qk_norm": "head", "moe": {"normalise": False, "dense_layers": 2}},
         "olmoe": {"qk_norm": "full"},
         "olmo2": {"qk_norm": "full", "norm_placement": "post"},
+        "gemma2": {"activation": "geglu_tanh", "norm_placement": "both", "norm_plus_one": True, "scaled_embedding": True},
         "dots1": {"qk_norm": "head", "moe": {"score": "sigmoid", "selection_bias": True, "shared_hidden": 192, "dense_layers": 1}},
     }
     base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(family.model_type, "moe-tiny" if family.routing is not None else "llama-tiny")
@@ -253,6 +254,9 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}}, "low_freq_factor: is missing"),
         ("llama-3.1", {"rope_parameters": {**LLAMA_3, "high_freq_factor": 1.0}}, "not above low_freq_factor"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' has no counterpart"),
+        ("olmo2", {"attention_bias": True}, "attention_bias"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("neox", {"rope_parameters": LLAMA_3}, "llama3"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),

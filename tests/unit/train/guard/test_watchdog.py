@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.comm import serial_mesh
+from frontier_llm.comm import dump_flight_record, serial_mesh
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import RankFailure
-from frontier_llm.failure import STUCK, Evidence, Failure
+from frontier_llm.failure import STUCK, Evidence, Failure, read_failure, write_failure
 from frontier_llm.train.guard.cause import Inquiry
 from frontier_llm.train.guard.watchdog import Watchdog
-from tests.harness.system import FullDisk
+from tests.harness.system import FullDisk, full_disk
 
 
 class Ended(BaseException):
@@ -79,3 +79,14 @@ def test_stacks_are_written_when_the_collective_gives_up_before_the_watching_thr
     with pytest.raises(Ended, match="1"), watchdog.guarding():
         wait_for_a_frozen_peer()
     assert "in wait_for_a_frozen_peer" in (tmp_path / "logs" / "stacks_rank_00000.txt").read_text()
+
+
+def test_a_full_disk_does_not_hide_what_a_rank_failed_of(tmp_path: Path) -> None:
+    with full_disk(tmp_path / "full") as full:
+        assert dump_flight_record(serial_mesh(), full, "boom") == "nowhere (No space left on device)"
+        write_failure(full, Failure("boom", Evidence.EXCEPTION, rank=0, host="n0", step=17, section="train"))
+        (full / "filler").unlink()
+        assert list(full.iterdir()) == []
+        write_failure(full, Failure("another rank's", Evidence.EXCEPTION, rank=1, host="n0", step=17, section="train"))
+        failure = read_failure(full)
+        assert failure is not None and failure.rank == 1

@@ -1,0 +1,57 @@
+"""Where a dataset is made: nothing that is there is lost unasked, one process at a time makes it, and what cannot be written is named."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.data.cache import held, is_alive
+from frontier_llm.data.indexed import IndexedDataset, idx_path
+from frontier_llm.data.meta import DatasetMeta, read_meta
+from frontier_llm.errors import DataError
+from frontier_llm.units import format_count
+
+
+def made_before(prefix: str | Path, digest: str, overwrite: bool) -> DatasetMeta | None:
+    """The record of the dataset that is there when it was made from the plan of that digest; None when it is to be made.
+
+    Raises DataError for a dataset of another plan, unless it may be replaced.
+    """
+    if not idx_path(prefix).exists():
+        return None
+    meta = read_meta(prefix)
+    if meta is not None and meta.inputs_digest == digest and IndexedDataset(prefix).token_count == meta.tokens:
+        log.info(f"{prefix}: already made from these inputs, {format_count(meta.tokens)} tokens")
+        return meta
+    if not overwrite:
+        fix = "choose another --output, or add --overwrite to replace it"
+        raise DataError("is a dataset made from other inputs, or with another tokenizer or options", where=str(prefix), fix=fix)
+    return None
+
+
+@contextlib.contextmanager
+def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
+    """Hold the prefix's lock. Raises DataError that names its living holder and what that makes, and for files that cannot be written, with `fix`."""
+    lock = Path(f"{prefix}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(lock, digest):
+            yield
+    except OSError as error:
+        raise DataError(f"cannot write: {error.strerror or error}", where=str(error.filename or prefix), fix=fix) from error
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, digest: str) -> Iterator[None]:
+    while True:
+        with held(lock, digest) as mine:
+            if mine:
+                yield
+                return
+        if is_alive(lock):
+            host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
+            what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
+            raise DataError(what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output")
+        lock.unlink(missing_ok=True)

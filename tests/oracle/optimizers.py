@@ -1,0 +1,97 @@
+"""The witness's optimizers: each gives the direction in which a parameter moves; `gpt.train` decays, clips and steps.
+
+Formulas: Loshchilov & Hutter 2019 (AdamW), Chen et al. 2023 (Lion), Jordan et al. 2024 and Liu et al. 2025 (Muon, with Moonlight's scale).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Direction = Callable[[str, Tensor, int], Tensor]  # (name, clipped gradient, update from 1) → what lr multiplies
+
+
+def _zeros() -> defaultdict[str, Any]:
+    return defaultdict(float)
+
+
+def adamw(betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> Direction:
+    """Of a run: keeps its moments."""
+    first, second = _zeros(), _zeros()
+
+    def direction(name: str, gradient: Tensor, update: int) -> Tensor:
+        first[name] = betas[0] * first[name] + (1 - betas[0]) * gradient
+        second[name] = betas[1] * second[name] + (1 - betas[1]) * gradient**2
+        return first[name] / (1 - betas[0] ** update) / ((second[name] / (1 - betas[1] ** update)).sqrt() + eps)
+
+    return direction
+
+
+def momentum(beta: float) -> Direction:
+    """Stochastic gradient descent as torch.optim.SGD writes it."""
+    velocity = _zeros()
+
+    def direction(name: str, gradient: Tensor, update: int) -> Tensor:
+        velocity[name] = beta * velocity[name] + gradient
+        return velocity[name]
+
+    return direction
+
+
+def lion(betas: tuple[float, float]) -> Direction:
+    """The sign of a mean."""
+    momenta = _zeros()
+
+    def direction(name: str, gradient: Tensor, update: int) -> Tensor:
+        sign = torch.sign(betas[0] * momenta[name] + (1 - betas[0]) * gradient)
+        momenta[name] = betas[1] * momenta[name] + (1 - betas[1]) * gradient
+        return sign
+
+    return direction
+
+
+def muon(betas: tuple[float, float], eps: float, by_group: bool) -> Direction:
+    """Matrices by orthogonal momentum, q, k, v and gate, up apart, `by_group` each group of heads too; the rest by AdamW."""
+    momenta, rest = _zeros(), adamw(betas, eps)
+
+    def direction(name: str, gradient: Tensor, update: int) -> Tensor:
+        if not is_matrix(name):
+            return rest(name, gradient, update)
+        momenta[name] = 0.95 * momenta[name] + gradient
+        moved = gradient + 0.95 * momenta[name]
+        for part in _pieces(name, moved, by_group):
+            matrix = part.reshape(-1, part.shape[-1])
+            part.copy_((0.2 * sqrt(max(matrix.shape)) * _orthogonal(matrix)).reshape(part.shape))
+        return moved
+
+    return direction
+
+
+def is_matrix(name: str) -> bool:
+    """What Muon turns."""
+    return name.startswith("layers.") and "norm" not in name and name.endswith("weight")
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """The iteration of the paper, on one matrix."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if wide is matrix else x.T
+
+
+def _pieces(name: str, tensor: Tensor, by_group: bool) -> list[Tensor]:
+    """Views of the matrices that a global tensor of the model is made of, each (rows, columns) but for leading dims of its rows."""
+    if "attention.qkv" in name:
+        q, k, v = tensor[:, :-2], tensor[:, -2], tensor[:, -1]
+        return [group[index] for group in (q, k, v) for index in range(len(tensor))] if by_group else [q, k, v]
+    if "mlp.up" in name and tensor.dim() == 3:
+        return [tensor[0], tensor[1]]
+    return [tensor]
