@@ -8,7 +8,7 @@ the full input, send and recv the message.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -147,15 +147,15 @@ def axis_of(replicas: str, plan: ParallelPlan) -> str:
 
 def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
     """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of experts, etp)."""
-    dtype = config.precision.dtype
-    item_bytes, wide = DTYPE_BYTES[dtype], statistics_bytes(dtype)
+    if not optimizer_rule(config.optimizer.name).gathers:
+        return
     for bucket in buckets(config, plan, pp_rank):
-        if not bucket.whole or not optimizer_rule(config.optimizer.name).gathers:
+        if not bucket.whole:
             continue
-        replicas, axis = axis_of(bucket.members[0].replicas, plan), bucket.members[0].tensor_axis
-        owners, tp = plan.grid.degree(replicas) if plan.zero else 1, plan.grid.degree(axis)
+        replicas = axis_of(bucket.members[0].replicas, plan)
+        owners = plan.grid.degree(replicas) if plan.zero else 1
         if not bucket.apart and owners > 1:
-            traffic.add(replicas, "all_gather", bucket.numel * item_bytes)
+            traffic.add(replicas, "all_gather", bucket.numel * DTYPE_BYTES[config.precision.dtype])
         size = bucket.numel // owners
         start = size * (owner % owners)
         held = [
@@ -163,19 +163,24 @@ def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: i
             for parameter, offset in zip(bucket.members, bucket.offsets, strict=True)
             if offset < start + size and start < offset + rank_numel(parameter, plan)
         ]
-        ep = plan.grid.degree("ep") if axis == "etp" else 1
-        everything = [one for parameter in held for one in matrices_of(parameter, config.optimizer.heads == "groups")]
-        cut = [one for one in everything if one.part(tp) is Part.SHORT]
-        if cut:
-            traffic.add(axis, "all_gather", sum(tp * prod(one.on_rank(tp, ep)) for one in cut) * item_bytes)
-        summed = Counter[tuple[int, int]]()
-        for one in everything:
-            if one.part(tp) is Part.LONG:
-                summed[one.short, one.long] += one.on_rank(tp, ep)[0]
-        if summed:
-            traffic.add(axis, "all_reduce", summed.total() * wide)
-        for (short, _), count in summed.items():
-            traffic.add(axis, "all_reduce", count * short**2 * item_bytes, NEWTON_SCHULZ_STEPS)
+        _matrix_traffic(config, plan, bucket.members[0].tensor_axis, held, traffic)
+
+
+def _matrix_traffic(config: RunConfig, plan: ParallelPlan, axis: str, held: Iterable[Parameter], traffic: Traffic) -> None:
+    """Of an owner's matrices: those cut along their short side are gathered, of the others norms and Gram matrices summed."""
+    tp, ep = plan.grid.degree(axis), plan.grid.degree("ep") if axis == "etp" else 1
+    item_bytes = DTYPE_BYTES[config.precision.dtype]
+    matrices = [one for parameter in held for one in matrices_of(parameter, config.optimizer.heads == "groups")]
+    if cut := [one for one in matrices if one.part(tp) is Part.SHORT]:
+        traffic.add(axis, "all_gather", sum(tp * prod(one.on_rank(tp, ep)) for one in cut) * item_bytes)
+    summed = Counter[tuple[int, int]]()
+    for one in matrices:
+        if one.part(tp) is Part.LONG:
+            summed[one.short, one.long] += one.on_rank(tp, ep)[0]
+    if summed:
+        traffic.add(axis, "all_reduce", summed.total() * statistics_bytes(config.precision.dtype))
+    for (short, _), count in summed.items():
+        traffic.add(axis, "all_reduce", count * short**2 * item_bytes, NEWTON_SCHULZ_STEPS)
 
 
 def rank_numel(parameter: Parameter, plan: ParallelPlan) -> int:

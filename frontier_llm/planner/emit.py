@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from frontier_llm.blueprint import total_parameters
-from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.layout import SHARDING
 from frontier_llm.config import available, consumed, load_model, load_run, phases_of
 from frontier_llm.files import write_atomically
@@ -70,7 +69,7 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
     }
     if layout.cp > 1:
         parallel["context"] = layout.cp
-        parallel["context_attention"] = context_way(outcome.model, layout.tp, layout.cp, layout.context_attention)
+        parallel["context_attention"] = layout.context_attention
     if layout.ep > 1:
         parallel["expert"] = layout.ep
     if layout.chunks > 1:

@@ -60,6 +60,7 @@ def layout_words(plan: Plan) -> str:
         f"TP{layout.tp}{context} PP{layout.pp}{chunks} DP{layout.dp}",
         f"EP{layout.ep} EDP{layout.edp}" if layout.ep > 1 else "",
         f"microbatch {layout.micro_batch} x {layout.microbatches}",
+        f"attention by {layout.context_attention}" if layout.cp > 1 else "",
         layout.schedule if layout.pp > 1 else "",
         "sequence parallel" if layout.sequence_parallel else "",
         f"recompute {layout.recompute}",
