@@ -17,7 +17,7 @@ all="$(scontrol show hostnames "${SLURM_JOB_NODELIST:?}" | sort)"
 # srun refuses a step that has a node which is gone; one that only drains can still work
 gone="$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail,unknown,no_respond --format=%N | sort -u)"
 here="$(comm -23 <(echo "$all") <(echo "$gone"))"
-on_every_node() { # prints the nodes on which the command has worked
+on_every_node() { # prints the nodes on which the command has worked; srun has said why the others have not, and how many may fail is asked at the end
     local nodes count
     nodes="$(paste -sd, <<<"$here")"
     count="$(wc -l <<<"$here")"

@@ -14,6 +14,7 @@ if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; the
     exit 2
 fi
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" # before the modules, whose own Python would come first on PATH
+# `|| true` here and below: grep ends with 1 where it finds nothing, which is as good
 exported="$(export -p | grep -E '^declare -x (FI|GLOO|HSA|MIOPEN|NCCL|TORCH)_' || true)"
 while read -r name; do unset "$name"; done < <(sed -E 's/^declare -x ([A-Z0-9_a-z]+).*/\1/' <<<"$exported" | grep . || true)
 set +u # Lmod reads variables that may be unset

@@ -25,8 +25,8 @@ fi
 # shellcheck disable=SC1091
 source .venv/bin/activate
 
-if ! python -c 'import torch' 2>/dev/null; then
-  echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0}" >&2
+if ! why="$(python -c 'import torch' 2>&1)"; then # the last line: a torch that is there, and lacks a library, would be asked about for long
+  echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0} (${why##*$'\n'})" >&2
   python -m pip install --quiet --disable-pip-version-check "$FRONTIER_LLM_TORCH"
 fi
 

@@ -11,7 +11,7 @@ if [[ -n "$modules" ]] && command -v module >/dev/null; then
   export LD_LIBRARY_PATH="${CRAY_LD_LIBRARY_PATH:-}:${LD_LIBRARY_PATH:-}"
 fi
 python="${PYTHON:-python}"
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.version.hip)' 2>/dev/null; then
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.version.hip)'; then
   echo "error: $python has no torch that was built for ROCm" >&2
   echo "  fix: activate the environment that has it, or set PYTHON" >&2
   exit 1

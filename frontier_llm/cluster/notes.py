@@ -43,3 +43,10 @@ def start_note(request: JobRequest) -> str:
         "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or "
         "FRONTIER_LLM_CONTAINER"
     )
+
+
+def device_note(request: JobRequest) -> str:
+    """A warning when the ranks of a site with GPUs would compute on its processors: left over from a test at home."""
+    if request.config.train.device != "cpu" or request.site.bind != "gcd":
+        return ""
+    return f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; take the key out, or set train.device=auto"

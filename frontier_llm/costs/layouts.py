@@ -33,6 +33,7 @@ class Layouts:
     microbatches: np.ndarray
     sequence_parallel: np.ndarray
     recompute: np.ndarray
+    recompute_every: np.ndarray
     sharding: np.ndarray
     axis_order: np.ndarray
     context_attention: np.ndarray
@@ -92,8 +93,17 @@ def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also
     if isinstance(layouts, Layout):
         return fold(layouts)
     codes = np.zeros(len(layouts), dtype=np.int64)
-    context = layouts.cp, layouts.context_attention
-    for column in (layouts.tp, layouts.ep, *context, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute, *also):
+    recompute = layouts.recompute, layouts.recompute_every
+    for column in (
+        layouts.tp,
+        layouts.ep,
+        layouts.cp,
+        layouts.context_attention,
+        layouts.micro_batch,
+        layouts.sequence_parallel,
+        *recompute,
+        *also,
+    ):
         values = distinct(column)
         codes = codes * len(values) + sum(index * (column == value) for index, value in enumerate(values))
     _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)

@@ -36,6 +36,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
     "recompute": ("recompute", {name: name for name in RECOMPUTE}),
+    "recompute_every": ("recompute_every", None),
     "zero": ("sharding", BY_STAGE),
     "data_mode": ("sharding", {"zero": "optimizer", "fsdp": "weights"}),
     "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
@@ -100,24 +101,28 @@ def enumerate_layouts(
     return Layouts(**columns, **shared)
 
 
-def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
-    tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
-    microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
+def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(schedule, virtual stages per rank) that a pipeline of this depth may play."""
     wanted: str | None = fixed.get("schedule")
+    most = min(model.layers // pp, MAX_CHUNKS)
     plays = [("1f1b", 1)]
     if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are one
         plays += [("gpipe", 1)]
     if pp > 1:
-        most = min(model.layers // pp, MAX_CHUNKS)
-        plays += [("zb-h1", 1), *(("interleaved", v) for v in range(2, most + 1))]
-        plays += [(name, 2) for name in V_SHAPED if most > 1]
-        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated where they are asked for
-        if wanted and wanted not in (SEARCHED, *(name for name, _ in plays)):
-            plays = [(wanted, v) for v in range(1, most + 1) if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)]
+        plays += [("zb-h1", 1), *(("interleaved", v) for v in range(2, most + 1)), *((name, 2) for name in V_SHAPED if most > 1)]
     if wanted == SEARCHED:
         plays = [(name, v) for name, v in plays if name in V_SHAPED]
-    plays = [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
+    elif wanted and pp > 1 and wanted not in (name for name, _ in plays):
+        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated where they are asked for
+        plays = [(wanted, v) for v in range(1, most + 1) if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)]
+    return [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
+
+
+def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
+    tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
+    microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
+    plays = _plays(model, pp, fixed)
     # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
     sharded = ["weights"] if pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
@@ -142,6 +147,8 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
     }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
+    # a share of the layers is priced where it is asked for: the search would be more than half as long again
+    columns["recompute_every"] = np.where(columns["recompute"] == "full", fixed.get("recompute_every", 1), 1)
     columns["microbatches"] = per_replica // columns["micro_batch"]
     return columns
 

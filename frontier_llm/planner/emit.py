@@ -84,7 +84,11 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         "parallel": parallel,
         "batch": {"global_batch": outcome.global_batch, "micro_batch": layout.micro_batch},
         **({"precision": {"gradient_wire": layout.gradient_wire}} if layout.gradient_wire != "full" else {}),
-        "train": {"run_dir": f"runs/{name}", "recompute": layout.recompute},
+        "train": {
+            "run_dir": f"runs/{name}",
+            "recompute": layout.recompute,
+            **({"recompute_every": layout.recompute_every} if layout.recompute_every > 1 else {}),
+        },
         **({"comm": {"algorithms": machine.algorithms}} if machine.algorithms and uses_hierarchical(plan, rates) else {}),
     }
 

@@ -102,9 +102,8 @@ def advice(request: submit.JobRequest) -> Iterator[str]:
     config = request.config
     checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     precision = fp16_note(config.precision, load_machine(request.site.machine).device.flushes_fp16)
-    yield from filter(
-        None, (notes.scratch_note(request), notes.quota_note(request, checkpoint_bytes), notes.start_note(request), precision)
-    )
+    others = notes.scratch_note(request), notes.start_note(request), notes.device_note(request)
+    yield from filter(None, (*others, notes.quota_note(request, checkpoint_bytes), precision))
 
 
 def admit_job(job: BatchJob) -> None:

@@ -234,12 +234,25 @@ def loss(
     return total / count
 
 
+def output_z(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None) -> Tensor:
+    """Mean squared log-sum-exp of the logits over the targets that `loss` counts."""
+    squares = []
+    for row, tokens in enumerate(tokens_BS1):
+        documents = [0] * len(tokens) if documents_BS1 is None else documents_BS1[row].tolist()
+        z = logits(config, params, tokens[:-1], documents[:-1])
+        squares += [z[i].logsumexp(-1) ** 2 for i in range(len(tokens) - 1) if documents[i] == documents[i + 1]]
+    return torch.stack(squares).mean()
+
+
 def gradients(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
-    """(loss, gradient of each parameter)."""
+    """(loss, gradient of each parameter); `config` may have a weight "output_z"."""
     leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
     routers: list[list[moe.Said]] = []
     value = loss(config, leaves, tokens_BS1, documents_BS1, routers)
-    grads = torch.autograd.grad(value + moe.losses(routers, config), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    total = value + moe.losses(routers, config)
+    if weight := config.get("output_z"):
+        total = total + weight * output_z(config, leaves, tokens_BS1, documents_BS1)
+    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return float(value.detach()), dict(zip(leaves, grads, strict=True))
 
 

@@ -224,4 +224,7 @@ def test_the_oracle_imports_nothing_of_the_package() -> None:
         modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in modules if name.startswith("frontier_llm")} == set()
-    assert modules - {"__future__", "collections", "collections.abc", "dataclasses", "math", "torch", "typing"} <= {"tests.oracle", "tests.oracle.optimizers"}
+    assert modules - {"__future__", "collections", "collections.abc", "dataclasses", "math", "torch", "typing"} <= {
+        "tests.oracle",
+        "tests.oracle.optimizers",
+    }

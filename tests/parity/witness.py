@@ -14,7 +14,7 @@ from tests.parity.play import batch
 def witness(case: Case, initial: Tensors, direction: Direction | None = None) -> Run:
     """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`; AdamW unless another direction is given."""
     config = case.config()
-    model, optimizer = config.model.model_dump(), config.optimizer
+    model, optimizer = {**config.model.model_dump(), "output_z": config.train.loss_weights.get("output-z")}, config.optimizer
     params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
     batches = [tuple(map(torch.from_numpy, batch(step, config))) for step in range(STEPS)]
     documents = [ids if case.documents else None for _, ids in batches]

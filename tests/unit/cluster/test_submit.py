@@ -145,6 +145,13 @@ def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys:
         assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
 
 
+def test_a_device_from_a_test_at_home_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    for device, noted in (("cpu", True), ("auto", False), ("cuda", False)):
+        assert main([*words, f"train.device={device}"]) == 0
+        assert ("train.device=cpu leaves the GPUs of frontier idle" in capsys.readouterr().err) is noted
+
+
 def test_a_site_from_elsewhere_travels_with_the_code(tmp_path: Path) -> None:
     site = load_site("local").model_copy(update={"name": "mine", "environment": {"A": "b"}})
     snapshot(tmp_path / "code", site)

@@ -87,6 +87,14 @@ def test_a_layer_whose_weight_gradients_wait_keeps_all_but_the_attention_core(re
     assert listed(config_of(4, "selective", 1)) == pytest.approx(measured, rel=0.02)
 
 
+def test_of_every_second_layer_recomputed_the_others_keep_everything() -> None:
+    both = [config_of(layers, "full", 1) for layers in (4, 2)]
+    both = [one.model_copy(update={"train": one.train.model_copy(update={"recompute_every": 2})}) for one in both]
+    measured = (kept_bytes(both[0]) - kept_bytes(both[1])) / 2
+    alone = [listed(config_of(4, mode, 1)) for mode in ("full", "none")]
+    assert sum(alone) / 2 == pytest.approx(measured, rel=0.02)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_a_layer_keeps_what_the_list_says(recompute: str, micro_batch: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from frontier_llm.cli.main import main
 from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, TrainConfig, build, load_model
 from frontier_llm.data.loader import data_problems
 from frontier_llm.data.summary import log_datasets
@@ -59,6 +60,26 @@ def test_data_shorter_than_a_batch_or_a_sequence_is_refused(prefix: str) -> None
     (problem,) = data_problems(run_config(sequence_length=1201, train="synthetic", validation=source))
     assert problem.what == f"{prefix} holds 1201 tokens, less than one sequence of 1201 + 1"
     assert data_problems(run_config(sequence_length=1200, train="synthetic", validation=source)) == []
+
+
+def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train --check`: what the start would say, before it."""
+    words = [
+        "train",
+        "quickstart",
+        "--check",
+        f"train.run_dir={tmp_path}/run",
+        "data.validation=null",
+        "data.tokenizer=bytes",
+        "model.sequence_length=64",
+    ]
+    assert main([*words, f"data.train=[{{path: {prefix}}}]", "train.steps=20"]) == 0
+    text = capsys.readouterr().err
+    assert f"data.train: {prefix}: 1 document, 1.2K tokens, weight 1" in text and "warning: the run goes" in text
+    assert main(["train", "bench", "--check", f"train.run_dir={tmp_path}/run"]) == 0
+    assert "data.train: synthetic: made-up tokens" in capsys.readouterr().err
+    assert main([*words, f"data.train=[{{path: {prefix}}}]", "model.sequence_length=1300"]) == 2
+    assert "less than one" in capsys.readouterr().err
 
 
 def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix: str) -> None:

@@ -1,0 +1,136 @@
+"""What a schedule holds alive and how long it idles: closed forms against its actions."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontier_llm.errors import LayoutError
+from frontier_llm.schedule import (
+    Kind,
+    ScheduleRule,
+    build,
+    peak_in_flight,
+    peak_waiting,
+    register,
+    registry,
+    rule,
+    simulate,
+    v_names,
+)
+from tests.harness.dry_run import check, in_flight, waiting
+from tests.unit.schedule.drawn import SHIPPED, UNIT, V_SHAPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_declared_peaks_are_what_the_actions_hold(name: str) -> None:
+    """Exactly, and as a bound where interleaved chunks have an incomplete last round or a V no more microbatches than stages."""
+    sizes = itertools.product(range(1, 9), (1, 2, 3, 5, 8, 13, 21), [chunks for chunks in rule(name).chunks if chunks <= 3])
+    for stages, microbatches, chunks in sizes:
+        schedule = build(name, stages, microbatches, chunks)
+        for stage in range(stages):
+            declared, counted = peak_in_flight(name, stages, chunks, microbatches, stage), in_flight(schedule, stage)
+            late, behind = peak_waiting(name, stages, chunks, microbatches, stage), waiting(schedule, stage)
+            where = (stages, microbatches, chunks, stage)
+            if (name not in V_SHAPED and chunks > 1 and microbatches % stages) or (name in V_SHAPED and microbatches <= stages):
+                assert declared >= counted, where
+            else:
+                assert (declared, late) == (counted, behind), where
+
+
+def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
+    stages, microbatches, stage = np.array([4, 8]), np.array([16, 2]), np.array([[0], [3]])
+    assert peak_in_flight("1f1b", stages, 1, microbatches, stage).tolist() == [[4, 2], [1, 2]]
+    with patch.dict(registry._RULES):
+        register("undeclared", ScheduleRule(lambda placement, microbatches, rank: [], splits_backward=True))
+        assert peak_in_flight("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
+        assert peak_waiting("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
+    shipped = subprocess.run(  # in a process of its own: other tests register schedules too
+        [sys.executable, "-c", "from frontier_llm.schedule import names; print(*names())"], capture_output=True, text=True, check=True
+    )
+    assert shipped.stdout.split() == ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb"]
+    with pytest.raises(LayoutError, match="did you mean '1f1b'"):
+        peak_in_flight("1f1", 4, 1, 8, 0)
+
+
+@given(st.integers(1, 8), st.integers(1, 24), st.floats(0.1, 3), st.floats(0.1, 6))
+def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int, forward_s: float, backward_s: float) -> None:
+    for name in ("gpipe", "1f1b"):
+        timeline = simulate(build(name, stages, microbatches), lambda _, action: forward_s if action.kind is Kind.FORWARD else backward_s)
+        assert timeline.bubble_fraction == pytest.approx((stages - 1) / microbatches)
+        assert timeline.makespan_s == pytest.approx((microbatches + stages - 1) * (forward_s + backward_s))
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4))
+def test_bubble_of_interleaved(stages: int, rounds: int, chunks: int) -> None:
+    microbatches = rounds * stages
+    timeline = simulate(build("interleaved", stages, microbatches, chunks), lambda _, action: UNIT[action.kind] / chunks)
+    assert timeline.bubble_fraction == pytest.approx((stages - 1) / (chunks * microbatches))
+
+
+@given(st.integers(2, 6), st.integers(1, 20), st.integers(2, 4))
+def test_an_incomplete_round_costs_at_most_a_full_one(stages: int, microbatches: int, chunks: int) -> None:
+    full = -(-microbatches // stages) * stages
+    ragged, whole = (simulate(build("interleaved", stages, m, chunks), lambda _, action: UNIT[action.kind]) for m in (microbatches, full))
+    assert ragged.makespan_s <= whole.makespan_s + 1e-9
+
+
+@given(st.integers(1, 8), st.integers(0, 16))
+def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
+    """(pp - 1)(F + I - W) of Qi et al., table 2; with F = I = W that is (pp - 1) / 3m, a third of 1F1B's."""
+    microbatches = stages + more
+    timeline = simulate(build("zb-h1", stages, microbatches), lambda _, action: UNIT[action.kind])
+    assert timeline.makespan_s == 3 * microbatches + (stages - 1)
+    assert timeline.bubble_fraction == pytest.approx((stages - 1) / (3 * microbatches))
+
+
+@given(st.integers(1, 8), st.integers(0, 16))
+@settings(max_examples=40)
+def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
+    """Where F = I = W: ZB-H2 idles nowhere between a rank's first and last action; ZB-V half a forward per stage, which is its ramp."""
+    deep = simulate(build("zb-h2", stages, 2 * stages + more), lambda _, action: UNIT[action.kind])
+    for rank in range(stages):
+        assert deep.end_s[rank][-1] - deep.start_s[rank][0] == deep.busy_s(rank)
+    vee = simulate(build("zb-v", stages, 2 * stages + more, 2), lambda _, action: UNIT[action.kind] / 2)
+    assert vee.makespan_s == 3 * (2 * stages + more) + (stages - 1) / 2
+
+
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(2, 4))
+@settings(max_examples=40)
+def test_bubble_of_interleaved_zero_bubble(stages: int, rounds: int, chunks: int) -> None:
+    """(pp - 1)(F + I - W) / v."""
+    timeline = simulate(build("interleaved-zb", stages, rounds * stages, chunks), lambda _, action: UNIT[action.kind] / chunks)
+    assert timeline.makespan_s == pytest.approx(3 * rounds * stages + (stages - 1) / chunks)
+
+
+@pytest.mark.parametrize(("name", "memory", "idle"), [("v-half", 1 / 2, 1 / 2), ("v-min", 1 / 3, 2 / 3), ("zb-v", 1, 1 / 6)])
+def test_v_shapes_keep_their_share_of_the_memory_and_of_the_bubble(name: str, memory: float, idle: float) -> None:
+    """Of what 1F1B has, up to a constant number of activations (Qi et al. 2024, table 1: V-Half 1/2 and 1/2, V-Min 1/3 and 2/3)."""
+    for stages in (8, 16, 24):
+        vee = simulate(build(name, stages, 4 * stages, 2), lambda _, action: UNIT[action.kind] / 2)
+        alive = [in_flight(vee.schedule, rank) / 2 for rank in range(stages)]
+        assert memory * stages <= max(alive) <= memory * stages + 3 and min(alive) >= max(alive) - 1
+        assert vee.makespan_s - 12 * stages == pytest.approx(3 * (stages - 1) * idle, abs=1)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8, 12])
+def test_every_v_has_an_order_and_its_memory(stages: int) -> None:
+    """Of a rank's activations those that its name promises, up to the turns' few."""
+    for name in v_names():
+        schedule = build(name, stages, 2 * stages + 3, 2)
+        check(schedule)
+        held = max(in_flight(schedule, rank) for rank in range(stages))
+        assert held <= 2 * stages * (1 - rule(name).idle if rule(name).idle > 1 / 6 else 1) + 6
+
+
+def test_a_v_of_unknown_distances_is_refused() -> None:
+    for name in ("v:9,9,9,9", "v:", "v:1,1", "v:1,1,1,x"):
+        with pytest.raises(LayoutError, match="is not a schedule"):
+            build(name, 4, 8, 2)
