@@ -38,10 +38,19 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
-def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Sequence[Rows] | None = None, owner: int = 0) -> Traffic:
+def step_traffic(
+    config: RunConfig,
+    plan: ParallelPlan,
+    pp_rank: int,
+    routed: Sequence[Rows] | None = None,
+    owner: int = 0,
+    *,
+    prompts: bool = False,
+) -> Traffic:
     """Everything that one rank of pipeline rank `pp_rank` moves in one training step; `owner` is its place among its replicas.
 
     `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even shares.
+    `prompts`: some tokens of the data are read and not learnt.
     """
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
@@ -49,7 +58,7 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Se
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
     update_traffic(config, plan, pp_rank, owner, traffic)
-    if config.data.reset_at_documents and plan.grid.degree(plan.grid.replicas) > 1:
+    if (config.data.reset_at_documents or prompts) and plan.grid.degree(plan.grid.replicas) > 1:
         traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:

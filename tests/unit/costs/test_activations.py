@@ -19,7 +19,7 @@ from frontier_llm.train.build import build_state
 
 
 class Source:
-    reset_at_documents, microbatches = False, 1
+    reset_at_documents, masks_targets, microbatches = False, False, 1
 
     def __init__(self, config: RunConfig) -> None:
         self.shape = (config.batch.micro_batch, config.model.sequence_length + 1)
