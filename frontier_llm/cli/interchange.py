@@ -30,7 +30,7 @@ IMPORT_OPTIONS = (
 @command(
     option("source", metavar="DIR", help="holds config.json and safetensors"),
     *IMPORT_OPTIONS,
-    line="start a run from a Hugging Face model (Llama, Mistral, Qwen 2, GPT-2, GPT-NeoX, MPT)",
+    line="start a run from a Hugging Face model (docs/huggingface.md has the families)",
     about=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
 )
 def import_hf(args: argparse.Namespace) -> int:
@@ -90,15 +90,22 @@ def _import(
     option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
     option("--shard-gib", type=float, default=5.0, metavar="N", help="size of the files (default: 5)"),
     option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first"),
+    option(
+        "--push-to-hub",
+        metavar="USER/NAME",
+        help="upload the export to this repository of the Hugging Face Hub, which is made if there is none",
+    ),
+    option("--private", action="store_true", help="with --push-to-hub: make it one that only you see"),
     line="write a checkpoint as a Hugging Face model",
     about="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, whatever layout wrote it.",
 )
 def export_hf(args: argparse.Namespace) -> int:
     """Open, verify, write."""
-    from frontier_llm.checkpoint.huggingface import Companions, export_huggingface, tokenizer_files
+    from frontier_llm.checkpoint.huggingface import Companions, HubRepository, export_huggingface, tokenizer_files
     from frontier_llm.inference.open import open_model, open_tokenizer
     from frontier_llm.ops import working_dtype
 
+    repository = HubRepository(args.push_to_hub, args.private) if args.push_to_hub else None
     opened = open_model(args.source, verified=not args.no_verify)
     companions = Companions(facts=run_facts(opened))
     if args.tokenizer != "none":
@@ -110,6 +117,8 @@ def export_hf(args: argparse.Namespace) -> int:
         companions = Companions(files, tokenizer.eod, companions.facts)
     family = export_huggingface(opened.source, args.output, working_dtype(args.dtype or opened.dtype), companions, args.shard_gib)
     print(f"{Path(args.output)}: {family.architecture}")
+    if repository is not None:
+        print(repository.upload(args.output))
     return 0
 
 

@@ -30,38 +30,48 @@ def in_steps(content: Any) -> Any:
     if not isinstance(content, Mapping) or not isinstance(train := content.get("train", {}), Mapping):
         return content
     phases = train.get("phases") or ()
-    written = [*(_value(content, *key) for key in (*_FROM_START, *_INTERVALS)), *(_get(phase, "steps") for phase in phases)]
-    if not phases and not any(isinstance(value, str) and _DURATION.fullmatch(_plain(value)) for value in written):
+    if not isinstance(phases, (list, tuple)) or not (
+        phases or any(_is_duration(_value(content, *key)) for key in (*_FROM_START, *_INTERVALS))
+    ):
         return content
     sizes = [_tokens_per_step(content, phase) for phase in phases or [{}]]
     if None in sizes:  # the schema says what is missing
         return content
-    tokens_per_step = [size for size in sizes if size is not None]
+    tokens_per_step, lengths = [size for size in sizes if size is not None], [ENDLESS]
     if phases:
-        datasets = [_value(phase, "data", "train") or _value(content, "data", "train") for phase in phases]
-        lengths = [
-            _steps(f"train.phases.{number}.steps", _get(phase, "steps"), [(ENDLESS, size)], data)
-            for number, (phase, size, data) in enumerate(zip(phases, tokens_per_step, datasets, strict=True))
-        ]
-        phases = [
+        lengths = [_phase_length(content, number, size) for number, size in enumerate(tokens_per_step)]
+        written = [
             {**phase, "steps": length} if isinstance(phase, Mapping) else phase for phase, length in zip(phases, lengths, strict=True)
         ]
-        content = _with(content, "train", "phases", phases)
+        content = _with(content, "train", "phases", written)
         if not all(isinstance(length, int) and length > 0 for length in lengths):
             return content
         if "steps" not in train:
             content = _with(content, "train", "steps", sum(lengths))
-    else:
-        lengths = [ENDLESS]
-    stretches = list(zip([*lengths[:-1], ENDLESS], tokens_per_step, strict=True))
+    return _of_run(content, list(zip([*lengths[:-1], ENDLESS], tokens_per_step, strict=True)))
+
+
+def _phase_length(content: Mapping[str, Any], number: int, tokens_per_step: int) -> Any:
+    phase = content["train"]["phases"][number]
+    data = _value(phase, "data", "train") or _value(content, "data", "train")
+    return _steps(f"train.phases.{number}.steps", _get(phase, "steps"), [(ENDLESS, tokens_per_step)], data)
+
+
+def _of_run(content: Mapping[str, Any], stretches: list[tuple[int, int]]) -> Mapping[str, Any]:
+    """Steps for what counts over the run, whose stretches are (steps, tokens per step)."""
     for section, key in _FROM_START:
         from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a place
         content = _resolved(content, section, key, _of_end(stretches, _value(content, "train", "steps")) if from_end else stretches)
     for section, key in _INTERVALS:
-        if len(set(tokens_per_step)) > 1 and isinstance(value := _value(content, section, key), str) and "step" not in value:
+        value = _value(content, section, key)
+        if len({size for _, size in stretches}) > 1 and isinstance(value, str) and "step" not in value:
             raise ConfigError(f"{value!r}, but the steps of the run's phases differ in size", "give it in steps", f"{section}.{key}")
         content = _resolved(content, section, key, stretches)
     return content
+
+
+def _is_duration(value: Any) -> bool:
+    return isinstance(value, str) and _DURATION.fullmatch(_plain(value)) is not None
 
 
 def _of_end(stretches: list[tuple[int, int]], end: Any) -> list[tuple[int, int]]:
@@ -102,7 +112,7 @@ def _epoch(where: str, data: Any) -> int:
     """Tokens of a blend, each once."""
     if data is None or data == "synthetic":
         raise ConfigError("counts epochs, and synthetic data has none", "give it in steps or tokens", where)
-    sources = [data] if isinstance(data, str) else data
+    sources = data if isinstance(data, (list, tuple)) else [data]
     total = 0
     for path in [source if isinstance(source, str) else _get(source, "path") for source in sources]:
         try:

@@ -5,12 +5,14 @@ example a training checkpoint. So neither direction knows how the model is or wa
 """
 
 from frontier_llm.checkpoint.huggingface.export import Companions, export_huggingface, family_for
+from frontier_llm.checkpoint.huggingface.hub import HubRepository
 from frontier_llm.checkpoint.huggingface.read import CONFIG, HuggingFaceModel, read_model_config
 from frontier_llm.checkpoint.huggingface.tokenizer import tokenizer_files
 
 __all__ = [
     "CONFIG",
     "Companions",
+    "HubRepository",
     "HuggingFaceModel",
     "export_huggingface",
     "family_for",
