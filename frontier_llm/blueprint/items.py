@@ -31,7 +31,6 @@ class Software:
     gradient_bytes: int = 4  # in which the gradients are summed over dp
     accumulate_bytes: float = 8.0  # moved per parameter to add one microbatch's gradient
     linear_speedup: float = 1.0  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
-    recompute_share: float = 1.0  # of the layers that full recomputation covers (others: every second layer)
     checkpoints_cut: bool = False  # recomputation's checkpoints are cut over tp even without sequence parallelism
 
 

@@ -37,6 +37,7 @@ class Layout:
     microbatches: int = 1  # of one replica and step
     sequence_parallel: bool = False
     recompute: str = "none"  # of RECOMPUTE
+    recompute_every: int = 1  # of so many layers one; 1 unless recompute is full
     sharding: str = "optimizer"  # of SHARDING
     axis_order: str = "tp-dp-pp"  # innermost first
     dtype: str = "bf16"
@@ -87,6 +88,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         microbatches=batch.global_batch // (batch.micro_batch * dp),
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         recompute=config.train.recompute,
+        recompute_every=config.train.recompute_every if config.train.recompute == "full" else 1,
         sharding="weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
         axis_order=parallel.axis_order,
         dtype=config.precision.dtype,

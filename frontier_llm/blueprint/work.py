@@ -190,15 +190,24 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
+        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # the back half, which arrives in reverse, put in order
+        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # again; both chunks' gradients added up and put in order
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # gradients, which go home
+        # of each block after the first, of which half is all keys of half the queries: weighed sums in fp32 by separate kernels, and sums of gradients
+        merged = (cp - 1) * 0.75 * held * a * B * D * statistics_bytes(layout.dtype)
+        yield Item(Phase.F, EXCHANGE, Pass(7 * merged, 6 * (cp - 1)), ANY)
+        yield Item(Phase.I, EXCHANGE, Pass(3 * merged * (1 + 2 * g / a), 3 * (cp - 1)))
     else:
         for phase, again in ((Phase.F, FULL), (Phase.I, ())):  # of the core alone nothing needs the output once more
             yield send(phase, "all_to_all", held * (a + 2 * g) * row)
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
+            yield Item(
+                phase, EXCHANGE, Pass(4 * held * (2 * a + 2 * g) * row, 8), ANY if phase is Phase.F else ()
+            )  # packed by rank, unpacked in order
         yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))  # attention's own output, beside the one that came back
 
 

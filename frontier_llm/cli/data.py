@@ -56,6 +56,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
     option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
     OVERWRITE,
+    option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
     JSON,
     *TEXT_OPTIONS,
     line="make PREFIX.bin/.idx from text; run it again to resume",
@@ -63,7 +64,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 
-    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, args.shard_mib << 20, args.max_mib << 20)
+    shard_bytes, max_bytes = args.shard_mib << 20, args.max_mib << 20
+    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, shard_bytes, args.prompt_key, max_bytes)
     meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers, args.overwrite)
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0

@@ -4,6 +4,7 @@ from frontier_llm.config.load import available, build, configs_dir, dump, find_f
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import RunPhase, consumed, phase_at, phases_of, steps_of_tokens
 from frontier_llm.config.schema import (
+    OUTPUT_Z,
     BatchConfig,
     CommConfig,
     DataConfig,
@@ -19,6 +20,7 @@ from frontier_llm.config.schema import (
 from frontier_llm.config.validate import model_problems, optimizer_problems, phase_note, warmup_note
 
 __all__ = [
+    "OUTPUT_Z",
     "BatchConfig",
     "CommConfig",
     "DataConfig",

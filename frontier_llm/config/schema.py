@@ -227,6 +227,10 @@ class PhaseConfig(Section):
     data: PhaseData = PhaseData()
 
 
+# of train.loss_weights: mean squared log-sum-exp of the model's logits, over the targets that count (PaLM, arXiv:2204.02311)
+OUTPUT_Z = "output-z"
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
@@ -235,7 +239,8 @@ class TrainConfig(Section):
     phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
     seed: NonNegativeInt = 1234  # initial weights
     recompute: Literal["none", "selective", "full"] = "none"  # by backward instead of kept: nothing, attention's inside, whole layers
-    loss_weights: Mapping[str, float] = {}  # of further loss terms by name (model.losses.register); none = the loss alone (since 0.2)
+    recompute_every: PositiveInt = 1  # full: of a virtual stage's layers the first and each n-th after it; the others keep all (since 0.2)
+    loss_weights: Mapping[str, float] = {}  # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of each set of data.validation, in each evaluation

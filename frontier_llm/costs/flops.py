@@ -27,5 +27,5 @@ def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = 
     for layer, count in layer_kinds(model):
         block = block_work(model, layout, software, layer=layer)
         again = [item for item in block if layout.recompute in item.repeated_by]
-        whole += count * (flops(block, causal) + flops(again, causal))
+        whole += count * (flops(block, causal) + flops(again, causal) / layout.recompute_every)
     return whole * layout.tp * layout.cp / (model.sequence_length * layout.micro_batch)

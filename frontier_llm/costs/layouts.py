@@ -33,12 +33,13 @@ class Layouts:
     microbatches: np.ndarray
     sequence_parallel: np.ndarray
     recompute: np.ndarray
+    recompute_every: np.ndarray
     sharding: np.ndarray
     axis_order: np.ndarray
+    context_attention: np.ndarray
     dtype: str = "bf16"
     gradient_wire: str = "full"
     optimizer: str = "adamw"
-    context_attention: str = "auto"
     etp: int = 1
     imbalance: float = 1.0
 
@@ -75,8 +76,8 @@ class Layouts:
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Layouts of one dtype, gradient wire, optimizer, way of context parallelism and imbalance as a table."""
-    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "context_attention", "etp", "imbalance")}
+    """Layouts of one dtype, gradient wire, optimizer and imbalance as a table."""
+    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "etp", "imbalance")}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
     }
@@ -86,13 +87,23 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
 def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also: Number) -> Any:
     """`fold` of a layout; or of every layout of a table, with columns instead of numbers.
 
-    `fold` may read what decides the work of a block, the embedding and the head: tp, cp, ep, the microbatch, sequence parallelism, recomputation,
+    `fold` may read what decides the work of a block, the embedding and the head: tp, cp and its way, ep, the microbatch, sequence parallelism, recomputation,
     and what the columns `also` tell apart; it is called once for each combination. It returns a named tuple of numbers, or of such tuples.
     """
     if isinstance(layouts, Layout):
         return fold(layouts)
     codes = np.zeros(len(layouts), dtype=np.int64)
-    for column in (layouts.tp, layouts.ep, layouts.cp, layouts.micro_batch, layouts.sequence_parallel, layouts.recompute, *also):
+    recompute = layouts.recompute, layouts.recompute_every
+    for column in (
+        layouts.tp,
+        layouts.ep,
+        layouts.cp,
+        layouts.context_attention,
+        layouts.micro_batch,
+        layouts.sequence_parallel,
+        *recompute,
+        *also,
+    ):
         values = distinct(column)
         codes = codes * len(values) + sum(index * (column == value) for index, value in enumerate(values))
     _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)

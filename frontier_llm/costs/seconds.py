@@ -125,7 +125,7 @@ def by_cause(items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices
         waits = [waiting_s(number, one, rates) for number, one in zip(meetings, computing, strict=True)]
         causes[WAITING] = waits
         again += waits[0] if layout.recompute == "full" else 0.0
-    causes[RECOMPUTED] = [0.0, again * (rates.recompute_share if layout.recompute == "full" else 1.0)]
+    causes[RECOMPUTED] = [0.0, again / layout.recompute_every]
     return {cause: (forward, backward) for cause, (forward, backward) in causes.items()}
 
 
@@ -184,7 +184,7 @@ def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Parts:
     prices: Prices = {}
 
     def fold(layout: Layout) -> Parts:
-        host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + RECOMPUTED_OPS[layout.recompute]) * rates.launch_s
+        host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + RECOMPUTED_OPS[layout.recompute] / layout.recompute_every) * rates.launch_s
         split_backward = rule(layout.schedule).splits_backward
         blocks = mean_of_layers(
             model, lambda layer: part(block_work(model, layout, rates, split_backward, layer), layout, rates, prices, host)
@@ -217,7 +217,7 @@ def part(items: list[Item], layout: Layout, rates: Rates, prices: Prices, host_s
     sent_again = sum(
         work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING and layout.recompute in item.repeated_by
     )
-    sent_again *= rates.recompute_share
+    sent_again /= layout.recompute_every
     moved = {
         (item.phase, item.work.operation): item.work.size_bytes
         for item in items

@@ -8,7 +8,7 @@ the full input, send and recv the message.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -19,7 +19,7 @@ from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part, matrices_
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
-from frontier_llm.config import RunConfig
+from frontier_llm.config import OUTPUT_Z, RunConfig
 from frontier_llm.schedule import build, rule
 from frontier_llm.topology import BucketPlan, ParallelPlan, plan_buckets
 
@@ -38,10 +38,19 @@ class Traffic:
             self.bytes[axis, operation] += size_bytes * calls
 
 
-def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Sequence[Rows] | None = None, owner: int = 0) -> Traffic:
+def step_traffic(
+    config: RunConfig,
+    plan: ParallelPlan,
+    pp_rank: int,
+    routed: Sequence[Rows] | None = None,
+    owner: int = 0,
+    *,
+    prompts: bool = False,
+) -> Traffic:
     """Everything that one rank of pipeline rank `pp_rank` moves in one training step; `owner` is its place among its replicas.
 
     `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even shares.
+    `prompts`: some tokens of the data are read and not learnt.
     """
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
@@ -49,7 +58,7 @@ def step_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, routed: Se
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
     update_traffic(config, plan, pp_rank, owner, traffic)
-    if config.data.reset_at_documents and plan.grid.degree(plan.grid.replicas) > 1:
+    if (config.data.reset_at_documents or prompts) and plan.grid.degree(plan.grid.replicas) > 1:
         traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:
@@ -66,32 +75,39 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
     dense, routed = (block_work(model, layout, software, rule(plan.schedule).splits_backward, layer) for layer in (0, model.layers - 1))
     embedding, head = embedding_work(model, layout), head_work(model, layout, software)
     for stage in plan.stages_of(pp_rank):
-        experts = len([layer for layer in stage.layers if layer in model.routed_layers])
-        blocks = (dense, stage.num_layers - experts), (routed, experts)
-        for items, times in (*blocks, (embedding, int(stage.embedding)), (head, int(stage.head))):
+        counts = [[layer in model.routed_layers for layer in stage.layers[::every]] for every in (1, layout.recompute_every)]
+        (dense_layers, experts), (dense_again, experts_again) = ((len(each) - sum(each), sum(each)) for each in counts)
+        blocks = (dense, dense_layers, dense_again), (routed, experts, experts_again)
+        for items, times, again in (*blocks, (embedding, int(stage.embedding), 0), (head, int(stage.head), 0)):
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
                     pieces = config.comm.tensor_chunks if item.work.in_chunks else 1
-                    calls = times * plan.microbatches * pieces * item.work.calls * (2 if layout.recompute in item.repeated_by else 1)
+                    calls = plan.microbatches * pieces * item.work.calls * (times + (again if layout.recompute in item.repeated_by else 0))
                     for operation in ("send", "recv") if item.work.operation == "exchange" else (item.work.operation,):
                         traffic.add(item.work.axis, operation, item.work.size_bytes // pieces, calls)
         if experts and layout.tp > 1:
             wide = max(8, DTYPE_BYTES[layout.dtype])
             traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64
         if stage.head and layout.sequence_parallel:
-            traffic.add("tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights))  # further losses, fp64
+            traffic.add(
+                "tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights.keys() - {OUTPUT_Z})
+            )  # further losses, fp64
 
 
 def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None) -> None:
     """Rows to the ranks of their experts and back, and how many there are."""
     model, layout = config.model, layout_of(config, plan.grid.world_size)
-    layers = [layer for stage in plan.stages_of(pp_rank) for layer in stage.layers if layer in model.routed_layers]
+    layers, again = (
+        sum(layer in model.routed_layers for stage in plan.stages_of(pp_rank) for layer in stage.layers[::every])
+        for every in (1, layout.recompute_every)
+    )
     if routed is None:
-        routed = [even_rows(model, layout)] * (len(layers) * plan.microbatches) if layers else []
-    for rows in routed:
+        routed = [even_rows(model, layout)] * (layers * plan.microbatches) if layers else []
+    for number, rows in enumerate(routed):
+        repeated = number < again * plan.microbatches  # which rows are of those layers counts only where rows are not even
         for item in expert_work(model, layout, Software(), rows):
             if isinstance(item.work, Collective) and item.work.axis == "ep":
-                traffic.add("ep", item.work.operation, item.work.size_bytes, 2 if layout.recompute in item.repeated_by else 1)
+                traffic.add("ep", item.work.operation, item.work.size_bytes, 2 if repeated and layout.recompute in item.repeated_by else 1)
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
@@ -138,15 +154,15 @@ def axis_of(replicas: str, plan: ParallelPlan) -> str:
 
 def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
     """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of experts, etp)."""
-    dtype = config.precision.dtype
-    item_bytes, wide = DTYPE_BYTES[dtype], statistics_bytes(dtype)
+    if not optimizer_rule(config.optimizer.name).gathers:
+        return
     for bucket in buckets(config, plan, pp_rank):
-        if not bucket.whole or not optimizer_rule(config.optimizer.name).gathers:
+        if not bucket.whole:
             continue
-        replicas, axis = axis_of(bucket.members[0].replicas, plan), bucket.members[0].tensor_axis
-        owners, tp = plan.grid.degree(replicas) if plan.zero else 1, plan.grid.degree(axis)
+        replicas = axis_of(bucket.members[0].replicas, plan)
+        owners = plan.grid.degree(replicas) if plan.zero else 1
         if not bucket.apart and owners > 1:
-            traffic.add(replicas, "all_gather", bucket.numel * item_bytes)
+            traffic.add(replicas, "all_gather", bucket.numel * DTYPE_BYTES[config.precision.dtype])
         size = bucket.numel // owners
         start = size * (owner % owners)
         held = [
@@ -154,19 +170,24 @@ def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: i
             for parameter, offset in zip(bucket.members, bucket.offsets, strict=True)
             if offset < start + size and start < offset + rank_numel(parameter, plan)
         ]
-        ep = plan.grid.degree("ep") if axis == "etp" else 1
-        everything = [one for parameter in held for one in matrices_of(parameter, config.optimizer.heads == "groups")]
-        cut = [one for one in everything if one.part(tp) is Part.SHORT]
-        if cut:
-            traffic.add(axis, "all_gather", sum(tp * prod(one.on_rank(tp, ep)) for one in cut) * item_bytes)
-        summed = Counter[tuple[int, int]]()
-        for one in everything:
-            if one.part(tp) is Part.LONG:
-                summed[one.short, one.long] += one.on_rank(tp, ep)[0]
-        if summed:
-            traffic.add(axis, "all_reduce", summed.total() * wide)
-        for (short, _), count in summed.items():
-            traffic.add(axis, "all_reduce", count * short**2 * item_bytes, NEWTON_SCHULZ_STEPS)
+        _matrix_traffic(config, plan, bucket.members[0].tensor_axis, held, traffic)
+
+
+def _matrix_traffic(config: RunConfig, plan: ParallelPlan, axis: str, held: Iterable[Parameter], traffic: Traffic) -> None:
+    """Of an owner's matrices: those cut along their short side are gathered, of the others norms and Gram matrices summed."""
+    tp, ep = plan.grid.degree(axis), plan.grid.degree("ep") if axis == "etp" else 1
+    item_bytes = DTYPE_BYTES[config.precision.dtype]
+    matrices = [one for parameter in held for one in matrices_of(parameter, config.optimizer.heads == "groups")]
+    if cut := [one for one in matrices if one.part(tp) is Part.SHORT]:
+        traffic.add(axis, "all_gather", sum(tp * prod(one.on_rank(tp, ep)) for one in cut) * item_bytes)
+    summed = Counter[tuple[int, int]]()
+    for one in matrices:
+        if one.part(tp) is Part.LONG:
+            summed[one.short, one.long] += one.on_rank(tp, ep)[0]
+    if summed:
+        traffic.add(axis, "all_reduce", summed.total() * statistics_bytes(config.precision.dtype))
+    for (short, _), count in summed.items():
+        traffic.add(axis, "all_reduce", count * short**2 * item_bytes, NEWTON_SCHULZ_STEPS)
 
 
 def rank_numel(parameter: Parameter, plan: ParallelPlan) -> int:

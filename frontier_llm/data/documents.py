@@ -33,10 +33,11 @@ CHUNK_BYTES = 4 << 20  # a longer text file becomes one document of several sequ
 
 @dataclass(frozen=True)
 class Text:
-    """Some text; `ends_document` is False when the same document goes on in the next one."""
+    """Some text; `ends_document` is False when the same document goes on in the next one, `learnt` where it is only read."""
 
     text: str
     ends_document: bool = True
+    learnt: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,31 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
-def read(piece: InputPiece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES) -> Iterator[Text | Damage]:
+def read(
+    piece: InputPiece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES, prompt_key: str | None = None
+) -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
+
+    `prompt_key` names a JSON field whose text comes before it, to be read and not learnt; a piece of another kind is then damage.
 
     A line, a parquet value, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory. So is a page or row group of
     parquet of more than GROUP_OF_LARGEST times as much.
     """
+    if prompt_key is not None and piece.kind != "jsonl":
+        yield Damage(piece.path, f"is no JSONL, and has no field {prompt_key!r} beside its text (--prompt-key)")
+        return
     if piece.kind in ("parquet", "mds"):
         yield from _read_parquet(piece, text_key, max_bytes) if piece.kind == "parquet" else _read_mds(piece, text_key, max_bytes)
         return
     path = Path(piece.path)
     unpacked = _Unpacked(path) if path.suffix in PACKED_SUFFIXES else None
     with io.BufferedReader(unpacked, BLOCK_BYTES) if unpacked else path.open("rb") as content:
-        yield from _read_whole(piece, content) if piece.kind == "text" else _read_lines(piece, content, text_key, max_bytes)
+        yield from _read_whole(piece, content) if piece.kind == "text" else _read_lines(piece, content, text_key, max_bytes, prompt_key)
     if unpacked and unpacked.damage:
         yield Damage(piece.path, unpacked.damage)
 
 
-def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
+def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes: int, prompt_key: str | None) -> Iterator[Text | Damage]:
     for number, line in enumerate(_lines(piece, content, max_bytes)):
         if number == 0 and piece.start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -93,9 +101,12 @@ def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes:
             if len(line) > max_bytes:
                 raise DataError(MORE.format(format_bytes(max_bytes)))
             text = _parse_json(line, text_key) if piece.kind == "jsonl" else _decode(line)
+            prompt = _parse_json(line, prompt_key) if prompt_key is not None else ""
         except DataError as error:
             yield Damage(f"{piece.path}:{_line_number(piece) + number}", error.problems[0].what)
         else:
+            if text and prompt:
+                yield Text(prompt, ends_document=False, learnt=False)
             if text:
                 yield Text(text)
 
@@ -112,7 +123,7 @@ def _parse_json(line: bytes, text_key: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"is a JSON {type(record).__name__}, not an object")
     if text_key not in record:
-        raise DataError(f"has no key {text_key!r}; {suggest(text_key, list(record)[:20])}; --text-key names another")
+        raise DataError(f"has no key {text_key!r}; {suggest(text_key, list(record)[:20])}; --text-key and --prompt-key name others")
     return _usable(record[text_key], text_key)
 
 

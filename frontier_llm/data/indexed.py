@@ -12,7 +12,7 @@ checked byte for byte against it in the tests):
     34      i32[S]   sequence lengths in tokens
     ..      i64[S]   sequence pointers: byte offsets into .bin
     ..      i64[D]   document indices: first sequence of each document; first 0, last S
-    ..      i8[S]    sequence modes, multimodal datasets only
+    ..      i8[S]    sequence modes, where there are any: 1 = read and not learnt, the prompt before an answer
 
 A document is one or more sequences that lie side by side in `.bin`. Nothing here is ever unpickled.
 """
@@ -36,6 +36,7 @@ LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name).newbyteorder("<") for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
+READ_ONLY = 1  # mode of a sequence whose tokens are read and not learnt
 SCAN_LIMIT = 1 << 20  # sequences that are checked one by one on every open (20 MB of .idx); larger ones when the sample index is built
 SCAN_CHUNK = 1 << 20
 DIGEST_BLOCK_BYTES = 1 << 16
@@ -85,6 +86,7 @@ class IndexedDataset:
         self.sequence_lengths = self._view("<i4", offsets[0], offsets[1])
         self.sequence_pointers = self._view("<i8", offsets[1], offsets[2])
         self.document_indices = self._view("<i8", offsets[2], offsets[3])
+        self.modes = self._view("i1", offsets[3], offsets[3] + self.sequence_count) if self._map.size > offsets[3] else None
         bin_bytes = bin_path(prefix).stat().st_size
         self._check_ends(path, bin_bytes, offsets)
         self.token_count = bin_bytes // self.dtype.itemsize
@@ -149,6 +151,16 @@ class IndexedDataset:
         """Raises DataError for values that are not whole numbers."""
         if self.dtype.kind not in "iu":
             raise DataError(f"holds {self.dtype} values, not token ids", where=self.prefix, fix="give a token dataset")
+
+    def learnt(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Of tokens [start, start + count) whether they are learnt: all, but for those of sequences of mode 1."""
+        if self.modes is None or not count:
+            return np.ones(count, np.bool_)
+        pointers, size = self.sequence_pointers, self.dtype.itemsize
+        first = int(np.searchsorted(pointers, start * size, side="right")) - 1
+        last = int(np.searchsorted(pointers, (start + count) * size, side="left"))
+        borders = np.append(np.maximum(pointers[first:last] // size, start), start + count)
+        return np.repeat(self.modes[first:last] != READ_ONLY, np.diff(borders))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Tokens [start, start + count) by one pread.

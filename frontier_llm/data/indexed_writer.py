@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.data.indexed import DTYPE_CODES, HEADER, MAGIC, SCAN_CHUNK, VERSION, IndexedDataset, bin_path, idx_path
+from frontier_llm.data.indexed import DTYPE_CODES, HEADER, MAGIC, READ_ONLY, SCAN_CHUNK, VERSION, IndexedDataset, bin_path, idx_path
 from frontier_llm.errors import DataError
 from frontier_llm.files import NamedFile
 
@@ -33,14 +33,15 @@ class IndexedWriter:
             raise DataError(f"the format has no code for dtype {self.dtype}", where=self.prefix, fix=f"use one of {valid}")
         self.sequence_count = self.document_count = self.token_count = 0
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents")}
-        self._bin, self._lengths, self._documents = (self._create(kind) for kind in ("bin", "lengths", "documents"))
+        self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents", "modes")}
+        self._bin, self._lengths, self._documents, self._modes = (self._create(kind) for kind in ("bin", "lengths", "documents", "modes"))
+        self._any_mode = False
         self._documents.write(struct.pack("<q", 0))
 
     def _create(self, kind: str) -> io.BufferedRandom:
         return io.BufferedRandom(NamedFile(self._temporary[kind], "w+"), 1 << 20)
 
-    def add_sequence(self, tokens: NDArray[Any] | list[int]) -> None:
+    def add_sequence(self, tokens: NDArray[Any] | list[int], learnt: bool = True) -> None:
         """Append one sequence to the document in progress. Raises DataError when a token does not fit the dtype."""
         array = np.asarray(tokens)
         converted = array.astype(self.dtype.newbyteorder("<"), copy=False)
@@ -48,6 +49,8 @@ class IndexedWriter:
             raise DataError(f"tokens up to {array.max()} do not fit {self.dtype}", where=self.prefix, fix="use optimal_dtype(vocab_size)")
         self._bin.write(converted.tobytes())
         self._lengths.write(struct.pack("<i", array.size))
+        self._modes.write(struct.pack("b", 0 if learnt else READ_ONLY))
+        self._any_mode |= not learnt
         self.sequence_count += 1
         self.token_count += int(array.size)
 
@@ -66,7 +69,10 @@ class IndexedWriter:
         if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
             raise DataError(f"is {other.dtype}, not {self.dtype}", where=other.prefix, fix="join datasets of one tokenizer only")
         documents = (self._documents, other.document_indices[1:], self.sequence_count)
-        for spool, table, shift in ((self._bin, other.tokens, 0), (self._lengths, other.sequence_lengths, 0), documents):
+        modes = np.broadcast_to(np.zeros(1, np.int8), other.sequence_count) if other.modes is None else other.modes
+        self._any_mode |= other.modes is not None
+        tables = (self._bin, other.tokens, 0), (self._lengths, other.sequence_lengths, 0), (self._modes, modes, 0), documents
+        for spool, table, shift in tables:
             for start in range(0, table.size, SCAN_CHUNK):
                 spool.write((table[start : start + SCAN_CHUNK] + shift).astype(table.dtype).tobytes())
         self.sequence_count += other.sequence_count
@@ -90,6 +96,9 @@ class IndexedWriter:
                 pointer = int(ends[-1])
             self._documents.seek(0)
             shutil.copyfileobj(self._documents, idx)
+            if self._any_mode:
+                self._modes.seek(0)
+                shutil.copyfileobj(self._modes, idx)
             idx.flush()
             os.fsync(idx.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never stand beside a new .bin
@@ -98,7 +107,7 @@ class IndexedWriter:
 
     def abort(self) -> None:
         """Close and remove the temporary files."""
-        for spool in (self._bin, self._lengths, self._documents):
+        for spool in (self._bin, self._lengths, self._documents, self._modes):
             with contextlib.suppress(OSError):  # what it still holds, on a full disk: nobody wants it now
                 spool.close()
         for path in self._temporary.values():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.data.indexed import IndexedDataset, bin_path
+from frontier_llm.data.indexed import READ_ONLY, IndexedDataset, bin_path
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
@@ -54,6 +54,8 @@ def inspect(
         ],
         "samples": [_sample(dataset, document, codec, characters) for document in documents],
     }
+    if dataset.modes is not None:
+        report["learnt_tokens"] = int(dataset.sequence_lengths[dataset.modes != READ_ONLY].sum(dtype=np.int64))
     if sequence_length:
         report["truncated"] = truncation(lengths, sequence_length)
     if meta is not None:

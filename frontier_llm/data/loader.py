@@ -37,7 +37,8 @@ class SampleBatch:
     """B samples of S + 1 tokens: inputs are [:, :-1], targets [:, 1:].
 
     With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0 (queries attend only keys of equal number)
-    and `loss_mask_BS` is False where the target begins another document than the input belongs to; both are None otherwise.
+    and `loss_mask_BS` is False where the target begins another document than the input belongs to. It is False too where a target is read
+    and not learnt. Each is None where nothing is masked so.
     """
 
     tokens_BS1: NDArray[np.int64]
@@ -79,7 +80,7 @@ class Batches:
         self.dp_rank, self.dp = dp_rank, dp
         self.microbatches = global_batch // (micro_batch * dp)  # per step
         self.vocab_size = vocab_size
-        self.reset_at_documents = reset_at_documents
+        self.reset_at_documents, self.masks_targets = reset_at_documents, reset_at_documents or samples.masked
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
@@ -108,15 +109,18 @@ class Batches:
     def _make(self, step: int, index: int) -> SampleBatch:
         ids = self.sample_ids(step, index)
         tokens = np.empty((len(ids), self.samples.sequence_length + 1), np.int64)
-        lengths = [self.samples.fill(k, tokens[row]) for row, k in enumerate(ids)]
+        learnt = np.ones(tokens.shape, np.bool_) if self.samples.masked else None
+        lengths = [self.samples.fill(k, tokens[row], None if learnt is None else learnt[row]) for row, k in enumerate(ids)]
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             row = int(np.flatnonzero(((tokens >= self.vocab_size) | (tokens < 0)).any(axis=1))[0])
             what = f"sample {ids[row]} holds token {tokens[row].max()}, the vocabulary has {self.vocab_size}"
             raise DataError(what, fix="train with the tokenizer that made the data, or raise model.vocab_size")
+        targets = None if learnt is None else learnt[:, 1:].copy()
         if not self.reset_at_documents:
-            return SampleBatch(tokens)
+            return SampleBatch(tokens, None, targets)
         documents = np.stack([np.repeat(np.arange(len(row), dtype=np.int32), row) for row in lengths])
-        return SampleBatch(tokens, documents[:, :-1].copy(), documents[:, 1:] == documents[:, :-1])
+        within = documents[:, 1:] == documents[:, :-1]
+        return SampleBatch(tokens, documents[:, :-1].copy(), within if targets is None else within & targets)
 
     def close(self) -> None:
         """Stop the background thread."""

@@ -39,9 +39,12 @@ class SampleStream(Protocol):
     """Anything that gives samples of S + 1 tokens by number."""
 
     sequence_length: int  # S
+    masked: bool  # some tokens are read and not learnt
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Write sample k into `tokens_S1`; return the lengths of the pieces of documents it is made of (they sum to S + 1)."""
+    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+        """Write sample k into `tokens_S1`, and into `learnt_S1` whether each is learnt; return the lengths of the pieces of documents it is
+        made of (they sum to S + 1).
+        """
         ...
 
 
@@ -125,7 +128,7 @@ class DocumentSamples:
             raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
         dataset.check_token_ids()
         library()  # missing: refused before the first step
-        self.dataset = dataset
+        self.dataset, self.masked = dataset, dataset.modes is not None
         self.sequence_length = sequence_length
         self.key = derive_key("source", seed, source)
         self.index = EpochIndex(dataset, self.key, cache_dir)
@@ -154,7 +157,7 @@ class DocumentSamples:
         shuffled = int(permute(count, derive_key("samples", self.key, epoch), np.array([k - first], np.uint64))[0])
         return epoch, (first + shuffled) * self.sequence_length - epoch * self.dataset.token_count
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
+    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""
         epoch, token = self.cut(k)
         filled, lengths = 0, []
@@ -162,6 +165,8 @@ class DocumentSamples:
             pieces = self.index.pieces(epoch, token, tokens_S1.size - filled)
             for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True):
                 tokens_S1[filled : filled + length] = self.dataset.read(start, length)
+                if learnt_S1 is not None:
+                    learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
                 filled += length
             lengths.append(pieces.lengths)
             epoch, token = epoch + 1, 0
@@ -172,7 +177,7 @@ class BlendedSamples:
     """Samples of several streams in exact proportions."""
 
     def __init__(self, streams: list[DocumentSamples], weights: list[float]) -> None:
-        self.streams = streams
+        self.streams, self.masked = streams, any(stream.masked for stream in streams)
         self.blend = Blend(weights)
         self.sequence_length = streams[0].sequence_length
 
@@ -181,10 +186,10 @@ class BlendedSamples:
         for stream, weight in zip(self.streams, self.blend.counts, strict=True):
             stream.prepare(-(-samples * weight // self.blend.period) + 1)
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
+    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""
         source, index = self.blend.locate(k)
-        return self.streams[source].fill(index, tokens_S1)
+        return self.streams[source].fill(index, tokens_S1, learnt_S1)
 
 
 class SyntheticSamples:
@@ -194,6 +199,8 @@ class SyntheticSamples:
     random place and a new document begins. The best possible loss is about ln(16)/16 + (15/16) ln(16/15) + ln(V')/16 nats.
     """
 
+    masked = False
+
     def __init__(self, sequence_length: int, seed: int, vocab_size: int, stream: int = 1) -> None:
         """Another `stream` has other samples of the same cycle."""
         self.sequence_length = sequence_length
@@ -202,7 +209,7 @@ class SyntheticSamples:
         self.places = min(vocab_size, 1024)
         self._cycle = np.random.Philox(key=key).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64]) -> NDArray[np.int64]:
+    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""
         count = tokens_S1.size
         # raw words of a counter-based generator: the same in every numpy version

@@ -47,6 +47,7 @@ class TokenizeOptions:
     documents: Literal["file", "line"] = "file"  # whether a text file is one document, or one per line
     skip_damaged: bool = False  # False: the first damaged input ends the run
     shard_bytes: int = 32 << 20  # of input per shard: a few seconds of work
+    prompt_key: str | None = None  # JSON field before it whose tokens are read and not learnt
     max_bytes: int = MAXIMUM_BYTES  # of a line or an MDS shard; decides nothing about what is below it
 
 
@@ -121,7 +122,7 @@ def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options
     """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time are."""
     paths = sorted({piece.path for shard in shards for piece in shard})
     stats = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths]
-    deciding = {name: value for name, value in asdict(options).items() if name != "max_bytes"}
+    deciding = {name: value for name, value in asdict(options).items() if name != "max_bytes" and value is not None}
     plan = [VERSION, codec.digest, deciding, stats, [[asdict(piece) for piece in shard] for shard in shards]]
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
@@ -182,19 +183,19 @@ def _codec(spec: str, digest: str) -> Tokenizer:
 
 def make_part(job: ShardWork) -> ShardReport:
     """Tokenize one shard into its part (in a worker process); the report file comes last."""
-    codec, skip = _codec(job.tokenizer, job.tokenizer_digest), job.options.skip_damaged
+    codec, options = _codec(job.tokenizer, job.tokenizer_digest), job.options
     text_bytes = damaged = 0
     examples: list[str] = []
     with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
-        for item in (item for piece in job.pieces for item in read(piece, job.options.text_key, job.options.max_bytes)):
+        for item in (item for piece in job.pieces for item in read(piece, options.text_key, options.max_bytes, options.prompt_key)):
             if isinstance(item, Damage):
-                if not skip:
+                if not options.skip_damaged:
                     raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)
                 damaged += 1
                 examples += [f"{item.where}: {item.why}"] if len(examples) < EXAMPLES else []
                 continue
             text_bytes += len(item.text.encode())
-            writer.add_sequence(codec.encode(item.text) + [codec.eod] * item.ends_document)
+            writer.add_sequence(codec.encode(item.text) + [codec.eod] * item.ends_document, item.learnt)
             if item.ends_document:
                 writer.end_document()
     part = ShardReport(writer.document_count, writer.token_count, text_bytes, damaged, tuple(examples))

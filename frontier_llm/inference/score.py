@@ -81,7 +81,7 @@ def token_scores(
     logits_SBv = model.stage.logits(x_SBH[first:])
     first_vocab = model.config.padded_vocab_size // model.mesh.tp.size * model.mesh.tp.rank
     best_SB = _most_likely(model, logits_SBv, first_vocab)  # before the loss, which may use the logits' memory
-    loss_SB = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
+    loss_SB, _ = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
     log_probabilities_BS, greedy_BS = -loss_SB.T.cpu(), (best_SB == targets_SB).T.cpu()
     spans = [(row, slice(start - first, end - first)) for row, (start, end) in enumerate(zip(starts, ends, strict=True))]
     return [(log_probabilities_BS[span], greedy_BS[span]) for span in spans]

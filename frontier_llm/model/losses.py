@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from frontier_llm.comm import Axis, all_reduce_
-from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.config import OUTPUT_Z, ModelConfig, RunConfig
 from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.model.batch import Microbatch
+from frontier_llm.tensor_parallel import mean_over_global_batch
 
 BALANCE, ROUTER_Z = "router-balance", "router-z"  # of models with experts, weighted in the model file
 LOAD = "router-load"  # no loss: what model.experts.Routed calls so, for each layer; each rank's own
@@ -45,6 +46,7 @@ class LossTerm:
 
     function: Callable[[Tensor, Microbatch, Axis], Tensor]
     every_stage: bool = False  # of the pipeline; False: the last one, behind the model's last block
+    of_logits: bool = False  # the function is given each token's log-sum-exp of the logits, (S, B), the same on all tp ranks, instead of x
 
     def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:
         """The term's share of one stage and microbatch, the same on all tp ranks; each rank's gradient is that of its own positions."""
@@ -57,7 +59,12 @@ def whole_value(share: Tensor, tp: Axis) -> Tensor:
     return share + (all_reduce_(share.detach().double(), tp) - share.detach())
 
 
-_TERMS: dict[str, LossTerm] = {}
+def _output_z(logsumexp_SB: Tensor, batch: Microbatch, tp: Axis) -> Tensor:
+    square_SB = logsumexp_SB.square()
+    return mean_over_global_batch(square_SB if batch.loss_mask_SB is None else square_SB * batch.loss_mask_SB, batch.global_targets)
+
+
+_TERMS = {OUTPUT_Z: LossTerm(_output_z, of_logits=True)}
 
 
 def register(name: str, term: LossTerm) -> None:
@@ -69,6 +76,6 @@ def select(names: Iterable[str]) -> dict[str, LossTerm]:
     """The registered terms of these names. Raises ConfigError with the nearest name."""
     for name in names:
         if name not in _TERMS:
-            fix = suggest(name, _TERMS) if _TERMS else "name the plugin that registers it: plugins=[my_losses.py] (docs/extending.md)"
+            fix = f"{suggest(name, _TERMS)}; or name the plugin that registers it: plugins=[my_losses.py] (docs/extending.md)"
             raise ConfigError(f"{name!r} is not a loss that was registered", fix, "train.loss_weights")
     return {name: _TERMS[name] for name in names}

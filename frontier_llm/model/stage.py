@@ -44,6 +44,7 @@ class Stage(nn.Module):
         device: torch.device,
         recompute_mode: str,
         *,
+        recompute_every: int,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
         """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
@@ -51,7 +52,8 @@ class Stage(nn.Module):
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.spec, self.context, self._device = spec, context, device
         self._layers = tuple(spec.layers)
-        self.recompute_blocks, tied = recompute_mode == "full", model.tied_embeddings
+        self._recomputed = self._layers[::recompute_every] if recompute_mode == "full" else ()
+        tied = model.tied_embeddings
         embeds = spec.embedding or (spec.head and tied)
         self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
         self.position_embedding = declared.get("embedding.position.weight") if spec.embedding else None
@@ -80,9 +82,14 @@ class Stage(nn.Module):
         """
         x, routed = self._blocks(x, batch)
         context = self.context
-        further = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in self._terms.items()}
+        of_x = {name: term for name, term in self._terms.items() if not term.of_logits}
+        further = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in of_x.items()}
         further |= self._router_losses(routed, x, batch) if routed else {}
-        output = self.loss(x, batch) if self.spec.head else x
+        output = x
+        if self.spec.head:
+            output, logsumexp_SB = self.loss(x, batch)
+            of_logits = self._terms.keys() - of_x.keys()
+            further |= {name: self._terms[name].value(logsumexp_SB, batch, context.tp, False) for name in of_logits}
         return StageOutput(output, further) if further else output
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
@@ -96,7 +103,7 @@ class Stage(nn.Module):
         positions = self._positions(batch, x.shape[0] * (self.context.tp.size if self.context.sequence_parallel else 1))
         routers = dict[int, Routed]()
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            x, routed = recompute(lambda x, block=block: block(x, positions), x) if self.recompute_blocks else block(x, positions)
+            x, routed = recompute(lambda x, block=block: block(x, positions), x) if layer in self._recomputed else block(x, positions)
             if routed is not None:
                 routers[layer] = routed
         return x, routers
@@ -132,18 +139,14 @@ class Stage(nn.Module):
             logits_SBv = column_linear(self.final_norm(x), self.token_embedding, self.context, num_rows=num_rows)
         return softcapped(logits_SBv, self.model.logit_softcap or 0.0)
 
-    def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
-        """-log p(target) of each token, (S, B)."""
+    def loss(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """This microbatch's share of the mean loss over the step's targets; each token's log-sum-exp of the logits, (S, B)."""
         assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
-        return vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
-
-    def loss(self, x: Tensor, batch: Microbatch) -> Tensor:
-        """This microbatch's share of the mean loss over the step's targets."""
-        loss_SB = self.token_losses(x, batch)
+        loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
-        return mean_over_global_batch(loss_SB, batch.global_targets)
+        return mean_over_global_batch(loss_SB, batch.global_targets), logsumexp_SB
 
     def _embed(self, batch: Microbatch) -> Tensor:
         assert self.token_embedding is not None and batch.tokens_SB is not None
@@ -184,12 +187,14 @@ def build_stages(
     device: torch.device,
     recompute_mode: str = "none",
     terms: Mapping[str, losses.LossTerm] = MappingProxyType({}),
+    *,
+    recompute_every: int = 1,
 ) -> list[Stage]:
     """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)
     declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}
-    return [Stage(model, spec, context, declared, device, recompute_mode, terms=terms) for spec in specs]
+    return [Stage(model, spec, context, declared, device, recompute_mode, recompute_every=recompute_every, terms=terms) for spec in specs]
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint.context import WAYS
+from frontier_llm.blueprint.context import WAYS, context_way
 from frontier_llm.blueprint.layout import RECOMPUTE, Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, as_table
@@ -36,6 +36,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
     "recompute": ("recompute", {name: name for name in RECOMPUTE}),
+    "recompute_every": ("recompute_every", None),
     "zero": ("sharding", BY_STAGE),
     "data_mode": ("sharding", {"zero": "optimizer", "fsdp": "weights"}),
     "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
@@ -55,6 +56,16 @@ def context_degrees(model: ModelConfig, devices: int) -> list[int]:
     """cp that cuts the sequence in 2 cp chunks, of MIN_CHUNK tokens or more where there are several ranks."""
     length = model.sequence_length
     return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
+
+
+def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None) -> list[str]:
+    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches with ALiBi or in windows they have none."""
+    if cp == 1:
+        return ["auto"]
+    plain = model.position != "alibi" and model.sliding_window is None
+    ways = [*(("gather", "ring") if plain else ()), *(("heads",) if model.num_kv_heads // tp % cp == 0 else ())]
+    chosen = context_way(model, tp, cp) if wanted == "auto" else wanted
+    return [way for way in ways if chosen in (None, way)]
 
 
 def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
@@ -80,37 +91,38 @@ def enumerate_layouts(
             dp, beyond = divmod(rest, cp * pp)
             degrees = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
-            way_fits = fixed.get("context_attention") != "heads" or model.num_kv_heads // tp % cp == 0
-            if wanted and way_fits and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
+            if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
                 degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
                 rows += [_options(model, Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep), global_batch // dp, fixed) for ep in degrees_of_experts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
     }
-    shared |= {
-        name: fixed.get(name, default) for name, default in (("gradient_wire", "full"), ("context_attention", "auto"), ("imbalance", 1.0))
-    }
+    shared |= {name: fixed.get(name, default) for name, default in (("gradient_wire", "full"), ("imbalance", 1.0))}
     return Layouts(**columns, **shared)
+
+
+def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(schedule, virtual stages per rank) that a pipeline of this depth may play."""
+    wanted: str | None = fixed.get("schedule")
+    most = min(model.layers // pp, MAX_CHUNKS)
+    plays = [("1f1b", 1)]
+    if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are one
+        plays += [("gpipe", 1)]
+    if pp > 1:
+        plays += [("zb-h1", 1), *(("interleaved", v) for v in range(2, most + 1)), *((name, 2) for name in V_SHAPED if most > 1)]
+    if wanted == SEARCHED:
+        plays = [(name, v) for name, v in plays if name in V_SHAPED]
+    elif wanted and pp > 1 and wanted not in (name for name, _ in plays):
+        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated where they are asked for
+        plays = [(wanted, v) for v in range(1, most + 1) if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)]
+    return [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
 
 
 def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
     tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
-    wanted: str | None = fixed.get("schedule")
-    plays = [("1f1b", 1)]
-    if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are one
-        plays += [("gpipe", 1)]
-    if pp > 1:
-        most = min(model.layers // pp, MAX_CHUNKS)
-        plays += [("zb-h1", 1), *(("interleaved", v) for v in range(2, most + 1))]
-        plays += [(name, 2) for name in V_SHAPED if most > 1]
-        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated where they are asked for
-        if wanted and wanted not in (SEARCHED, *(name for name, _ in plays)):
-            plays = [(wanted, v) for v in range(1, most + 1) if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)]
-    if wanted == SEARCHED:
-        plays = [(name, v) for name, v in plays if name in V_SHAPED]
-    plays = [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
+    plays = _plays(model, pp, fixed)
     # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
     sharded = ["weights"] if pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
@@ -125,6 +137,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         "recompute": left("recompute", RECOMPUTE),
         "sharding": left("sharding", ["none", "optimizer", *sharded] if dp * cp > 1 else ["optimizer"]),
         "axis_order": left("axis_order", orders) if len(orders) > 1 else np.array(orders),
+        "context_attention": np.array(context_ways(model, tp, cp, fixed.get("context_attention")), dtype="U6"),
     }
     shape = [len(values) for values in choices.values()]
     picks = dict(zip(choices, np.indices(shape).reshape(len(shape), -1), strict=True))
@@ -134,6 +147,8 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
     }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
+    # a share of the layers is priced where it is asked for: the search would be more than half as long again
+    columns["recompute_every"] = np.where(columns["recompute"] == "full", fixed.get("recompute_every", 1), 1)
     columns["microbatches"] = per_replica // columns["micro_batch"]
     return columns
 

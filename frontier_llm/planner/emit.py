@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from frontier_llm.blueprint import total_parameters
-from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.layout import SHARDING
 from frontier_llm.config import available, consumed, load_model, load_run, phases_of
 from frontier_llm.files import write_atomically
@@ -70,7 +69,7 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
     }
     if layout.cp > 1:
         parallel["context"] = layout.cp
-        parallel["context_attention"] = context_way(outcome.model, layout.tp, layout.cp, layout.context_attention)
+        parallel["context_attention"] = layout.context_attention
     if layout.ep > 1:
         parallel["expert"] = layout.ep
     if layout.chunks > 1:
@@ -85,7 +84,11 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         "parallel": parallel,
         "batch": {"global_batch": outcome.global_batch, "micro_batch": layout.micro_batch},
         **({"precision": {"gradient_wire": layout.gradient_wire}} if layout.gradient_wire != "full" else {}),
-        "train": {"run_dir": f"runs/{name}", "recompute": layout.recompute},
+        "train": {
+            "run_dir": f"runs/{name}",
+            "recompute": layout.recompute,
+            **({"recompute_every": layout.recompute_every} if layout.recompute_every > 1 else {}),
+        },
         **({"comm": {"algorithms": machine.algorithms}} if machine.algorithms and uses_hierarchical(plan, rates) else {}),
     }
 

@@ -147,7 +147,7 @@ def search(
         dominated=_dominated(seconds, memory[fits]),
         plans=tuple(plans),
         finalists=len(plans),
-        rejected=(*_rejections(layouts, memory, fits, rates), *_without_context(fitting, seconds)),
+        rejected=(*_rejections(layouts, memory, fits, rates), *_other_contexts(fitting, seconds)),
         across=_best_across(model, rates, wide) if cross_node else None,
     )
 
@@ -246,14 +246,21 @@ def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: R
     return lines
 
 
-def _without_context(fitting: Layouts, seconds: np.ndarray) -> list[str]:
-    """What it would cost to leave each sequence on one tensor-parallel group, where that fits but is not the best."""
-    alone = fitting.cp == 1
-    if not np.any(alone) or alone[np.argmin(seconds)]:
+def _other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
+    """What it would cost to attend in another way, or to leave each sequence on one tensor-parallel group, where the best layout splits sequences."""
+    best = fitting.row(int(np.argmin(seconds)))
+    if best.cp == 1:
         return []
-    fastest = fitting.where(alone).row(int(np.argmin(seconds[alone])))
-    words = f"TP{fastest.tp} PP{fastest.pp} DP{fastest.dp}, recompute {fastest.recompute}"
-    return [f"CP1: the fastest layout that fits, {words}, takes {100 * (seconds[alone].min() / seconds.min() - 1):.0f} % longer"]
+    lines = []
+    for way in np.unique(fitting.context_attention[fitting.context_attention != best.context_attention]):
+        family = fitting.context_attention == way
+        fastest = fitting.where(family).row(int(np.argmin(seconds[family])))
+        words = f"TP{fastest.tp} CP{fastest.cp} PP{fastest.pp} DP{fastest.dp}, recompute {fastest.recompute}"
+        name = "CP1" if fastest.cp == 1 else f"attention by {way}"
+        lines.append(
+            f"{name}: the fastest layout that fits, {words}, takes {100 * (seconds[family].min() / seconds.min() - 1):.1f} % longer"
+        )
+    return lines
 
 
 def _best_across(model: ModelConfig, rates: Rates, layouts: Layouts) -> Plan | None:

@@ -110,7 +110,7 @@ def build_state(
         mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp, way
     )
     specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
-    stages = build_stages(model, specs, context, device, config.train.recompute, terms)
+    stages = build_stages(model, specs, context, device, config.train.recompute, terms, recompute_every=config.train.recompute_every)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
     state = TrainState(
         phases=phases,

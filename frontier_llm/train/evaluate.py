@@ -10,6 +10,7 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.config import DataSource
+from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 from frontier_llm.failpoints import hit
 from frontier_llm.train.build import TrainState
@@ -63,8 +64,8 @@ def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrup
 
 
 def _bytes_per_token(blend: tuple[DataSource, ...] | str) -> float | None:
-    """Over a whole held-out blend; None where the text's size is not recorded."""
-    if isinstance(blend, str):
+    """Over a whole held-out blend; None where the text's size is not recorded, or a part of it is not learnt."""
+    if isinstance(blend, str) or any(IndexedDataset(source.path, scan=False).modes is not None for source in blend):
         return None
     metas = [read_meta(source.path) for source in blend]
     known = [meta for meta in metas if meta is not None and meta.text_bytes]

@@ -20,6 +20,7 @@ class BatchSource(Protocol):
 
     microbatches: int  # per step and replica
     reset_at_documents: bool
+    masks_targets: bool  # by documents, or as tokens that are read and not learnt
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         """Microbatch `index` of step `step` of this data-parallel rank."""
@@ -65,11 +66,11 @@ class Feed:
         )
 
     def count_targets(self, step: int) -> int | Tensor:
-        """Targets of the step's global batch that count in the loss. Collective over the replicas where documents are masked.
+        """Targets of the step's global batch that count in the loss. Collective over the replicas where targets are masked.
 
         Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp and cp.
         """
-        if not self._source.reset_at_documents:
+        if not self._source.masks_targets:
             return self._targets_per_step
         step += self.left_out_steps
         mine = sum(self._count(self._source.microbatch(step, index)) for index in range(self._source.microbatches))

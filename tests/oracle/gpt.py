@@ -214,11 +214,16 @@ def logits(
 
 
 def loss(
-    config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None, routers: list[list[moe.Said]] | None = None
+    config: Config,
+    params: Params,
+    tokens_BS1: Tensor,
+    documents_BS1: Tensor | None = None,
+    routers: list[list[moe.Said]] | None = None,
+    learnt_BS1: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:].
 
-    With document ids, a target that belongs to another document than its input does not count. `routers` gets a list for each sequence.
+    With document ids, a target that belongs to another document than its input does not count; nor does one that is not learnt. `routers` gets a list for each sequence.
     """
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, tokens in enumerate(tokens_BS1):
@@ -228,18 +233,37 @@ def loss(
         if routers is not None:
             routers.append(said)
         for i in range(len(tokens) - 1):
-            if documents[i] == documents[i + 1]:
+            if documents[i] == documents[i + 1] and (learnt_BS1 is None or learnt_BS1[row, i + 1]):
                 total = total + z[i].logsumexp(-1) - z[i, tokens[i + 1]]
                 count += 1
     return total / count
 
 
-def gradients(config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
-    """(loss, gradient of each parameter)."""
+def output_z(
+    config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None, learnt_BS1: Tensor | None = None
+) -> Tensor:
+    """Mean squared log-sum-exp of the logits over the targets that `loss` counts."""
+    squares = []
+    for row, tokens in enumerate(tokens_BS1):
+        documents = [0] * len(tokens) if documents_BS1 is None else documents_BS1[row].tolist()
+        learnt = [True] * len(tokens) if learnt_BS1 is None else learnt_BS1[row].tolist()
+        z = logits(config, params, tokens[:-1], documents[:-1])
+        counted = (i for i in range(len(tokens) - 1) if documents[i] == documents[i + 1] and learnt[i + 1])
+        squares += [z[i].logsumexp(-1) ** 2 for i in counted]
+    return torch.stack(squares).mean()
+
+
+def gradients(
+    config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None, learnt_BS1: Tensor | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradient of each parameter); `config` may have a weight "output_z"."""
     leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
     routers: list[list[moe.Said]] = []
-    value = loss(config, leaves, tokens_BS1, documents_BS1, routers)
-    grads = torch.autograd.grad(value + moe.losses(routers, config), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    value = loss(config, leaves, tokens_BS1, documents_BS1, routers, learnt_BS1)
+    total = value + moe.losses(routers, config)
+    if weight := config.get("output_z"):
+        total = total + weight * output_z(config, leaves, tokens_BS1, documents_BS1, learnt_BS1)
+    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return float(value.detach()), dict(zip(leaves, grads, strict=True))
 
 
@@ -272,6 +296,7 @@ def train(
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
     documents: Sequence[Tensor | None] | None = None,
+    learnt: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train on each batch of `batches` once; (losses, gradient norms before clipping, parameters after the last update).
 
@@ -280,7 +305,8 @@ def train(
     now = {name: value.detach().to(torch.float64).clone() for name, value in params.items()}
     losses, norms = [], []
     for update, batch in enumerate(batches, start=1):
-        value, grads = gradients(config, now, batch, documents[update - 1] if documents else None)
+        mask = learnt[update - 1] if learnt else None
+        value, grads = gradients(config, now, batch, documents[update - 1] if documents else None, mask)
         biases = moe.selection_biases(config, now, batch, documents[update - 1] if documents else None, loss)
         norm = global_norm(grads)
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0

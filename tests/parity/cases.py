@@ -72,6 +72,7 @@ class Case:
     zero: int = 1
     order: str = "tp-dp-pp"
     documents: bool = False
+    read_only: bool = False  # some tokens are read and not learnt
     transport: str = "auto"
     overlap_gradients: bool = True
     overlap_messages: bool = True
@@ -100,7 +101,7 @@ class Case:
     def serial(self) -> Case:
         """The degree-1 run that must give the same numbers."""
         same = tuple(setting for setting in self.settings if setting.startswith(("model.", "batch.global_batch=", "optimizer.")))
-        return Case(self.family, documents=self.documents, settings=same)
+        return Case(self.family, documents=self.documents, read_only=self.read_only, settings=same)
 
     def config(self, dtype: str = "fp64") -> RunConfig:
         """The run, with clipping that bites and a warm-up that ends inside the three steps."""

@@ -60,6 +60,11 @@ def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
     return tokens, starts.cumsum(1)
 
 
+def learnt(tokens: Any) -> Any:
+    """Which tokens of a batch are learnt where some are only read: runs of very different lengths, none in some rows."""
+    return tokens.cumsum(1) % 97 > 40
+
+
 class Source:
     """A data-parallel rank's microbatches: the replicas take turns through the global batch."""
 
@@ -67,17 +72,20 @@ class Source:
         self._config, self._dp, self._dp_rank = case.config(), case.dp, dp_rank
         self._size = self._config.batch.micro_batch
         self.microbatches = self._config.batch.global_batch // (case.dp * self._size)
-        self.reset_at_documents = case.documents
+        self.reset_at_documents, self._read_only = case.documents, case.read_only
+        self.masks_targets = case.documents or case.read_only
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         """With document resets, a target in another document than its input does not count."""
         tokens, documents = batch(step, self._config)
         first = (index * self._dp + self._dp_rank) * self._size
         rows = slice(first, first + self._size)
+        targets = learnt(tokens)[rows, 1:] if self._read_only else None
         if not self.reset_at_documents:
-            return SampleBatch(tokens[rows])
+            return SampleBatch(tokens[rows], None, targets)
         documents = documents[rows]
-        return SampleBatch(tokens[rows], documents[:, :-1], documents[:, :-1] == documents[:, 1:])
+        within = documents[:, :-1] == documents[:, 1:]
+        return SampleBatch(tokens[rows], documents[:, :-1], within if targets is None else within & targets)
 
 
 def _piece(spec: ShardSpec, start: int, stop: int, values: Tensor) -> Piece:
@@ -135,7 +143,7 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
         state.mesh.ledger.reset()
         with routed_rows(state) as routed:
             results = [train_step(state)]
-        traffic = [] if sabotage else _traffic(state, routed)
+        traffic = [] if sabotage else _traffic(state, routed, case.read_only)
         results += [train_step(state) for _ in range(STEPS - 1)]
         samples = 2 * state.config.batch.global_batch  # with document resets the two batches have unlike numbers of targets
         held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)  # weights may still be under way
@@ -162,10 +170,10 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
         rows[:] = sorted(rows)[::2]
 
 
-def _traffic(state: TrainState, routed: list[Rows]) -> list[str]:
+def _traffic(state: TrainState, routed: list[Rows], prompts: bool) -> list[str]:
     """Where the ledger of one step differs from the closed form, by axis and operation."""
     ledger, mesh = state.mesh.ledger, state.mesh
-    expected = step_traffic(state.config, state.plan, mesh.pp.rank, routed, mesh.replicas.rank)
+    expected = step_traffic(state.config, state.plan, mesh.pp.rank, routed, mesh.replicas.rank, prompts=prompts)
     counted = {"calls": (ledger.calls, expected.calls), "bytes": (ledger.bytes, expected.bytes)}
     return [
         f"{what} of {' '.join(key)}: {ours.get(key, 0)} instead of {theirs.get(key, 0)}"

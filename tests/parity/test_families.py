@@ -1,4 +1,4 @@
-"""Families beside the four that every layout is played with: on a few layouts what one rank computes, and that what the formulas say. All in float64."""
+"""Families and losses beside those that every layout is played with: on a few layouts what one rank computes, and that what the formulas say. All in float64."""
 
 from __future__ import annotations
 
@@ -31,9 +31,28 @@ def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str) -> None:
     assert differences(serial, witness(case, serial.initial)) == []
 
 
+Z = "train.loss_weights={output-z: 0.1}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", tp=2, pp=2, documents=True, settings=(Z,)),
+        thorough(Case("gemma2", tp=2, dp=2, cp=2, sequence_parallel=True, micro_batch=2, settings=(Z,))),
+    ],
+    ids=str,
+)
+def test_the_squared_log_sum_exp_of_the_logits_is_a_loss(ranks: RankPool, case: Case) -> None:
+    """Over a vocabulary that tp splits, and over the targets that count."""
+    alone = Case(case.family, documents=case.documents, settings=(Z,))
+    serial = run(ranks, alone)
+    assert differences(serial, witness(alone, serial.initial)) == []
+    assert differences(run(ranks, case), serial) == []
+
+
 LAYOUTS = [
     Case("olmo2", tp=2, pp=2),
-    Case("gemma2", tp=2, pp=2, sequence_parallel=True),
+    Case("gemma2", tp=2, pp=2, sequence_parallel=True, recompute="full", settings=("train.recompute_every=3",)),
     thorough(Case("gemma2", tp=2, cp=2, pp=2, schedule="zb-h1", documents=True)),
     thorough(Case("gemma2", cp=2, dp=2, recompute="selective", settings=("parallel.context_attention=ring",))),
     thorough(Case("gemma2", tp=4, pp=2, schedule="interleaved", recompute="full")),

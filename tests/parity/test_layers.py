@@ -84,7 +84,7 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits_SBv: Tensor) -> Tensor:
         first = V // self.context.tp.size * self.context.tp.rank
-        return vocab_parallel_cross_entropy(logits_SBv.clone(), tokens(), first, self.context)  # backward overwrites its logits
+        return vocab_parallel_cross_entropy(logits_SBv.clone(), tokens(), first, self.context)[0]  # backward overwrites its logits
 
 
 class Positioned(nn.Module):

@@ -208,7 +208,7 @@ def _published_run(row: Row) -> PublishedRun | None:
     recompute, precision = row["recompute"].lower(), row["precision"]
     # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
     half = recompute.startswith(("selective layer", "selective op"))
-    software: dict[str, Any] = {"recompute_share": 0.5 if half else 1.0, "checkpoints_cut": "partition" in recompute}
+    software: dict[str, Any] = {"checkpoints_cut": "partition" in recompute}
     if flash := {"y": "flash", "v": "flash", "n": "unfused"}.get(row["flash_attn"][:1]):
         software["attention"] = flash
     return PublishedRun(
@@ -220,6 +220,7 @@ def _published_run(row: Row) -> PublishedRun | None:
         layout=replace(
             layout,
             recompute="full" if half or recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none",
+            recompute_every=2 if half else 1,
             gradient_wire="fp32" if "fp32 grad" in precision else "full",
         ),
         seconds=seconds,

@@ -64,7 +64,7 @@ def test_calls_that_overlap_count_once() -> None:
 class _Source:
     """Random tokens, the same in every run of this test."""
 
-    reset_at_documents = False
+    reset_at_documents = masks_targets = False
 
     def __init__(self, rank: int, vocabulary: int, length: int) -> None:
         self._rank, self._vocabulary, self._length = rank, vocabulary, length

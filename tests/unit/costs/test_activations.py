@@ -19,7 +19,7 @@ from frontier_llm.train.build import build_state
 
 
 class Source:
-    reset_at_documents, microbatches = False, 1
+    reset_at_documents, masks_targets, microbatches = False, False, 1
 
     def __init__(self, config: RunConfig) -> None:
         self.shape = (config.batch.micro_batch, config.model.sequence_length + 1)
@@ -85,6 +85,14 @@ def waiting_bytes(config: RunConfig) -> int:
 def test_a_layer_whose_weight_gradients_wait_keeps_all_but_the_attention_core(recompute: str) -> None:
     measured = (waiting_bytes(config_of(4, recompute, 1)) - waiting_bytes(config_of(2, recompute, 1))) / 2
     assert listed(config_of(4, "selective", 1)) == pytest.approx(measured, rel=0.02)
+
+
+def test_of_every_second_layer_recomputed_the_others_keep_everything() -> None:
+    both = [config_of(layers, "full", 1) for layers in (4, 2)]
+    both = [one.model_copy(update={"train": one.train.model_copy(update={"recompute_every": 2})}) for one in both]
+    measured = (kept_bytes(both[0]) - kept_bytes(both[1])) / 2
+    alone = [listed(config_of(4, mode, 1)) for mode in ("full", "none")]
+    assert sum(alone) / 2 == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

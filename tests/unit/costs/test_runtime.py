@@ -23,7 +23,7 @@ def config_of(model: str, parallel: dict, batch: dict, recompute: str = "none", 
 class RandomSource:
     """Random tokens; which ones does not matter to what is moved."""
 
-    reset_at_documents = False
+    reset_at_documents = masks_targets = False
 
     def __init__(self, config: RunConfig, microbatches: int) -> None:
         self.config, self.microbatches = config, microbatches

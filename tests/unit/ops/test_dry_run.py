@@ -31,7 +31,7 @@ class Source:
     microbatches = 1
 
     def __init__(self, rows, sequence, documents):
-        self._rows, self._sequence, self.reset_at_documents = rows, sequence, documents
+        self._rows, self._sequence, self.reset_at_documents, self.masks_targets = rows, sequence, documents, documents
 
     def microbatch(self, _step, _index):
         tokens = np.zeros((self._rows, self._sequence + 1), np.int64)

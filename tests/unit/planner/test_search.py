@@ -32,6 +32,16 @@ def speed(model: str, numbers: Rates = ORNL, **changes: Any) -> float:
     return simulate_layout(load_model(model), layout(**changes), numbers).tokens_per_s_per_device
 
 
+def test_recomputing_every_second_layer_is_priced_between_all_and_none() -> None:
+    model = load_model("gpt-22b")
+    half, all_of_them, none = (layout(**one) for one in ({"recompute_every": 2}, {}, {"recompute": "none"}))
+    memory = [float(peak_memory(model, one, FRONTIER)) for one in (all_of_them, half, none)]
+    seconds = [simulate_layout(model, one, FRONTIER).step_s for one in (none, half, all_of_them)]
+    assert memory == sorted(set(memory)) and seconds == sorted(set(seconds))
+    asked = enumerate_layouts(model, 64, 64, 8, parse_fixed(["recompute_every=2"]))
+    assert set(zip(asked.recompute.tolist(), asked.recompute_every.tolist(), strict=True)) == {("none", 1), ("selective", 1), ("full", 2)}
+
+
 # --------------------------------------------------------------------------------------------- lessons
 
 

@@ -18,7 +18,8 @@ class Source:
     microbatches = 2
 
     def __init__(self, reset_at_documents: bool) -> None:
-        self.reset_at_documents, self.reads = reset_at_documents, 0
+        self.reset_at_documents = self.masks_targets = reset_at_documents
+        self.reads = 0
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         self.reads += 1

@@ -48,7 +48,7 @@ def flushing(ops: Ops) -> Ops:
 class Source:
     """Nine of ten tokens follow from the one before."""
 
-    microbatches, reset_at_documents = 1, False
+    microbatches, reset_at_documents, masks_targets = 1, False, False
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         generator = np.random.default_rng(step)

@@ -78,3 +78,15 @@ def test_an_ordinary_step_has_one_sum_over_the_world_and_one_wait(ranks: RankPoo
     for steps in ranks.run(case.world_size, _ordinary_steps, case):
         assert [step[:3] for step in steps] == [(1, 0, {"all_reduce": 1})] * 4
         assert [step[3] for step in steps] == [Wish(), Wish(), Wish(save=True), Wish()]
+
+
+def test_the_squared_log_sum_exp_is_logged_without_its_weight() -> None:
+    case = Case("llama", settings=("train.loss_weights={output-z: 0.5}",))
+    config, source = case.config(), Source(case, 0)
+    state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), source)
+    squares = []
+    for index in range(source.microbatches):
+        with torch.no_grad():
+            x = state.stages[0].hidden(None, state.feed.microbatch(0, index, 1))
+            squares.append(state.stages[0].logits(x).logsumexp(-1).square().mean())
+    assert train_step(state).further_losses == {"output-z": pytest.approx(float(torch.stack(squares).mean()), rel=1e-12)}

@@ -1,0 +1,54 @@
+"""The way in which ranks that hold one sequence attend to each other is a choice of the planner like any other: enumerated, priced, written into the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.blueprint.context import context_way
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.cli.main import main
+from frontier_llm.config import load_run
+from frontier_llm.config.load import load_model
+from frontier_llm.costs.memory import peak_memory
+from frontier_llm.costs.time import step_s
+from frontier_llm.machine import load_machine, rates
+from frontier_llm.planner.candidates import context_ways
+
+LONG = load_model("llama-3-8b", {"sequence_length": 65536})  # 8 key/value heads
+
+
+def test_ways_that_heads_and_kernels_allow() -> None:
+    assert context_ways(LONG, 2, 1) == ["auto"]
+    assert context_ways(LONG, 2, 4) == ["gather", "ring", "heads"]
+    assert context_ways(LONG, 4, 4) == ["gather", "ring"]
+    for masked in (load_model("mpt-7b"), load_model("llama-3-8b", {"sliding_window": 4096})):
+        assert context_ways(masked, 2, 4) == ["heads"]
+    assert context_ways(LONG, 2, 4, "ring") == ["ring"] and context_ways(LONG, 4, 4, "heads") == []
+    assert context_ways(LONG, 2, 4, "auto") == [context_way(LONG, 2, 4)]
+
+
+def test_the_cheapest_way_is_written_into_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "long.yaml"
+    fixed = ("tensor=2", "context=4", "pipeline=2", "micro_batch=1", "recompute=none", "schedule=1f1b")
+    words = ["plan", "llama-3-8b", "--sequence-length", "65536", "--machine", "frontier", "--nodes", "8", "--emit", str(path)]
+    assert main([*words, *(f"--fix={choice}" for choice in fixed)]) == 0
+    parallel, out = load_run(str(path)).parallel, capsys.readouterr().out
+    layout = Layout(tp=2, cp=4, pp=2, dp=4, microbatches=64, sequence_parallel=parallel.sequence_parallel)
+    numbers = rates(load_machine("frontier"))
+    seconds = {way: float(step_s(LONG, replace(layout, context_attention=way), numbers)) for way in ("gather", "ring", "heads")}
+    assert len(set(seconds.values())) == 3 and parallel.context_attention == min(seconds, key=lambda way: seconds[way])
+    others = seconds.keys() - {parallel.context_attention}
+    assert (
+        all(f"attention by {way}: the fastest layout that fits" in out for way in others)
+        and f"attention by {parallel.context_attention}, " in out
+    )
+
+
+def test_memory_knows_the_way() -> None:
+    """By heads attention keeps an output of its own beside the one that came back; gathered are a whole sequence's keys and values."""
+    layout, numbers = Layout(tp=2, cp=4, recompute="none"), rates(load_machine("frontier"))
+    peaks = {way: float(peak_memory(LONG, replace(layout, context_attention=way), numbers)) for way in ("gather", "ring", "heads")}
+    assert len(set(peaks.values())) == 3
