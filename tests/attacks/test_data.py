@@ -194,13 +194,14 @@ def test_floats_are_no_tokens(tmp_path: Path) -> None:
 
 def test_document_indices_far_outside_end_in_an_error_not_in_a_crash(tmp_path: Path) -> None:
     """With a cached sample index nothing scans the table again, and its digest reads 256 blocks of it."""
-    count = SCAN_LIMIT + 1000
+    with IndexedWriter(tmp_path / "some", "u2") as writer:
+        for _ in range(1000):
+            writer.add_document([5])
     with IndexedWriter(tmp_path / "d", "u2") as writer:
         writer.add_document([1, 2, 3])
         writer.add_document([4])
-        for _ in range(count):
-            writer.add_sequence([5])
-            writer.end_document()
+        for _ in range(SCAN_LIMIT // 1000 + 1):
+            writer.append(IndexedDataset(tmp_path / "some", scan=False))
     stream = samples.DocumentSamples(IndexedDataset(tmp_path / "d"), 7, 1, cache_dir=tmp_path / "cache")
     stream.prepare(1)
     dataset = IndexedDataset(tmp_path / "d")

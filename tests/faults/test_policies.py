@@ -45,3 +45,12 @@ def test_a_run_that_only_skips_stops_with_a_diagnosis(tmp_path: Path) -> None:
     code, output, _ = run.finish()
     assert code == 2 and "5 steps in a row were skipped; at the last one loss was" in output
     assert len(decisions(run)) == 5 and {entry["action"] for entry in decisions(run)} == {"not finite"}
+
+
+@pytest.mark.thorough
+def test_a_run_whose_weights_are_not_finite_ends_with_an_error_and_keeps_the_good_state(tmp_path: Path) -> None:
+    """The last save of it, too, is no save."""
+    run = Run(tmp_path, steps=2, overrides=("optimizer.lr=1.0e+39", "optimizer.warmup_steps=0", "optimizer.decay_steps=2"))
+    code, output, _ = run.finish()
+    assert code == 2 and "weights are not finite: " in output and "the step is not saved" in output
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))

@@ -48,6 +48,23 @@ def test_how_many_plans_are_shown_does_not_change_the_choice(model: str, nodes: 
     assert shown["1"]["promise"] == shown["8"]["promise"]
 
 
+def test_what_else_is_shown_does_not_change_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("gpt-22b", "--nodes", "8", "--json")
+    plain = json.loads(run(capsys, *asked)[1])["plans"]
+    shown = (
+        "--explain",
+        "--what-if",
+        "micro_batch=1",
+        "--what-if",
+        "schedule=gpipe",
+        "--chrome-trace",
+        f"{tmp_path}/t.json",
+        "--figures",
+        f"{tmp_path}/p.html",
+    )
+    assert json.loads(run(capsys, *asked, *shown)[1])["plans"] == plain
+
+
 def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     emitted, trace, figures = tmp_path / "runs" / "mine.yaml", tmp_path / "trace.json", tmp_path / "plan.html"
     code, out, err = run(
