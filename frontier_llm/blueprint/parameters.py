@@ -76,9 +76,7 @@ class Parameter:
     init_std: float | None = None  # normal(0, std) by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    uses: int = (
-        1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the head of the same rank; 0: no gradient
-    )
+    uses: int = 1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the rank's head; 0: no gradient
     grouped: bool = False  # dim 0 counts key/value heads, each with its queries
     wide: bool = False  # kept in fp32 (fp64 under fp64) whatever the working type
 

@@ -255,9 +255,8 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
             most_bytes, text_bytes = GROUP_OF_LARGEST * max_bytes, 0
             if page_bytes > most_bytes:
                 raise DataError(MORE.format(format_bytes(most_bytes) + " in a page"))
-            rows = max(
-                1, min(1024, most_bytes // max(page_bytes, 1))
-            )  # each may come from a page of its own, or be the same long one of a dictionary
+            # each may come from a page of its own, or be the same long one of a dictionary
+            rows = max(1, min(1024, most_bytes // max(page_bytes, 1)))
             for batch in file.iter_batches(row_groups=[group], columns=[text_key], batch_size=rows):
                 for value in batch.column(0).to_pylist():
                     try:

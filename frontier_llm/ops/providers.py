@@ -58,9 +58,8 @@ class Provider:
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
     build: str = ""  # what to run to get it
-    parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = (
-        None  # why stretches of a sequence (gather, ring) are not for it; None: never are
-    )
+    # why stretches of a sequence, which gather and ring need, are not for it here, or ''; None: never are
+    parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
     windows: bool = True  # its attention serves sliding windows
     softcaps: bool = False  # its attention bounds scores softly
     required: bool = False  # `auto` does not pass over it where it is only missing

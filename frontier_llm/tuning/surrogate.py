@@ -16,9 +16,8 @@ import numpy as np
 from frontier_llm.errors import FrontierError, not_installed
 from frontier_llm.tuning.space import CHOICES, Space, features
 
-FAILED = math.log(
-    1.5
-)  # a layout that failed counts as so much slower, against the planner, than the worst that worked: its like come later
+# a layout that failed counts as so much slower, against the planner, than the worst that worked: its like come later
+FAILED = math.log(1.5)
 NOISE = 0.02  # of log time: two runs of one layout, as a start for the fit
 
 
