@@ -205,9 +205,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         for phase, again in ((Phase.F, FULL), (Phase.I, ())):  # of the core alone nothing needs the output once more
             yield send(phase, "all_to_all", held * (a + 2 * g) * row)
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
-            yield Item(
-                phase, EXCHANGE, Pass(4 * held * (2 * a + 2 * g) * row, 8), ANY if phase is Phase.F else ()
-            )  # packed by rank, unpacked in order
+            packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # by rank, and unpacked in order
+            yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
         yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))  # attention's own output, beside the one that came back
 
 

@@ -89,9 +89,8 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
             wide = max(8, DTYPE_BYTES[layout.dtype])
             traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64
         if stage.head and layout.sequence_parallel:
-            traffic.add(
-                "tp", "all_reduce", 8, plan.microbatches * len(config.train.loss_weights.keys() - {OUTPUT_Z})
-            )  # further losses, fp64
+            further = len(config.train.loss_weights.keys() - {OUTPUT_Z})
+            traffic.add("tp", "all_reduce", 8, plan.microbatches * further)  # fp64
 
 
 def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None) -> None:

@@ -135,9 +135,8 @@ class Metrics:
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
         try:
-            self._lines.write(
-                (strict_json(row, indent=None) + "\n").encode()
-            )  # unbuffered: one write, so that a kill leaves a whole line or none
+            # unbuffered: one write, so that a kill leaves a whole line or none
+            self._lines.write((strict_json(row, indent=None) + "\n").encode())
         except OSError as error:  # as a failed save, a full disk does not end the run
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
         for observer in self._observers:
