@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
@@ -26,6 +27,7 @@ TEXT_OPTIONS = (
     option("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)"),
     option("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)"),
     option("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)"),
+    option("--overwrite", action="store_true", help="replace another tokenizer of that name, which datasets may have been made with"),
     *TEXT_OPTIONS,
     line="train a tokenizer on text files",
 )
@@ -40,12 +42,19 @@ def _tokenizer(args: argparse.Namespace) -> int:
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
     options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
     texts = training_text(args.inputs, options, args.sample_mib << 20)
-    trained = train(texts, args.output, args.vocab_size, args.sample_mib << 20)
+    output = Path(args.output)
+    beside = output.with_stem(f"{output.stem}.new") if output.exists() and not args.overwrite else output
+    trained = train(texts, beside, args.vocab_size, args.sample_mib << 20)
+    if beside != output:
+        if beside.read_bytes() != output.read_bytes():
+            fix = f"keep both: the new one is {beside}; or add --overwrite"
+            raise DataError("is another tokenizer, which datasets may have been made with", where=args.output, fix=fix)
+        beside.unlink()
     if trained.vocab_size < args.vocab_size:
         log.warn(f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly")
     if trained.vocab_size > args.vocab_size:
         log.warn(f"{args.vocab_size} ids are too few for every byte and the end of a document: it has {trained.vocab_size}")
-    print(f"{trained.name}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
+    print(f"{output}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
     return 0
 
 

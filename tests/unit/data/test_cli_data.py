@@ -93,6 +93,18 @@ def test_tokenizer_output_without_a_kind(corpus: Path) -> None:
         run("tokenizer", corpus / "in", "--output", corpus / "tok")
 
 
+@pytest.mark.parametrize("kind", ["model", "json"])
+def test_another_tokenizer_is_not_replaced_unasked(corpus: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    words = ("tokenizer", corpus / "in", "--output", corpus / f"t.{kind}")
+    assert run(*words, "--vocab-size", 290) == run(*words, "--vocab-size", 290) == 0  # the same again
+    before = (corpus / f"t.{kind}").read_bytes()
+    with pytest.raises(DataError, match=rf"(?s)t\.{kind}: is another tokenizer.*t\.new\.{kind}"):
+        run(*words, "--vocab-size", 300)
+    assert (corpus / f"t.{kind}").read_bytes() == before != (corpus / f"t.new.{kind}").read_bytes()
+    assert run(*words, "--vocab-size", 300, "--overwrite") == 0
+    assert (corpus / f"t.{kind}").read_bytes() == (corpus / f"t.new.{kind}").read_bytes()
+
+
 def test_tokenizer_names_damage(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (corpus / "in" / "a.jsonl").open("a") as handle:
         handle.write("broken\n")
