@@ -150,6 +150,9 @@ def test_a_device_from_a_test_at_home_is_pointed_out(fake_slurm: Path, tmp_path:
     for device, noted in (("cpu", True), ("auto", False), ("cuda", False)):
         assert main([*words, f"train.device={device}"]) == 0
         assert ("train.device=cpu leaves the GPUs of frontier idle" in capsys.readouterr().err) is noted
+    for dtype, noted in (("fp32", True), ("fp64", True), ("bf16", False)):
+        assert main([*words, f"precision.dtype={dtype}"]) == 0
+        assert ("a quarter of the matrix rate" in capsys.readouterr().err) is noted
 
 
 def test_a_site_from_elsewhere_travels_with_the_code(tmp_path: Path) -> None:
