@@ -6,24 +6,31 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from frontier_llm.errors import ConfigError
 
+GROUP = "frontier_llm.plugins"  # of entry points; none is loaded unless a run file names it
+
 
 def import_plugins(names: Iterable[str]) -> None:
-    """Import each once: an importable module's dotted name, or the path of a .py file. Raises ConfigError naming what cannot be imported.
+    """Import each once: the path of a .py file, the name of an installed package's entry point, or a module's dotted name.
 
+    Raises ConfigError naming what cannot be imported.
     Only a run file that its user starts is read this way, never what a checkpoint recorded: a plugin is code.
     """
     for name in names:
         try:
             if name.endswith(".py"):
                 _import_file(Path(name).expanduser().resolve())
+            elif points := entry_points(group=GROUP, name=name):
+                next(iter(points)).load()
             else:
                 importlib.import_module(name)
-        except (ImportError, OSError, SyntaxError) as error:
-            fix = "give the path of a .py file, or a module that this Python can import"
+        except (ImportError, AttributeError, OSError, SyntaxError) as error:
+            installed = ", ".join(sorted(entry_points(group=GROUP).names))
+            fix = "give the path of a .py file, or a module that this Python can import" + (f", or one of {installed}" if installed else "")
             raise ConfigError(f"{name} cannot be imported: {error}", fix, "plugins") from error
 
 
