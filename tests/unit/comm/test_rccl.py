@@ -156,7 +156,7 @@ def test_the_recorder_of_rccl_is_dumped_and_not_gloos(asked: SimpleNamespace, tm
         patch.object(dist, "is_initialized", lambda: True),
         patch.object(c10d, "_dump_nccl_trace_json", lambda: b'{"entries": ["of the GPU"]}', create=True),
     ):
-        path = dump_flight_record(mesh, tmp_path, "timed out")
+        path = Path(dump_flight_record(mesh, tmp_path, "timed out"))
     assert json.loads(path.read_text())["reason"] == "timed out"
     assert json.loads((tmp_path / "flight_rank00005_torch.json").read_text()) == {"entries": ["of the GPU"]}
 
