@@ -69,6 +69,11 @@ class Product:
         """A multiplication and an addition each."""
         return 2.0 * self.m * self.n * self.k * self.batch
 
+    @property
+    def moved_bytes(self) -> float:
+        """Operands read and result written once, in 16 bit."""
+        return 2.0 * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
 
 @dataclass(frozen=True)
 class FlashCore:
@@ -85,6 +90,11 @@ class FlashCore:
     def flops(self) -> float:
         """Of the whole rectangle of scores and its weighted sum; backward's own recomputation does not count."""
         return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.queries * self.keys * self.head_dim
+
+    @property
+    def moved_bytes(self) -> float:
+        """Queries, outputs, keys and values once, backward with the gradients of all of them; in 16 bit, each head with keys of its own."""
+        return (8.0 if self.backward else 4.0) * self.batch * self.heads * (self.queries + self.keys) * self.head_dim
 
 
 @dataclass(frozen=True)
