@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,14 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
 
 
 def recorded_tokenizer(prefix: str, name: str) -> str | None:
-    """Where the tokenizer lies that a dataset's record names: at its path, or beside the dataset when both were moved; None: gone."""
+    """Where the tokenizer lies that a dataset's record names: at its path, beside the dataset when both were moved, or fetched before; None: gone.
+
+    The Hub is not asked: a record may be a stranger's.
+    """
+    if name.startswith("hf://"):
+        from frontier_llm.data.hub import cached_tokenizer
+
+        return None if find_spec("huggingface_hub") is None or cached_tokenizer(name) is None else name
     candidates = (name, str(Path(prefix).parent / Path(name).name))
     return name if name == "bytes" else next((path for path in candidates if Path(path).is_file()), None)
 
