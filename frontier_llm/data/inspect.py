@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.indexed import READ_ONLY, IndexedDataset, bin_path
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
@@ -59,6 +60,7 @@ def inspect(
         report["learnt_tokens"] = int(dataset.sequence_lengths[dataset.modes != READ_ONLY].sum(dtype=np.int64))
     if sequence_length:
         report["truncated"] = truncation(lengths, sequence_length)
+        report["best_fit"] = best_fit(dataset, lengths, sequence_length)
     if meta is not None:
         report |= {"tokenizer": meta.tokenizer, "tokenizer_digest": meta.tokenizer_digest, "vocab_size": meta.vocab_size, "eod": meta.eod}
         report["damaged"] = meta.damaged
@@ -85,6 +87,25 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
         "expected_share": expected / total,
         "unavoidable_tokens": round(unavoidable),
         "unavoidable_share": unavoidable / total,
+    }
+
+
+def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
+    """The same of `data.packing: best-fit`, which parts only what no sequence can hold, and pads: as one seed packs it, and others hardly differ."""
+    if not dataset.token_count:
+        return {}
+    samples = PackedSamples(dataset, sequence_length, seed=0)
+    capacity = samples.samples_per_epoch * (sequence_length + 1)
+    repeated = samples.piece_count - int((lengths > 0).sum())  # tokens that two pieces share
+    padding = capacity - dataset.token_count - repeated
+    parted = int(np.maximum(lengths - (sequence_length + 1), 0).sum())
+    return {
+        "sequences": samples.samples_per_epoch,
+        "split_documents": int((lengths > sequence_length + 1).sum()),
+        "parted_tokens": parted,
+        "parted_share": parted / dataset.token_count,
+        "padding_tokens": padding,
+        "padding_share": padding / capacity,
     }
 
 
