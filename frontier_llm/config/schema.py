@@ -104,8 +104,9 @@ class DataConfig(Section):
         None  # what is evaluated on, or {name: it, …}
     )
     allow_synthetic: bool = False  # a long and costly run on synthetic data is meant (since 0.2)
-    tokenizer: PathText | None = None  # sentencepiece .model or Hugging Face tokenizer.json
+    tokenizer: PathText | None = None  # sentencepiece .model, Hugging Face tokenizer.json, or hf://OWNER/NAME
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
+    packing: Literal["concatenate", "best-fit"] = "concatenate"  # documents end to end and cut, or kept whole where they fit (since 0.2)
     seed: NonNegativeInt = 1234  # decides the order of documents and samples
     cache_dir: PathText | None = None  # sample indices; None = beside the data
 

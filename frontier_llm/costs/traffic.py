@@ -58,7 +58,8 @@ def step_traffic(
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
     update_traffic(config, plan, pp_rank, owner, traffic)
-    if (config.data.reset_at_documents or prompts) and plan.grid.degree(plan.grid.replicas) > 1:
+    masked = config.data.reset_at_documents or config.data.packing == "best-fit" or prompts
+    if masked and plan.grid.degree(plan.grid.replicas) > 1:
         traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:
