@@ -237,7 +237,7 @@ class TrainConfig(Section):
     run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
     steps: PositiveInt = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
     phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
-    seed: NonNegativeInt = 1234  # initial weights
+    seed: NonNegativeInt = 1234  # initial weights, and dropout's masks
     recompute: Literal["none", "selective", "full"] = "none"  # by backward instead of kept: nothing, attention's inside, whole layers
     recompute_every: PositiveInt = 1  # full: of a virtual stage's layers the first and each n-th after it; the others keep all (since 0.2)
     loss_weights: Mapping[str, float] = {}  # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)

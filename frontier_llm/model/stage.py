@@ -14,6 +14,7 @@ from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model import losses
 from frontier_llm.model.batch import Microbatch
+from frontier_llm.model.dropout import Drawn, Dropout
 from frontier_llm.model.experts import Routed, Router
 from frontier_llm.model.layers import Block, Norm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
@@ -57,6 +58,7 @@ class Stage(nn.Module):
         embeds = spec.embedding or (spec.head and tied)
         self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
         self.position_embedding = declared.get("embedding.position.weight") if spec.embedding else None
+        self.embedding_dropout = Dropout(model, context, "embedding") if spec.embedding else None
         self.blocks = nn.ModuleList(Block(model, context, declared, index, recompute_mode == "selective") for index in spec.layers)
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
@@ -98,9 +100,11 @@ class Stage(nn.Module):
 
     def _blocks(self, x: Tensor | None, batch: Microbatch) -> tuple[Tensor, dict[int, Routed]]:
         """Embedding and blocks, and what each layer's router says."""
-        if x is None:
-            x = self._embed(batch)
-        positions = self._positions(batch, x.shape[0] * (self.context.tp.size if self.context.sequence_parallel else 1))
+        embedded = self._embed(batch) if x is None else x
+        positions = self._positions(batch, embedded.shape[0])
+        x = embedded
+        if self.embedding_dropout is not None and positions.drawn is not None:
+            x = self.embedding_dropout(embedded, None, positions.drawn)
         routers = dict[int, Routed]()
         for layer, block in zip(self._layers, self.blocks, strict=True):
             x, routed = recompute(lambda x, block=block: block(x, positions), x) if layer in self._recomputed else block(x, positions)
@@ -162,13 +166,19 @@ class Stage(nn.Module):
         embedded = nn.functional.embedding(index_SB[first : first + x.shape[0]], self.position_embedding)
         return x + (embedded if index_SB.dim() == 2 else embedded[:, None])
 
-    def _positions(self, batch: Microbatch, sequence: int) -> Positions:
-        rope = self._rope
+    def _positions(self, batch: Microbatch, rows: int) -> Positions:
+        """`rows`: positions that this rank holds between blocks."""
+        rope, cut = self._rope, self.context.sequence_parallel
+        sequence, first = (rows * self.context.tp.size, rows * self.context.tp.rank) if cut else (rows, 0)
         if rope is not None:
             index_SB = self._given_positions(batch)
             index = slice(0, sequence) if index_SB is None else index_SB
             rope = rope[0][index], rope[1][index]
-        return Positions(rope, self._alibi_slopes_a, batch.documents_BS)
+        drawn = None
+        if batch.samples_B is not None:
+            held_S = torch.arange(sequence, device=self._device) if self._held_S is None else self._held_S
+            drawn = Drawn(batch.samples_B, held_S[first : first + rows])
+        return Positions(rope, self._alibi_slopes_a, batch.documents_BS, drawn)
 
     def _given_positions(self, batch: Microbatch) -> Tensor | None:
         """Where each token stands, (S, B) or, alike in all rows, (S,), if that is not simply its place in the microbatch."""

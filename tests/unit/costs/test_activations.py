@@ -24,6 +24,9 @@ class Source:
     def __init__(self, config: RunConfig) -> None:
         self.shape = (config.batch.micro_batch, config.model.sequence_length + 1)
 
+    def sample_ids(self, step: int, index: int) -> range:
+        return range(self.shape[0])
+
     def microbatch(self, step: int, index: int) -> SampleBatch:
         return SampleBatch(np.zeros(self.shape, dtype=np.int64), None, None)
 
@@ -100,6 +103,12 @@ def test_of_every_second_layer_recomputed_the_others_keep_everything() -> None:
 def test_a_layer_keeps_what_the_list_says(recompute: str, micro_batch: int) -> None:
     measured = (kept_bytes(config_of(4, recompute, micro_batch)) - kept_bytes(config_of(2, recompute, micro_batch))) / 2
     assert listed(config_of(4, recompute, micro_batch)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_keeps_no_masks(recompute: str) -> None:
+    measured = (kept_bytes(config_of(4, recompute, 1, dropout=0.1)) - kept_bytes(config_of(2, recompute, 1, dropout=0.1))) / 2
+    assert listed(config_of(4, recompute, 1)) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", [{"norm_placement": "post"}, {"norm_placement": "both", "activation": "geglu_tanh"}], ids=str)
