@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frontier_llm.config import RunConfig
+from frontier_llm.config import ModelConfig, RunConfig
 
-RECOMPUTE = ("none", "selective", "full")  # selective: the attention core; full: everything but each block's input
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 # What the replicas share out among them → the stage of ZeRO that it is:
@@ -36,8 +36,7 @@ class Layout:
     micro_batch: int = 1  # sequences
     microbatches: int = 1  # of one replica and step
     sequence_parallel: bool = False
-    recompute: str = "none"  # of RECOMPUTE
-    recompute_every: int = 1  # of so many layers one; 1 unless recompute is full
+    recompute: str = "none"  # of RECOMPUTE; or several, "full,none", that repeat through each virtual stage's layers
     sharding: str = "optimizer"  # of SHARDING
     axis_order: str = "tp-dp-pp"  # innermost first
     dtype: str = "bf16"
@@ -71,6 +70,22 @@ class Layout:
         return self.tp if self.sequence_parallel else 1
 
 
+def layer_modes(recompute: str, layers: int) -> tuple[str, ...]:
+    """How each layer of a virtual stage of so many is recomputed."""
+    modes = recompute.split(",")
+    return tuple(modes[layer % len(modes)] for layer in range(layers))
+
+
+def mode_shares(model: ModelConfig, layout: Layout, layers: int | None = None) -> dict[str, float]:
+    """Of the layers of a virtual stage that has `layers` of them; None: of the fullest, where they are evenly spread."""
+    return shares(layer_modes(layout.recompute, layers or -(-model.layers // (layout.pp * layout.chunks))))
+
+
+def shares(modes: Sequence[str]) -> dict[str, float]:
+    """Mode of recomputation → share of the layers."""
+    return {mode: modes.count(mode) / len(modes) for mode in dict.fromkeys(modes)}
+
+
 def layout_of(config: RunConfig, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks; it must be legal (`topology.make_plan` checks)."""
     parallel, batch = config.parallel, config.batch
@@ -88,7 +103,6 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         microbatches=batch.global_batch // (batch.micro_batch * dp),
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         recompute=config.train.recompute,
-        recompute_every=config.train.recompute_every if config.train.recompute == "full" else 1,
         sharding="weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
         axis_order=parallel.axis_order,
         dtype=config.precision.dtype,

@@ -227,6 +227,20 @@ class PhaseConfig(Section):
     data: PhaseData = PhaseData()
 
 
+RECOMPUTE = ("none", "selective", "full")  # selective: the attention core; full: everything but each block's input
+
+
+def recompute_modes(value: Any) -> str:
+    """`[full, none]`, or `full,none` as on the command line, as "full,none"."""
+    modes = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    modes = [str(mode).strip() for mode in modes]
+    if not modes or set(modes) - set(RECOMPUTE):
+        raise ValueError("must be none, selective or full, or a list of them, which repeats through each virtual stage's layers")
+    return ",".join(modes)
+
+
+Recompute = Annotated[str, BeforeValidator(recompute_modes)]
+
 # of train.loss_weights: mean squared log-sum-exp of the model's logits, over the targets that count (PaLM, arXiv:2204.02311)
 OUTPUT_Z = "output-z"
 
@@ -238,8 +252,7 @@ class TrainConfig(Section):
     steps: PositiveInt = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
     phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
     seed: NonNegativeInt = 1234  # initial weights, and dropout's masks
-    recompute: Literal["none", "selective", "full"] = "none"  # by backward instead of kept: nothing, attention's inside, whole layers
-    recompute_every: PositiveInt = 1  # full: of a virtual stage's layers the first and each n-th after it; the others keep all (since 0.2)
+    recompute: Recompute = "none"  # by backward, not kept: none, selective (attention's inside), full (layers), or a list of these by layer
     loss_weights: Mapping[str, float] = {}  # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end

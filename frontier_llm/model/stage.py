@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from frontier_llm.blueprint import StageSpec, rank_parameters
+from frontier_llm.blueprint.layout import layer_modes
 from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model import losses
@@ -43,9 +44,8 @@ class Stage(nn.Module):
         context: LayerContext,
         declared: Declared,
         device: torch.device,
-        recompute_mode: str,
+        recompute_modes: str,
         *,
-        recompute_every: int,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
         """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
@@ -53,13 +53,14 @@ class Stage(nn.Module):
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.spec, self.context, self._device = spec, context, device
         self._layers = tuple(spec.layers)
-        self._recomputed = self._layers[::recompute_every] if recompute_mode == "full" else ()
+        modes = dict(zip(spec.layers, layer_modes(recompute_modes, spec.num_layers), strict=True))
+        self._recomputed = tuple(layer for layer, mode in modes.items() if mode == "full")
         tied = model.tied_embeddings
         embeds = spec.embedding or (spec.head and tied)
         self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
         self.position_embedding = declared.get("embedding.position.weight") if spec.embedding else None
         self.embedding_dropout = Dropout(model, context, "embedding") if spec.embedding else None
-        self.blocks = nn.ModuleList(Block(model, context, declared, index, recompute_mode == "selective") for index in spec.layers)
+        self.blocks = nn.ModuleList(Block(model, context, declared, index, mode == "selective") for index, mode in modes.items())
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
         # rounded as the weights are, which is what Gemma's own code multiplies by
@@ -195,16 +196,14 @@ def build_stages(
     specs: Sequence[StageSpec],
     context: LayerContext,
     device: torch.device,
-    recompute_mode: str = "none",
+    recompute_modes: str = "none",
     terms: Mapping[str, losses.LossTerm] = MappingProxyType({}),
-    *,
-    recompute_every: int = 1,
 ) -> list[Stage]:
     """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)
     declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}
-    return [Stage(model, spec, context, declared, device, recompute_mode, recompute_every=recompute_every, terms=terms) for spec in specs]
+    return [Stage(model, spec, context, declared, device, recompute_modes, terms=terms) for spec in specs]
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -87,7 +87,6 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         "train": {
             "run_dir": f"runs/{name}",
             "recompute": layout.recompute,
-            **({"recompute_every": layout.recompute_every} if layout.recompute_every > 1 else {}),
         },
         **({"comm": {"algorithms": machine.algorithms}} if machine.algorithms and uses_hierarchical(plan, rates) else {}),
     }

@@ -121,7 +121,7 @@ def build_state(
         config.train.seed,
     )
     specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
-    stages = build_stages(model, specs, context, device, config.train.recompute, terms, recompute_every=config.train.recompute_every)
+    stages = build_stages(model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
     state = TrainState(
         phases=phases,
