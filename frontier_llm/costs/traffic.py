@@ -82,7 +82,7 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
         for items, times, mode in (*blocks, (embedding, int(stage.embedding), "none"), (head, int(stage.head), "none")):
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
-                    pieces = config.comm.tensor_chunks if item.work.in_chunks else 1
+                    pieces = layout.tensor_chunks if item.work.beside else 1
                     calls = plan.microbatches * pieces * item.work.calls * times * (2 if mode in item.repeated_by else 1)
                     for operation in ("send", "recv") if item.work.operation == "exchange" else (item.work.operation,):
                         traffic.add(item.work.axis, operation, item.work.size_bytes // pieces, calls)
