@@ -245,6 +245,21 @@ Recompute = Annotated[str, BeforeValidator(recompute_modes)]
 OUTPUT_Z = "output-z"
 
 
+class EvalTask(Section):
+    """Under its name, a file of multiple-choice questions, as `frontier-llm evaluate --task` takes it: `{piqa: piqa.jsonl}`, or these keys."""
+
+    path: PathText  # JSONL: LLM Foundry's form, or that of lm-evaluation-harness for the tasks that it is known for (since 0.2)
+    shots: NonNegativeInt = 0  # solved examples before each question, from the same file (since 0.2)
+    limit: NonNegativeInt = 0  # questions; 0 = all (since 0.2)
+
+
+def _tasks(value: Any) -> Any:
+    """A path alone is a task without examples."""
+    return (
+        {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()} if isinstance(value, Mapping) else value
+    )
+
+
 class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
@@ -257,6 +272,7 @@ class TrainConfig(Section):
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of each set of data.validation, in each evaluation
+    eval_tasks: Mapping[SetName, EvalTask] = {}  # {piqa: piqa.jsonl, …}: multiple-choice questions, asked in each evaluation (since 0.2)
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     save_final: bool = True  # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
@@ -269,6 +285,8 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
+
+    _eval_tasks = field_validator("eval_tasks", mode="before")(_tasks)
 
 
 class GuardConfig(Section):

@@ -90,7 +90,10 @@ class Stage(nn.Module):
         further |= self._router_losses(routed, x, batch) if routed else {}
         output = x
         if self.spec.head:
-            output, logsumexp_SB = self.loss(x, batch)
+            loss_SB, logsumexp_SB = self.losses(x, batch)
+            output = mean_over_global_batch(loss_SB, batch.global_targets)
+            if batch.row_losses_B is not None:
+                batch.row_losses_B.copy_(loss_SB.sum(0))
             of_logits = self._terms.keys() - of_x.keys()
             further |= {name: self._terms[name].value(logsumexp_SB, batch, context.tp, False) for name in of_logits}
         return StageOutput(output, further) if further else output
@@ -144,14 +147,14 @@ class Stage(nn.Module):
             logits_SBv = column_linear(self.final_norm(x), self.token_embedding, self.context, num_rows=num_rows)
         return softcapped(logits_SBv, self.model.logit_softcap or 0.0)
 
-    def loss(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """This microbatch's share of the mean loss over the step's targets; each token's log-sum-exp of the logits, (S, B)."""
+    def losses(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Each token's loss, 0 where it does not count, and log-sum-exp of the logits, (S, B)."""
         assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
         loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
-        return mean_over_global_batch(loss_SB, batch.global_targets), logsumexp_SB
+        return loss_SB, logsumexp_SB
 
     def _embed(self, batch: Microbatch) -> Tensor:
         assert self.token_embedding is not None and batch.tokens_SB is not None
