@@ -38,6 +38,7 @@ class Layout:
     sequence_parallel: bool = False
     recompute: str = "none"  # of RECOMPUTE; or several, "full,none", that repeat through each virtual stage's layers
     sharding: str = "optimizer"  # of SHARDING
+    data_shard: int = 0  # replicas that share out one copy of the weights, where they do; 0 = all
     axis_order: str = "tp-dp-pp"  # innermost first
     dtype: str = "bf16"
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
@@ -54,6 +55,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that hold the same weights: gradients are summed, and optimizer state is shared out, over dp · cp."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Of them, those that share out what is cut."""
+        return self.data_shard or self.replicas
 
     @property
     def global_batch(self) -> int:
@@ -105,6 +111,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         recompute=config.train.recompute,
         sharding="weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
+        data_shard=parallel.data_shard or 0,
         axis_order=parallel.axis_order,
         dtype=config.precision.dtype,
         gradient_wire=config.precision.gradient_wire,

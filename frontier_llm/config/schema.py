@@ -31,6 +31,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
+    data_shard: PositiveInt | None = None  # fsdp: neighbouring replicas that share out one copy of the weights; None = all (since 0.2)
     zero: Literal[0, 1, 2, 3] = 1  # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
     stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
 

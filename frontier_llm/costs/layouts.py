@@ -34,6 +34,7 @@ class Layouts:
     sequence_parallel: np.ndarray
     recompute: np.ndarray
     sharding: np.ndarray
+    data_shard: np.ndarray
     axis_order: np.ndarray
     context_attention: np.ndarray
     dtype: str = "bf16"
@@ -55,6 +56,11 @@ class Layouts:
     def replicas(self) -> np.ndarray:
         """Ranks that hold the same weights."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> np.ndarray:
+        """Of them, those that share out what is cut."""
+        return np.where(self.data_shard > 0, self.data_shard, self.replicas)
 
     @property
     def edp(self) -> np.ndarray:

@@ -99,7 +99,7 @@ def stage_memory(
     cut_weights, cut_gradients = cut(layouts, 3), cut(layouts, 2)
     # gradients that are cut are whole for one chunk of a pipeline, while its backwards add to them
     whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
-    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / replicas + whole, 1.0), 1.0)
+    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
     # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own weights only the fp32
     # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered once
     twice = layouts.sharding == "weights"
@@ -110,7 +110,7 @@ def stage_memory(
     def kept(parameter: Parameter) -> int:
         return rule.bytes_per_element(parameter, wide) - master
 
-    state = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), replicas, 1)
+    state = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), layouts.shards, 1)
     state = state + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks

@@ -37,6 +37,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
     "recompute": ("recompute", {name: name for name in RECOMPUTE}),
     "zero": ("sharding", BY_STAGE),
+    "data_shard": ("data_shard", None),
     "data_mode": ("sharding", {"zero": "optimizer", "fsdp": "weights"}),
     "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
     "axis_order": ("axis_order", {name: name for name in AXIS_ORDERS}),
@@ -123,7 +124,8 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
     plays = _plays(model, pp, fixed)
     # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
-    sharded = ["weights"] if pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
+    shares = dp * cp % fixed.get("data_shard", 1) == 0
+    sharded = ["weights"] if pp == 1 and shares and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
 
     def left(field: str, values: Sequence[Any]) -> np.ndarray:
@@ -146,6 +148,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
     }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
+    columns["data_shard"] = np.where(columns["sharding"] == "weights", fixed.get("data_shard", 0), 0)
     columns["microbatches"] = per_replica // columns["micro_batch"]
     return columns
 

@@ -65,7 +65,9 @@ def layout_words(plan: Plan) -> str:
         "sequence parallel" if layout.sequence_parallel else "",
         f"tensor chunks {layout.tensor_chunks}" if layout.tensor_chunks > 1 else "",
         f"recompute {layout.recompute}",
-        "FSDP" if layout.sharding == "weights" else f"ZeRO-{SHARDING[layout.sharding]}",
+        f"FSDP{f' by {layout.data_shard}' if layout.data_shard else ''}"
+        if layout.sharding == "weights"
+        else f"ZeRO-{SHARDING[layout.sharding]}",
         f"{layout.gradient_wire} gradient sums" if layout.gradient_wire != "full" else "",
         layout.axis_order if layout.pp > 1 and layout.dp > 1 else "",
     ]
@@ -291,6 +293,7 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
         "recompute": layout.recompute,
         "zero": SHARDING[layout.sharding],
         "data_mode": "fsdp" if layout.sharding == "weights" else "zero",
+        "data_shard": layout.data_shard or None,
         "axis_order": layout.axis_order,
         "stage_layers": [stage.num_layers for stage in plan.stages],
         "step_s": plan.step_s,
