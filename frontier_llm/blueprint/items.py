@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from frontier_llm.blueprint.layout import RECOMPUTE, Layout
-from frontier_llm.config import ModelConfig
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import RECOMPUTE, ModelConfig
 
 ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
@@ -136,6 +137,10 @@ class Item:
     cause: str
     work: Work
     repeated_by: tuple[str, ...] = ()  # recompute modes that do it once more before backward
+
+    def repeats(self, modes: Mapping[str, float]) -> float:
+        """Times that an average layer does it once more, of layers with these shares of modes."""
+        return sum(share for mode, share in modes.items() if mode in self.repeated_by)
 
 
 FULL, ANY = ("full",), ("selective", "full")
