@@ -46,6 +46,7 @@ def without_messages(numbers: Rates = FRONTIER) -> Rates:
         ("zb-h1", 4, 1, 250),
         ("zb-h1", 16, 1, 160),
         ("zb-v", 8, 2, 200),
+        ("dualpipe-v", 8, 2, 200),
         ("v-half", 8, 2, 200),
         ("v-min", 4, 2, 150),
     ],
@@ -79,7 +80,7 @@ def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
     assert zero_bubble.bubble_fraction == pytest.approx((4 - 1) * (1 + 1 - 1) / (3 * m))  # (p-1)(F + B - W), Qi et al. 2023
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min"])
 @pytest.mark.parametrize(("model", "pp", "m"), [("gpt-22b", 4, 16), ("gpt-22b", 8, 64), ("gpt-1t", 16, 64)])
 def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str, pp: int, m: int) -> None:
     chunks = 2 if schedule == "interleaved" or one_end(schedule) else 1
