@@ -43,6 +43,7 @@ class Layout:
     dtype: str = "bf16"
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
     optimizer: str = "adamw"
+    validated: str = "before"  # optimizer.validated
     context_attention: str = "auto"  # of blueprint.context.WAYS, or auto
     tensor_chunks: int = 1  # pieces in which tp gathers, scatters and sums beside its products
 
@@ -116,6 +117,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         dtype=config.precision.dtype,
         gradient_wire=config.precision.gradient_wire,
         optimizer=config.optimizer.name,
+        validated=config.optimizer.validated,
         context_attention=parallel.context_attention,
         tensor_chunks=config.comm.tensor_chunks,
     )

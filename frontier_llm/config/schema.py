@@ -64,6 +64,7 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
     decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
     momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
+    validated: Literal["before", "after"] = "before"  # after: update before all ranks are done, undo where that was wrong (since 0.2)
     heads: Literal["together", "groups"] = "together"  # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
 
 

@@ -40,6 +40,7 @@ class Layouts:
     dtype: str = "bf16"
     gradient_wire: str = "full"
     optimizer: str = "adamw"
+    validated: str = "before"
     etp: int = 1
     imbalance: float = 1.0
     tensor_chunks: int = 1
@@ -83,7 +84,8 @@ class Layouts:
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
     """Layouts that agree in what a table does not tell apart, as a table."""
-    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")}
+    alike = ("dtype", "gradient_wire", "optimizer", "validated", "etp", "imbalance", "tensor_chunks")
+    shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
     }
@@ -141,6 +143,11 @@ def stage_length(layers: int, layouts: Layout | Layouts) -> Number:
 def split(layouts: Layout | Layouts) -> Any:
     """Whether the schedule runs weight gradients as actions of their own: a bool, or a column."""
     return by_schedule(layouts, lambda name: rule(name).splits_backward)
+
+
+def steps_overlap(layouts: Layout | Layouts) -> Any:
+    """Whether a rank begins its next step before others have ended this one: a bool, or a column."""
+    return (layouts.validated == "after") & (layouts.pp > 1) & (by_schedule(layouts, lambda name: rule(name).staggered) > 0)
 
 
 def by_schedule(layouts: Layout | Layouts, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:

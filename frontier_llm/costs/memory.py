@@ -7,7 +7,7 @@ Each line is returned by name, so that a plan can say what fills the device. All
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from frontier_llm.blueprint.parameters import Parameter
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts, stage_length
+from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts, stage_length, steps_overlap
 from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seats import cut
 from frontier_llm.costs.seconds import mean_of_layers
@@ -107,11 +107,11 @@ def stage_memory(
     wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
     master = 0 if size < wide else wide  # wide weights are their own master copy
 
-    def kept(parameter: Parameter) -> int:
-        return rule.bytes_per_element(parameter, wide) - master
+    def of_state(kept: Callable[[Parameter], int]) -> Number:
+        dense = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), layouts.shards, 1)
+        return dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
 
-    state = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), layouts.shards, 1)
-    state = state + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
+    state = of_state(lambda parameter: rule.bytes_per_element(parameter, wide) - master)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
@@ -129,6 +129,11 @@ def stage_memory(
         "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
+    if layouts.validated == "after":
+        # the state once more from an early update to its validation, when the activations in flight are those of the forwards played ahead
+        copy = of_state(lambda parameter: rule.bytes_per_element(parameter, wide))
+        empty = np.maximum(in_flight - (layouts.pp - 1 - stage), 0.0) * parts.block * layers / chunks
+        lines["copy of the state"] = np.where(steps_overlap(layouts), np.maximum(copy - empty, 0.0), 0.0)
     if rule.gathers:
         update = whole_update(model, layouts, rates, layers)
         owned = np.where(cut(layouts, 1), replicas, 1)

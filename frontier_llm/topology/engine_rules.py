@@ -57,12 +57,13 @@ def engine_problems(config: RunConfig, world_size: int) -> list[Problem]:
     if deepspeed and precision.dtype not in ("fp32", "bf16"):
         fix = "use bf16 or fp32, or optimizer.engine=native"
         refuse("precision.dtype", f"{precision.dtype} with the engine deepspeed is not supported", fix)
-    if not native and config.guard.recompute_interval > 0:
-        fix = "set it to 0, or use the native engine with data_mode=zero"
-        refuse("guard.recompute_interval", "only the native engine can compute a step again", fix)
-    if not native and precision.gradient_wire != "full":
-        fix = "set it to full, or use the native engine with data_mode=zero"
-        refuse("precision.gradient_wire", "only the native engine narrows gradients on their way", fix)
+    for where, asked, what, fix in (
+        ("guard.recompute_interval", config.guard.recompute_interval > 0, "can compute a step again", "set it to 0"),
+        ("precision.gradient_wire", precision.gradient_wire != "full", "narrows gradients on their way", "set it to full"),
+        ("optimizer.validated", config.optimizer.validated == "after", "can undo an update", "set it to before"),
+    ):
+        if asked and not native:
+            refuse(where, f"only the native engine {what}", f"{fix}, or use the native engine with data_mode=zero")
     if config.optimizer.deepspeed_config is not None and not deepspeed:
         fix = "set optimizer.engine=deepspeed, or leave it out"
         refuse("optimizer.deepspeed_config", "is given, but the engine is native", fix)
