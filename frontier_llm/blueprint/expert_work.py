@@ -44,7 +44,7 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     def send(phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep") -> Item:
         return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes)), again)
 
-    for axis in ("tp", "cp"):  # the load of whole sequences
+    for axis in () if moe.balance == "global" else ("tp", "cp"):  # the load of whole sequences
         if getattr(layout, axis) > 1:
             yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis)
     if layout.tp > 1 and not layout.sequence_parallel:  # each tensor rank cuts its part out, and all get the whole again

@@ -103,7 +103,7 @@ class Collective:
     operation: str
     size_bytes: int
     under: Under = Under.NOTHING
-    in_chunks: bool = False  # beside a product that is cut in `comm.tensor_chunks` pieces, and so is this
+    beside: Product | None = None  # both go in `comm.tensor_chunks` pieces, those of one under those of the other
     calls: int = 1  # so many of this size, one after the other
 
 

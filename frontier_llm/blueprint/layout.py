@@ -44,6 +44,7 @@ class Layout:
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
     optimizer: str = "adamw"
     context_attention: str = "auto"  # of blueprint.context.WAYS, or auto
+    tensor_chunks: int = 1  # pieces in which tp gathers, scatters and sums beside its products
 
     @property
     def devices(self) -> int:
@@ -95,4 +96,5 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         gradient_wire=config.precision.gradient_wire,
         optimizer=config.optimizer.name,
         context_attention=parallel.context_attention,
+        tensor_chunks=config.comm.tensor_chunks,
     )

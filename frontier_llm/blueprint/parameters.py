@@ -79,6 +79,7 @@ class Parameter:
     uses: int = 1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the rank's head; 0: no gradient
     grouped: bool = False  # dim 0 counts key/value heads, each with its queries
     wide: bool = False  # kept in fp32 (fp64 under fp64) whatever the working type
+    of_training: bool = False  # the model computes the same without it: no other format has it
 
     @property
     def tensor_axis(self) -> str:
@@ -184,6 +185,8 @@ def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std:
     yield Parameter(f"{name}.router.weight", (E, H), ParameterKind.MATRIX, {"tp": How.PARTIAL}, model.init_std, wide=True)
     if moe.selection_bias:
         yield Parameter(f"{name}.router.bias", (E,), ParameterKind.VECTOR, uses=0, wide=True)
+    if moe.balance == "global":
+        yield Parameter(f"{name}.router.load", (E,), ParameterKind.VECTOR, init_value=1.0, uses=0, wide=True, of_training=True)
     shape, pieces = ((E, 2, F, H), (Piece("gate", 1, 0, 1), Piece("up", 1, 1, 2))) if model.gated else ((E, F, H), ())
     across: dict[str, Split | How] = {"ep": Split(0), "etp": Split(len(shape) - 2)}
     yield Parameter(f"{name}.experts.up.weight", shape, ParameterKind.EXPERTS, across, model.init_std, pieces=pieces)

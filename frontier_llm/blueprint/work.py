@@ -112,26 +112,27 @@ def linear(
         return Product(m, n, k, parameter=weight.name, fp8=not head)
 
     added = software.accumulate_bytes + (6 if layout.gradient_wire == "fp32" and software.gradient_bytes == 2 else 0)
-    yield Item(Phase.F, cause, product(T, outputs, inputs), again)
-    yield Item(Phase.I, cause, product(T, inputs, outputs))
+    forward, backward = product(T, outputs, inputs), product(T, inputs, outputs)
+    yield Item(Phase.F, cause, forward, again)
+    yield Item(Phase.I, cause, backward)
     yield Item(Phase.W, cause, product(outputs, inputs, T))
     yield Item(Phase.W, ADDING, Pass(added * inputs * outputs, 0))
     if layout.tp == 1:
         return
 
-    def send(phase: Phase, operation: str, under: Under = Under.PRODUCT, in_chunks: bool = False) -> Item:
+    def send(phase: Phase, operation: str, under: Under = Under.PRODUCT, beside: Product | None = None) -> Item:
         size = T * model_width * DTYPE_BYTES[layout.dtype]
         repeated = again if phase is Phase.F else ()
-        return Item(phase, HEAD if head else SENDING, Collective("tp", operation, size, under, in_chunks), repeated)
+        return Item(phase, HEAD if head else SENDING, Collective("tp", operation, size, under, beside), repeated)
 
     model_width = inputs if column else outputs
     if layout.sequence_parallel:
-        yield send(Phase.F, "all_gather" if column else "reduce_scatter", in_chunks=True)
-        yield send(Phase.I, "reduce_scatter") if column else send(Phase.I, "all_gather", in_chunks=True)
+        yield send(Phase.F, "all_gather" if column else "reduce_scatter", beside=forward)
+        yield send(Phase.I, "reduce_scatter") if column else send(Phase.I, "all_gather", beside=backward)
         if column or split_backward:
             yield send(Phase.W, "all_gather", Under.HEAD if head else Under.GRADIENT)
     else:
-        yield send(Phase.I, "all_reduce") if column else send(Phase.F, "all_reduce", in_chunks=True)
+        yield send(Phase.I, "all_reduce") if column else send(Phase.F, "all_reduce", beside=forward)
 
 
 def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:

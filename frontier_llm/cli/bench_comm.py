@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show, size_of
 from frontier_llm.units import format_bytes, format_seconds
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from frontier_llm.comm import Mesh
     from frontier_llm.config import RunConfig
     from frontier_llm.measure.links import LinkTime, Pair
+    from frontier_llm.measure.pieces import PiecesTime
 
 
 @command(
@@ -49,28 +50,35 @@ def comm(args: argparse.Namespace) -> int:
 
         if place is None:
             raise LayoutError("a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm")
+        from frontier_llm.blueprint.layout import layout_of
         from frontier_llm.measure import links
+        from frontier_llm.measure.pieces import bench_pieces
         from frontier_llm.train.join import joined
 
         with joined(config, place) as (_, mesh, device):
             largest = args.max or size_of("4GiB" if device.type == "cuda" else "16MiB")
             measurements = links.bench_comm(mesh, device, links.sizes_between(min(args.min, largest), largest))
+            pieces = bench_pieces(mesh, config.model, layout_of(config, mesh.world.size), device)
             pairs = [] if args.no_pairs else links.bench_pairs(mesh, device)
             if mesh.world.rank == 0:
-                _write_files(args, config, mesh, measurements, place.local_world_size)
-                _report(args, config, measurements, pairs, place.local_world_size)
+                _write_files(args, config, mesh, measurements, pieces, place.local_world_size)
+                _report(args, config, measurements, pieces, pairs, place.local_world_size)
 
     return measure_on_ranks(args, measure)
 
 
-def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measurements: list[LinkTime], per_node: int) -> None:
+def _write_files(
+    args: argparse.Namespace, config: RunConfig, mesh: Mesh, measurements: list[LinkTime], pieces: list[PiecesTime], per_node: int
+) -> None:
     """The table of algorithms and the machine file, where asked for."""
     import platform
 
     from frontier_llm import log
     from frontier_llm.errors import LayoutError
+    from frontier_llm.machine import load_machine, own_stack
     from frontier_llm.measure.link_tables import algorithm_rules, node_tables
-    from frontier_llm.measure.machine_file import write_machine, write_yaml
+    from frontier_llm.measure.machine_file import rounded, write_machine, write_yaml
+    from frontier_llm.measure.pieces import chunk_overlap
 
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
@@ -84,11 +92,17 @@ def _write_files(args: argparse.Namespace, config: RunConfig, mesh: Mesh, measur
         except ValueError as error:
             raise LayoutError(str(error), "measure a layout whose tensor degree fits a node", "--machine-file") from error
         base = config.machine
-        write_machine(args.machine_file, {"base": base, "title": f"{base}, collectives measured", "node": {"collectives": tables}})
+        content: dict[str, Any] = {"base": base, "title": f"{base}, collectives measured", "node": {"collectives": tables}}
+        if pieces:
+            overlap = {"value": rounded(chunk_overlap(pieces)), "tag": "measured", "source": where}
+            content["stacks"] = {own_stack(load_machine(base)): {"chunk_overlap": overlap}}
+        write_machine(args.machine_file, content)
         log.info(f"wrote {args.machine_file} ({where}): use it with `frontier-llm plan MODEL --machine {args.machine_file}`")
 
 
-def _report(args: argparse.Namespace, config: RunConfig, measurements: list[LinkTime], pairs: list[Pair], per_node: int) -> None:
+def _report(
+    args: argparse.Namespace, config: RunConfig, measurements: list[LinkTime], pieces: list[PiecesTime], pairs: list[Pair], per_node: int
+) -> None:
     from frontier_llm.machine import load_machine
     from frontier_llm.measure.link_tables import contention, draw_pairs, link_kind, slow_links
 
@@ -98,12 +112,19 @@ def _report(args: argparse.Namespace, config: RunConfig, measurements: list[Link
     content = {
         "rows": [measurement.as_json() for measurement in measurements],
         "contention": [dict(zip(names, row, strict=True)) for row in contention(measurements)],
+        "pieces": [one.as_json() for one in pieces],
         "pairs": [{**vars(pair), "kind": kind(pair.a, pair.b)} for pair in pairs],
         "slow_links": [vars(pair) for pair in slow],
     }
-    show(args, content, lambda: "\n".join(_lines(measurements, pairs, slow, kind)))
+    show(args, content, lambda: "\n".join([*_lines(measurements, pairs, slow, kind), *_piece_lines(pieces)]))
     if args.heatmap and pairs:  # last: what was measured must not be lost for want of a plotting package
         draw_pairs(args.heatmap, pairs)
+
+
+def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:
+    for one in pieces:
+        alone = f"{format_seconds(one.product_s)} product and {format_seconds(one.collective_s)} {one.operation} each"
+        yield f"a tp product in {one.pieces} pieces of {alone}: {format_seconds(one.together_s)} together, {100 * one.overlap:.0f} % hid"
 
 
 def _lines(measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]) -> Iterator[str]:

@@ -36,7 +36,7 @@ class MoeConfig(Section):
     selection_bias: bool = False  # a bias for each expert, moved towards an even load, decides who is chosen and nothing else (since 0.2)
     bias_rate: NonNegativeFloat = 1e-3  # by which it moves after each step (since 0.2)
     capacity: PositiveFloat | None = None  # rows over its even share that an expert takes of a rank's microbatch; None = all (since 0.2)
-    balance: Literal["sequence", "microbatch"] = "sequence"  # what the load is even over; microbatch depends on the layout (since 0.2)
+    balance: Literal["sequence", "microbatch", "global"] = "sequence"  # what the load is even over: docs/moe.md (since 0.2)
     balance_weight: NonNegativeFloat = 0.01  # of the balance loss of each layer, logged without it as router-balance (since 0.2)
     z_weight: NonNegativeFloat = 0.0  # of the mean squared log-sum-exp of the router's logits, logged as router-z (since 0.2)
 

@@ -42,6 +42,7 @@ class Layouts:
     optimizer: str = "adamw"
     etp: int = 1
     imbalance: float = 1.0
+    tensor_chunks: int = 1
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -76,8 +77,8 @@ class Layouts:
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Layouts of one dtype, gradient wire, optimizer and imbalance as a table."""
-    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "etp", "imbalance")}
+    """Layouts that agree in what a table does not tell apart, as a table."""
+    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
     }

@@ -6,12 +6,13 @@ By cause, so that `plan --explain` prints the very numbers that were added; and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, Item, Keep, Phase, Product, Under, Work
-from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
@@ -29,13 +30,13 @@ RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
 WAITING, RECOMPUTED, LAUNCHES = "waiting for tp ranks", "recompute", "launch-bound"
 
 Prices = dict[
-    tuple[Work, int, int, int, int], float
-]  # by work, tp, cp, ep and how many of its ranks share a node, for the time of one fold: layouts share most of it
+    tuple[Work, int, int, int, int, int], float
+]  # by work, tp, cp, ep, how many of its ranks share a node and tp's pieces, for the time of one fold: layouts share most of it
 
 
 def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
     """Seconds of one item's work, as far as it shows."""
-    key = work, layout.tp, layout.cp, layout.ep, int(experts_inside(layout, rates))
+    key = work, layout.tp, layout.cp, layout.ep, int(experts_inside(layout, rates)), layout.tensor_chunks
     if key not in prices:
         if isinstance(work, Product):
             prices[key] = product_s(work, rates)
@@ -43,14 +44,16 @@ def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
             prices[key] = flash_s(work, rates)
         elif isinstance(work, Collective):
             by_axis = {"cp": context_s, "ep": experts_s}
-            prices[key] = tensor_s(work, layout.tp, rates) if work.axis == "tp" else by_axis[work.axis](work, layout, rates)
+            prices[key] = tensor_s(work, layout, rates) if work.axis == "tp" else by_axis[work.axis](work, layout, rates)
         else:
             prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
     return prices[key]
 
 
-def tensor_s(collective: Collective, tp: int, rates: Rates) -> float:
-    """What shows of a collective over tp. A group beyond the node pays the network, where a gather or a scatter is half a sum."""
+def tensor_s(collective: Collective, layout: Layout, rates: Rates) -> float:
+    """What shows of a collective over tp."""
+    if layout.tensor_chunks > 1 and collective.beside:
+        return in_pieces_s(collective, collective.beside, layout, rates)
     beside_other = 1.0 if rates.host_executes else 0.5  # where what moves the bytes is what computes, nothing hides
     shown = {
         Under.NOTHING: 1.0,
@@ -59,10 +62,30 @@ def tensor_s(collective: Collective, tp: int, rates: Rates) -> float:
         Under.HEAD: 0.0,
         Under.ATTENTION: 1 - rates.dp_overlap,
     }[collective.under]
+    return shown * alone_s(collective, layout.tp, rates)
+
+
+def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
+    """A collective over tp with nothing beside it. A group beyond the node pays the network, where a gather or a scatter is half a sum."""
     if tp <= rates.node_devices:
-        return shown * float(node_s(rates, tp, collective.size_bytes, collective.operation))
+        return float(node_s(rates, tp, collective.size_bytes, collective.operation))
     whole_s = collective_s(rates, tp, rates.node_devices, 1, collective.size_bytes, "all_reduce")
-    return shown * float(whole_s) * (1.0 if collective.operation == "all_reduce" else 0.5)
+    return float(whole_s) * (1.0 if collective.operation == "all_reduce" else 0.5)
+
+
+def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates: Rates) -> float:
+    """What a collective adds to its product where both go in pieces, each piece of one under the next of the other (tensor_parallel/chunked.py).
+
+    n products of 1/n of the rows and n messages of 1/n of the bytes are slower than one of each; of a piece's shorter half `chunk_overlap`
+    hides, n - 1 times; and rows are put back in their places, those of a scatter before the product.
+    """
+    pieces = layout.tensor_chunks
+    product_part_s = product_s(replace(product, m=product.m // pieces), rates)
+    sent_part_s = alone_s(replace(collective, size_bytes=collective.size_bytes // pieces), layout.tp, rates)
+    hidden_s = rates.chunk_overlap * (pieces - 1) * min(product_part_s, sent_part_s)
+    moved = product.m * (product.k if collective.operation == "reduce_scatter" else product.n)
+    copy_s = memory_s(2 * DTYPE_BYTES[layout.dtype] * moved, pieces, rates)
+    return pieces * (product_part_s + sent_part_s) - hidden_s + copy_s - product_s(product, rates)
 
 
 def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:

@@ -81,7 +81,7 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
         for items, times, again in (*blocks, (embedding, int(stage.embedding), 0), (head, int(stage.head), 0)):
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
-                    pieces = config.comm.tensor_chunks if item.work.in_chunks else 1
+                    pieces = layout.tensor_chunks if item.work.beside else 1
                     calls = plan.microbatches * pieces * item.work.calls * (times + (again if layout.recompute in item.repeated_by else 0))
                     for operation in ("send", "recv") if item.work.operation == "exchange" else (item.work.operation,):
                         traffic.add(item.work.axis, operation, item.work.size_bytes // pieces, calls)

@@ -59,6 +59,7 @@ class Rates(Software):
     dp_overlap: float  # share of the gradient reduction that may hide under the last backward
     gather_overlap: float  # share of the weight all-gather that may hide under the first forward
     tp_overlap: float  # share of tp communication hidden under its matrix product
+    chunk_overlap: float  # share of a piece of a product or its collective that hides under the other (comm.tensor_chunks)
     blocking_messages: bool  # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
     fabric_share: float  # of the fabric's bandwidth that this stack's collectives reach
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for

@@ -152,6 +152,7 @@ class Stack(Section):
     dp_overlap: Number
     gather_overlap: Number
     tp_overlap: Number
+    chunk_overlap: Number = Number(value=0, tag="estimated", source="pieces of tp's products were never measured here (bench comm)")
     fabric_share: Number  # of node.fabric_gbps that this stack's collectives reach
     reserve_gib: Number
     fragmentation: Number

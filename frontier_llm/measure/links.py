@@ -98,7 +98,7 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
         for mode in ("together",) if axis.size == mesh.world.size else ("alone", "together"):
             takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
             run, whole_bytes = _operation(operation, variant, size, device)
-            seconds = _slowest(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
+            seconds = slowest_s(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
             measurements.append(LinkTime(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
     return measurements
 
@@ -131,7 +131,7 @@ def _nothing() -> None:
     """What a rank does while another group is measured alone."""
 
 
-def _slowest(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
+def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
     """Median over repetitions, maximum over ranks. All ranks repeat equally often: what the slowest trial allows in `budget_s`."""
 
     def agreed(value: float) -> float:
@@ -158,7 +158,7 @@ def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[
         else:
             peer = b if world.rank == a else a
             run = _ping_pong(x, world, peer, first=world.rank == a)
-        seconds = _slowest(run, world, device, repetitions * 1e-3) / 2
+        seconds = slowest_s(run, world, device, repetitions * 1e-3) / 2
         pairs.append(Pair(world.ranks[a], world.ranks[b], seconds, PAIR_BYTES / seconds / 1e9))
     return pairs
 

@@ -40,6 +40,7 @@ class Router(nn.Module):
         assert model.moe is not None
         self.moe, self.context = model.moe, context
         self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
+        self.load_E = declared.get(f"{name}.load")  # rows of each expert over the mean in the step before, of its whole batch
 
     def forward(self, x_sBH: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Routed]:
         """(s, B, H) → (experts_Nk, weights_Nk, which choices are dropped, what is said of them)."""
@@ -59,7 +60,11 @@ class Router(nn.Module):
         return experts_Nk, weights_Nk * moe.scale, dropped_Nk, routed
 
     def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, B: int, dropped_Nk: Tensor | None) -> Routed:
-        """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts)."""
+        """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts).
+
+        Of the global batch (arXiv:2501.11873): the rows are those of the whole step before, since backward begins before this one's last microbatch
+        is routed. So a token's loss is the load that its scores expect, and no rank asks another.
+        """
         moe, tp, cp = self.moe, self.context.tp, self.context.cp
         s = len(experts_Nk) // B
         if moe.score == "sigmoid":
@@ -68,10 +73,13 @@ class Router(nn.Module):
         chosen_Bn = experts_Nk.view(s, -1).unflatten(1, (B, -1)).transpose(0, 1).flatten(1)
         rows_BE.scatter_add_(1, chosen_Bn, torch.ones_like(chosen_Bn, dtype=rows_BE.dtype))
         own_E = rows_BE.sum(0)
-        for axis in (tp, cp):  # of whole sequences, of which each rank has routed a part
-            all_reduce_(rows_BE, axis)
+        if self.load_E is None:
+            for axis in (tp, cp):  # of whole sequences, of which each rank has routed a part
+                all_reduce_(rows_BE, axis)
         scores_BE, S = scores_NE.view(s, B, -1).sum(0), s * tp.size * cp.size
-        if moe.balance == "sequence":
+        if self.load_E is not None:
+            balance = scores_BE.sum(0) @ self.load_E.detach() / S
+        elif moe.balance == "sequence":
             balance = (rows_BE * scores_BE).sum() * (moe.experts / (moe.top_k * S**2))
         else:
             balance = rows_BE.sum(0) @ scores_BE.sum(0) * (moe.experts / (moe.top_k * B * S**2))

@@ -76,6 +76,9 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         parallel["chunks"] = layout.chunks
     if layout.sequence_parallel:
         parallel["sequence_parallel"] = True
+    comm: dict[str, Any] = {"tensor_chunks": layout.tensor_chunks} if layout.tensor_chunks > 1 else {}
+    if machine.algorithms and uses_hierarchical(plan, rates):
+        comm["algorithms"] = machine.algorithms
     counts = tuple(stage.num_layers for stage in plan.stages)
     if counts != balanced(outcome.model, len(counts)):
         parallel["stage_layers"] = list(counts)
@@ -89,7 +92,7 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
             "recompute": layout.recompute,
             **({"recompute_every": layout.recompute_every} if layout.recompute_every > 1 else {}),
         },
-        **({"comm": {"algorithms": machine.algorithms}} if machine.algorithms and uses_hierarchical(plan, rates) else {}),
+        **({"comm": comm} if comm else {}),
     }
 
 

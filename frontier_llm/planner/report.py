@@ -63,6 +63,7 @@ def layout_words(plan: Plan) -> str:
         f"attention by {layout.context_attention}" if layout.cp > 1 else "",
         layout.schedule if layout.pp > 1 else "",
         "sequence parallel" if layout.sequence_parallel else "",
+        f"tensor chunks {layout.tensor_chunks}" if layout.tensor_chunks > 1 else "",
         f"recompute {layout.recompute}" + (f" of one layer in {layout.recompute_every}" if layout.recompute_every > 1 else ""),
         "FSDP" if layout.sharding == "weights" else f"ZeRO-{SHARDING[layout.sharding]}",
         f"{layout.gradient_wire} gradient sums" if layout.gradient_wire != "full" else "",

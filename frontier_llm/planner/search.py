@@ -14,6 +14,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.costs.layouts import Layouts
 from frontier_llm.costs.memory import memory_by_rank, peak_memory
+from frontier_llm.costs.seconds import times
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
@@ -27,6 +28,7 @@ WARN_SHARE = 0.95  # of the device's memory
 FINALISTS = 8
 NEAR = 1.06  # finalists lie within this factor of the closed form's best
 RESOLUTION = 0.03  # of a step: plans closer than this are not told apart by the data sets (3-6 % off, docs/planner.md)
+TENSOR_CHUNKS = (1, 2, 4)  # pieces of a tensor-parallel product that are worth a look: eighths are too small for the matrix units
 ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search
 
 
@@ -168,12 +170,24 @@ def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight:
         far = seconds[index] > NEAR * seconds[order[0]]
         if plans and (len(plans) >= FINALISTS or (far and len(plans) >= 3) or spent > ACTION_BUDGET):
             break
-        plan = simulate_layout(model, layout, rates)
+        plan = simulate_layout(model, in_chunks(model, layout, rates), rates)
         if plan.peak_bytes > rates.memory_bytes:
             continue  # exact stages hold more than the even spread assumed
         spent += plan.played.timeline.schedule.length
         plans.append(plan)
     return sorted(plans, key=preference)
+
+
+def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
+    """The layout with the pieces of its tensor-parallel products that make its layers fastest.
+
+    One, unless the machine file says what pieces hide there: `bench comm --machine-file` measures it.
+    """
+    if layout.tp == 1 or not rates.chunk_overlap:
+        return layout
+    rows = model.sequence_length // layout.cp // layout.sequence_shards
+    options = (replace(layout, tensor_chunks=pieces) for pieces in TENSOR_CHUNKS if rows % pieces == 0)
+    return min(options, key=lambda option: sum(times(model, option, rates).block.both(option.microbatches, rates)))
 
 
 def preference(plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""What the routers of a step did: figures for the metrics, and the selection bias that evens the load (arXiv:2408.15664)."""
+"""What the routers of a step did: figures for the metrics, and what routers keep of it: the selection bias that evens the load (arXiv:2408.15664)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def move_selection_bias(stages: Iterable[Stage], load_LE: Tensor) -> None:
-    """Towards experts that had less than the mean of the step's global batch, by one rate whatever the distance; the same on all replicas."""
+def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
+    """The load of the step's global batch, the same on all replicas: for the balance of the next, and for the selection bias.
+
+    That moves towards experts that had less than the mean, by one rate whatever the distance.
+    """
     for stage in stages:
         for layer, router in stage.routers():
+            rows_E = load_LE[layer - stage.model.routed_layers.start, :-2]
+            if router.load_E is not None:
+                router.load_E.copy_(rows_E / rows_E.mean())
             if router.bias is not None:
-                rows_E = load_LE[layer - stage.model.routed_layers.start, :-2]
                 router.bias.add_(torch.sign(rows_E.mean() - rows_E).to(router.bias.dtype), alpha=router.moe.bias_rate)

@@ -18,7 +18,7 @@ from frontier_llm.pipeline.engine import LOSS
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.feed import Feed
 from frontier_llm.train.guard import Wish
-from frontier_llm.train.routing import move_selection_bias, summary
+from frontier_llm.train.routing import summary, tell_routers
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
         clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
         optimizer.step(lr, grad_scale=clip / scaler.scale)
         if load is not None:
-            move_selection_bias(state.stages, load)
+            tell_routers(state.stages, load)
     scaler.update(overflowed=overflowed)
     state.current_step += 1
     return result

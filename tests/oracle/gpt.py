@@ -260,7 +260,7 @@ def gradients(
     leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
     routers: list[list[moe.Said]] = []
     value = loss(config, leaves, tokens_BS1, documents_BS1, routers, learnt_BS1)
-    total = value + moe.losses(routers, config)
+    total = value + moe.losses(routers, config, leaves)
     if weight := config.get("output_z"):
         total = total + weight * output_z(config, leaves, tokens_BS1, documents_BS1, learnt_BS1)
     grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
@@ -307,13 +307,13 @@ def train(
     for update, batch in enumerate(batches, start=1):
         mask = learnt[update - 1] if learnt else None
         value, grads = gradients(config, now, batch, documents[update - 1] if documents else None, mask)
-        biases = moe.selection_biases(config, now, batch, documents[update - 1] if documents else None, loss)
+        kept = moe.kept(config, now, batch, documents[update - 1] if documents else None, loss)
         norm = global_norm(grads)
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
         for name in now:
             shrink = weight_decay if decays(name) else 0.0
             now[name] = now[name] - rate(update) * (direction(name, grads[name] * scale, update) + shrink * now[name])
-        now |= biases
+        now |= kept
         losses.append(value)
         norms.append(norm)
     return losses, norms, now

@@ -3,7 +3,7 @@
 So there is no dispatch and no sorting in it. A capacity is that of one sequence. Sources: Shazeer et al. 2017, Fedus et al. 2021 (Switch: the balance loss),
 Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bias, sequence-wise balance).
 
-    layers.i.moe.router.weight (E, H), .bias (E)       layers.i.moe.experts.up.weight (E, 2, F, H) = gate, up; .down.weight (E, H, F)
+    layers.i.moe.router.weight (E, H), .bias (E), .load (E)       layers.i.moe.experts.up.weight (E, 2, F, H) = gate, up; .down.weight (E, H, F)
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Te
     return y_SH, Said(logits_SE, normal_SE, chosen)
 
 
-def balance(said: Said, config: Config) -> Tensor:
-    """E times the sum over experts of (share of the sequence's choices) x (mean score)."""
+def balance(said: Said, config: Config, load_E: Tensor | None) -> Tensor:
+    """E times the sum over experts of (share of the sequence's choices) x (mean score); with a load, that of the whole step before, of (load) x (mean score)."""
+    if load_E is not None:
+        return (said.scores_SE.mean(0) * load_E.detach()).sum()
     total, S = torch.zeros((), dtype=torch.float64), len(said.chosen)
     for expert in range(config["experts"]):
         share = sum(expert in chosen for chosen in said.chosen) / (config["top_k"] * S)
@@ -67,30 +69,40 @@ def balance(said: Said, config: Config) -> Tensor:
     return config["experts"] * total
 
 
-def losses(routers: Sequence[Sequence[Said]], config: Config) -> Tensor:
+def losses(routers: Sequence[Sequence[Said]], config: Config, params: Params) -> Tensor:
     """Both of the routers' losses, weighted: summed over layers, meant over sequences."""
     if not config.get("moe"):
         return torch.zeros((), dtype=torch.float64)
     total, moe = torch.zeros((), dtype=torch.float64), config["moe"]
-    for said in (said for sequence in routers for said in sequence):
+    loads = [params.get(name.replace("weight", "load")) for name in _of_routers(params, "weight")]
+    for said, load_E in ((said, load_E) for sequence in routers for said, load_E in zip(sequence, loads, strict=True)):
         z = torch.stack([row.exp().sum().log() ** 2 for row in said.logits_SE]).mean()
-        total = total + (moe["balance_weight"] * balance(said, moe) + moe["z_weight"] * z) / len(routers)
+        total = total + (moe["balance_weight"] * balance(said, moe, load_E) + moe["z_weight"] * z) / len(routers)
     return total
 
 
-def selection_biases(
-    config: Config, params: Params, tokens: Tensor, documents: Tensor | None, loss: Callable[..., Tensor]
-) -> dict[str, Tensor]:
-    """Where each selection bias is after a step on this batch: a fixed rate up for experts chosen less often than the mean, down for others."""
-    names = sorted((name for name in params if name.endswith("router.bias")), key=lambda name: int(name.split(".")[1]))
-    if not names:
+def _of_routers(params: Params, what: str) -> list[str]:
+    """Names, layer after layer."""
+    return sorted((name for name in params if name.endswith(f"router.{what}")), key=lambda name: int(name.split(".")[1]))
+
+
+def kept(config: Config, params: Params, tokens: Tensor, documents: Tensor | None, loss: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """What routers keep of a step on this batch: their load, and where each selection bias is after it.
+
+    A fixed rate up for experts chosen less often than the mean, down for others.
+    """
+    biases, loads = _of_routers(params, "bias"), _of_routers(params, "load")
+    if not biases and not loads:
         return {}
     routers: list[list[Said]] = []
     loss(config, params, tokens, documents, routers)
-    moved = {}
-    for layer, name in enumerate(names):
+    now = {}
+    for layer in range(len(routers[0])):
         counts = [sum(expert in chosen for said in routers for chosen in said[layer].chosen) for expert in range(config["moe"]["experts"])]
         mean = sum(counts) / len(counts)
-        steps = [float(count < mean) - float(count > mean) for count in counts]
-        moved[name] = params[name] + config["moe"]["bias_rate"] * torch.tensor(steps, dtype=torch.float64)
-    return moved
+        if loads:
+            now[loads[layer]] = torch.tensor([count / mean for count in counts], dtype=torch.float64)
+        if biases:
+            steps = [float(count < mean) - float(count > mean) for count in counts]
+            now[biases[layer]] = params[biases[layer]] + config["moe"]["bias_rate"] * torch.tensor(steps, dtype=torch.float64)
+    return now

@@ -21,7 +21,9 @@ from frontier_llm.optim import Bucket, GradientSync
 from frontier_llm.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology import ShardSpec
+from frontier_llm.train import step
 from frontier_llm.train.feed import Feed
+from frontier_llm.train.routing import tell_routers
 
 dispatch = importlib.import_module("frontier_llm.expert_parallel.dispatch")  # the package has a function of that name
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
@@ -71,6 +73,22 @@ def unsorted_scatter() -> Iterator[None]:
         return returned[: len(plan.place)].unflatten(0, (-1, fan)).sum(1)
 
     with patch.object(dispatch, "_add_up", add_up):
+        yield
+
+
+@sabotage
+def own_load() -> Iterator[None]:
+    """Each rank's routers are told how often experts were chosen by its own tokens."""
+    sums, own = step.global_sums, {}
+
+    def observed(state: Any, losses: Any, *more: Any) -> Tensor:
+        own["load"] = losses[step.LOAD]
+        return sums(state, losses, *more)
+
+    with (
+        patch.object(step, "global_sums", observed),
+        patch.object(step, "tell_routers", lambda stages, _: tell_routers(stages, own["load"])),
+    ):
         yield
 
 

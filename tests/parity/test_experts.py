@@ -69,6 +69,18 @@ def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     assert serial.losses != run(ranks, Case("mixtral")).losses
 
 
+GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that a wrong load shows in the parameters
+
+
+@pytest.mark.parametrize("more", [(), ("model.moe.selection_bias=true", "model.moe.score=sigmoid")], ids=["softmax", "sigmoid"])
+def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(ranks: RankPool, more: tuple[str, ...]) -> None:
+    """The load of the whole step before: of all microbatches, replicas and parts of sequences."""
+    case = Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, micro_batch=2, recompute="full", settings=(*GLOBAL, *more, *experts(4)))
+    serial = run(ranks, case.serial())
+    assert differences(serial, witness(case.serial(), serial.initial)) == []
+    assert differences(run(ranks, case), serial) == []
+
+
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [
@@ -77,6 +89,7 @@ def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
         ("unsorted-scatter", Case("mixtral", dp=2, settings=experts(2)), "losses"),
         ("missing-norm-sum", Case("olmoe", tp=2, settings=experts(2)), "gradient of layers.0.moe.router"),
         ("double-counted-norm", Case("deepseek", tp=2, settings=experts(2)), "norms"),
+        ("own-load", Case("olmoe", dp=2, settings=GLOBAL), "parameters after three steps of layers.0.moe.router"),
     ],
     ids=lambda value: str(value),
 )

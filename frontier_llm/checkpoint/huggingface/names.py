@@ -73,8 +73,8 @@ class Names:
     turned: bool = False  # of matrices
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
-        """One for each of our parameters."""
-        return [self._rule(parameter, model) for parameter in model_parameters(model).values()]
+        """One for each of our parameters that the model computes with."""
+        return [self._rule(parameter, model) for parameter in model_parameters(model).values() if not parameter.of_training]
 
     def _rule(self, parameter: Parameter, model: ModelConfig) -> TensorRule:
         ours, _, leaf = parameter.name.rpartition(".")

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from unittest.mock import patch
 
 import pytest
@@ -156,8 +157,12 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.Capture
     arguments = ["bench", "comm", "bench", "parallel.tensor=2", f"train.run_dir={tmp_path}/run", "--min", "64KiB", "--max", "128KiB"]
     machine = tmp_path / "mine.yaml"
     assert main([*arguments, "--json", "--heatmap", str(figure), "--machine-file", str(machine)]) == 0
-    assert rates(load_machine(str(machine))).node_tables["all_gather"].sizes_bytes == (65_536.0, 131_072.0)
+    measured = load_machine(str(machine))
+    assert rates(measured).node_tables["all_gather"].sizes_bytes == (65_536.0, 131_072.0)
     result = json.loads(capfd.readouterr().out)
+    assert {(row["operation"], row["pieces"]) for row in result["pieces"]} == {("all_reduce", 2), ("all_reduce", 4)}
+    overlap = measured.stacks["frontier-llm"].chunk_overlap
+    assert overlap.tag == "measured" and overlap.value == pytest.approx(median(row["overlap"] for row in result["pieces"]), rel=1e-4)
     assert {row["operation"] for row in result["rows"]} == {*BUS_FACTORS}
     assert {pair["kind"] for pair in result["pairs"]} == {"inside a node"}
     assert all(row["busbw_gbps"] > 0 and row["bytes"] in (65_536, 131_072) for row in result["rows"]) and len(result["pairs"]) == 1

@@ -95,6 +95,14 @@ def test_their_shapes_need_no_memory_and_join_undoes_cut(family: Any) -> None:
         assert torch.equal(rule.join([part.contiguous() for part in theirs]), ours), rule.parameter.name
 
 
+def test_what_only_training_keeps_is_not_written() -> None:
+    written = [
+        [rule.theirs for rule in family_for(model).names.rules(model)]
+        for model in (load_model("moe-tiny", {"moe": {"balance": balance}}) for balance in ("sequence", "global"))
+    ]
+    assert written[0] == written[1]
+
+
 def test_rope_theta_is_written_in_both_spellings_and_either_is_read(tmp_path: Path) -> None:
     model = load_model("llama-tiny", {"rope_theta": 500000.0})
     config = write_config(family_for(model), model, torch.bfloat16, eos_token_id=7)
