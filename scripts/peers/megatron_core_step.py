@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 from contextlib import nullcontext
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -60,13 +61,28 @@ def run_on_cpu() -> None:
 
 
 def experts_on_cpu() -> None:
-    """The same for megatron-core's MoE layer: a function of Transformer Engine is asked for unimported, and counts that need no copy stay tensors."""
+    """The same for megatron-core's MoE layer: a function of Transformer Engine is asked for unimported, counts that need no copy stay tensors.
+
+    And sequence parallelism, which experts beside tensor parallelism need, refuses torch's norm, though over a part of the sequence it is the same.
+    """
+    from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    make_norm = torch_norm.WrappedTorchNorm.__new__
+
+    def norm_of_part(cls, config, *args, **kwargs):
+        alone = copy(config)
+        alone.sequence_parallel = False
+        norm = make_norm(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # its gradient is summed over tensor ranks
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = norm_of_part
 
 
 def main() -> None:
