@@ -50,7 +50,7 @@ def table(dtype: str, best: dict[str, float]) -> str:
     """The table of docs/ops.md."""
     lines = [f"| {dtype} | CPU s per step | tokens/s | loss of speed without it |", "|---|---|---|---|"]
     for name, seconds in best.items():
-        label = f"{name} (not used by this model: the noise)" if name == "rope off" else name
+        label = f"{name} (not used by this model: the noise)" if name in ("rope off", "experts off") else name
         lines.append(f"| {label} | {seconds:.2f} | {TOKENS / seconds:,.0f} | {seconds / best['all on'] - 1:+.1%} |")
     return "\n".join(lines) + "\n"
 

@@ -54,11 +54,11 @@ void copy_rows(const T* x, int64_t row, const AttentionShape<T>& shape, typename
   }
 }
 
-// The scores of one row of a block become logits: scaled, with ALiBi, -inf where position j is not seen from i.
+// The products of one row of a block become scores (scaled, softly bounded) and these logits: with ALiBi, -inf where position j is not seen from i.
 struct RowMask {
   int32_t position, first, last;  // of the row, and of the keys that it sees, counted from the first key
   int64_t first_column;
-  float scale, slope;
+  float scale, softcap, slope;
   const int32_t* key_documents;  // padded copy, or null
   int32_t document;              // of the row
   bool ragged;                   // some rows of the block see only part of its columns
@@ -70,16 +70,29 @@ struct RowMask {
         last(position < args.keys ? position : static_cast<int32_t>(args.keys) - 1),
         first_column(j0),
         scale(args.scale),
+        softcap(args.softcap),
         slope(args.slopes ? args.slopes[head] : 0.0f),
         key_documents(padded),
         document(padded ? args.documents[i0 + i < args.queries ? i0 + i : args.queries - 1] : 0),
         ragged(j0 + kBlock > args.keys || j0 + kBlock - 1 > args.offset + i0 || (args.window && j0 <= args.offset + i0 + kBlock - 1 - args.window)) {}
 
-  ALWAYS_INLINE vf logits(const float* scores, int64_t j) const {
+  ALWAYS_INLINE vf score(const float* products, int64_t j) const {
+    const vf x = load(products + j) * scale;
+    return softcap != 0.0f ? softcap * tanh(x / softcap) : x;
+  }
+
+  // What a score's gradient is multiplied by for that of the product.
+  ALWAYS_INLINE vf slope_of(vf score) const {
+    if (softcap == 0.0f) return splat(scale);
+    const vf share = score / softcap;
+    return scale * (1.0f - share * share);
+  }
+
+  ALWAYS_INLINE vf logits(vf score, int64_t j) const {
     vi lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
     const vi column = lane + static_cast<int32_t>(first_column + j);
-    vf x = load(scores + j) * scale;
+    vf x = score;
     if (slope != 0.0f) x -= slope * __builtin_convertvector(position - column, vf);
     const vf hidden = splat(-__builtin_inff());
     if (ragged) x = column > last ? hidden : column < first ? hidden : x;
@@ -155,7 +168,7 @@ void attention(const AttentionArgs<T>& args) {
           float* row = scores + i * kBlock;
           vf best = splat(-__builtin_inff());
           for (int64_t j = 0; j < kBlock; j += kLanes) {
-            const vf x = mask.logits(row, j);
+            const vf x = mask.logits(mask.score(row, j), j);
             store(row + j, x);
             best = max(best, x);
           }
@@ -193,7 +206,7 @@ void write_rows(const float* sums, const AttentionShape<T>& shape, T* out, int64
     for_vectors(shape.head_dim, [&](int64_t, auto load, auto store) { store(out, load(sums)); });
 }
 
-// With P = e^(logits - logsumexp), dP = dO V^T and delta = rowsum(dO O): dS = scale P (dP - delta); dV = P^T dO, dQ = dS K, dK = dS^T Q.
+// With P = e^(logits - logsumexp), dP = dO V^T and delta = rowsum(dO O): dS = scale P (dP - delta), times tanh's slope where scores are bounded; dV = P^T dO, dQ = dS K, dK = dS^T Q.
 template <class T>
 void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>& grads) {
   using Element = typename Unit<T>::Element;
@@ -249,9 +262,9 @@ void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>
           const float logsumexp = row_sum == -__builtin_inff() ? __builtin_inff() : row_sum;  // a row that sees nothing: every e^(x - inf) is 0
           const float row_delta = padding ? 0.0f : delta[i0 + i];
           for (int64_t j = 0; j < kBlock; j += kLanes) {
-            const vf probability = exp(mask.logits(scores + i * kBlock, j) - logsumexp);
+            const vf score = mask.score(scores + i * kBlock, j), probability = exp(mask.logits(score, j) - logsumexp);
             store(p + i * kBlock + j, probability);
-            store(ds + i * kBlock + j, probability * (load(grad_p + i * kBlock + j) - row_delta) * args.scale);
+            store(ds + i * kBlock + j, probability * (load(grad_p + i * kBlock + j) - row_delta) * mask.slope_of(score));
           }
         }
         const float *p_columns = reinterpret_cast<const float*>(p), *ds_columns = reinterpret_cast<const float*>(ds);

@@ -217,4 +217,20 @@ void gemm(const GemmArgs<T>& args) {
   }
 }
 
+// out = A B, rounded once to the operands' type; `args.c` is not used. For some hundred rows: all their fp32 sums are in memory at a time.
+template <class T>
+void gemm_rounded(GemmArgs<T> args, T* out, int64_t out_row) {
+  if constexpr (sizeof(T) == 4) {
+    args.c = out, args.c_row = out_row;
+    gemm(args);
+  } else {
+    static thread_local Scratch memory;
+    args.c_row = round_up(args.n, kLanes);
+    args.c = static_cast<float*>(memory.bytes(args.m * args.c_row * 4));
+    gemm(args);
+    for (int64_t row = 0; row < args.m; ++row, out += out_row)
+      for_vectors(args.n, [&](int64_t, auto load, auto store) { store(out, load(args.c + row * args.c_row)); });
+  }
+}
+
 }  // namespace frontier::FRONTIER_ISA

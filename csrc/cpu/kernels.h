@@ -17,7 +17,7 @@ struct AttentionArgs {
   const T *q, *k, *v;
   int64_t q_row, q_head, k_row, v_row;
   int64_t queries, keys, offset, window, group, head_dim;  // group: query heads on this key/value head
-  float scale;
+  float scale, softcap;          // scale * q·k, of which softcap tanh(x / softcap) counts (0: the score itself)
   const float* slopes;           // [group] ALiBi, or null
   const int32_t* documents;      // [queries], or null
   const int32_t* key_documents;  // [keys], or null
@@ -75,6 +75,7 @@ struct Kernels {
   double (*sum_of_squares)(const T* x, int64_t count);
   void (*accumulate)(float* main_grad, const T* grad, int64_t count);
   void (*gemm)(const GemmArgs<T>& args);
+  void (*gemm_rounded)(GemmArgs<T> args, T* out, int64_t out_row);  // into `out`, not into c
   void (*attention)(const AttentionArgs<T>& args);
   void (*attention_backward)(const AttentionArgs<T>& args, const AttentionGradArgs<T>& grads);
 };

@@ -1,6 +1,7 @@
-// The operators that multiply matrices: gemm and attention.
+// The operators that multiply matrices: gemm, products over groups of rows, and attention.
 #include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "torch_glue.h"
 
@@ -26,14 +27,84 @@ void gemm(const Tensor& a_in, const Tensor& b_in, const Tensor& c, bool accumula
   });
 }
 
+// ---- products over groups of rows ----
+
+struct Part {
+  int64_t group, begin, end;  // rows
+};
+
+// The rows of all groups in parts of at most `most`; ends[e] is the row past the last of group e.
+std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int64_t most) {
+  TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups, "ends must be one int32 per group");
+  std::vector<Part> parts;
+  int64_t begin = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t end = data<int32_t>(ends)[group];
+    TORCH_CHECK(begin <= end && end <= rows, "ends of groups must rise, up to the number of rows (", rows, ")");
+    for (; begin < end; begin = std::min(begin + most, end)) parts.push_back({group, begin, std::min(begin + most, end)});
+  }
+  TORCH_CHECK(begin == rows, "the last group must end at the last of ", rows, " rows");
+  return parts;
+}
+
+template <class Body>
+void for_parts(int64_t count, Body body) {
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) body(index);
+  });
+}
+
+// x [M, k] times b[group] of b [groups, k, n], whose matrices may be transposed views, for each group's rows; rounded once.
+Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) {
+  const Tensor x = x_in.contiguous();
+  check_same(x, b, "b");
+  TORCH_CHECK(x.dim() == 2 && b.dim() == 3 && b.size(1) == x.size(1) && (b.stride(1) == 1 || b.stride(2) == 1), "grouped_product: x ",
+              x.sizes(), ", b ", b.sizes());
+  const int64_t k = b.size(1), n = b.size(2);
+  const Tensor out = at::empty({x.size(0), n}, x.options());
+  // 512 rows: each part packs its weights, which is a hundredth of its work, and has sums of at most 512 x n in memory
+  const std::vector<Part> parts = parts_of(ends, b.size(0), x.size(0), 512);
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    for_parts(parts.size(), [&](int64_t index) {
+      const auto [group, begin, end] = parts[index];
+      kernels_for<T>().gemm_rounded({data<T>(x) + begin * k, data<T>(b) + group * b.stride(0), nullptr, end - begin, n, k, k, 1, b.stride(1),
+                                     b.stride(2), 0, false}, data<T>(out) + begin * n, n);
+    });
+  });
+  return out;
+}
+
+// main_grad[group] += grad^T x over the group's rows.
+void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in, const Tensor& x_in, const Tensor& ends) {
+  const Tensor grad = grad_in.contiguous(), x = x_in.contiguous();
+  check_fp32(main_grad, "main_grad");
+  check_same(x, grad, "grad");
+  const int64_t rows = x.size(0), o = grad.size(1), k = x.size(1);
+  TORCH_CHECK(main_grad.dim() == 3 && grad.size(0) == rows && main_grad.size(1) == o && main_grad.size(2) == k, "grouped gradient: ",
+              main_grad.sizes(), ", grad ", grad.sizes(), ", x ", x.sizes());
+  const std::vector<Part> groups = parts_of(ends, main_grad.size(0), rows, std::max<int64_t>(1, rows));
+  // the outputs of a group are shared out where there are threads for it; each task packs x anew
+  const int64_t outputs = at::get_num_threads() == 1 ? o : std::min<int64_t>(o, 256), tasks = (o + outputs - 1) / outputs;
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    for_parts(groups.size() * tasks, [&](int64_t index) {
+      const auto [group, begin, end] = groups[index / tasks];
+      const int64_t first = index % tasks * outputs;
+      kernels_for<T>().gemm({data<T>(grad) + begin * o + first, data<T>(x) + begin * k, data<float>(main_grad) + (group * o + first) * k,
+                             std::min(outputs, o - first), k, end - begin, 1, o, k, 1, k, true});
+    });
+  });
+}
+
 // ---- attention ----
 
 Tensor last_dim_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 // What decides which scores count, and how: `key_documents` are those of the keys, and there whenever `documents` are.
 struct Mask {
-  double scale;
   std::optional<Tensor> slopes, documents, key_documents;
+  double scale, softcap;
   int64_t offset, window;
 };
 
@@ -76,6 +147,7 @@ AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, co
           group,
           q.size(3),
           static_cast<float>(mask.scale),
+          static_cast<float>(mask.softcap),
           mask.slopes ? data<float>(*mask.slopes) + g * group : nullptr,
           mask.documents ? data<int32_t>(*mask.documents) + b * queries : nullptr,
           mask.key_documents ? data<int32_t>(*mask.key_documents) + b * k.size(0) : nullptr,
@@ -85,11 +157,11 @@ AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, co
           data<float>(logsumexp) + (b * q.size(2) + g * group) * queries};
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, double scale, const std::optional<Tensor>& slopes,
-                                     const std::optional<Tensor>& documents, const std::optional<Tensor>& key_documents, int64_t offset,
-                                     int64_t window) {
+std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const std::optional<Tensor>& slopes,
+                                     const std::optional<Tensor>& documents, const std::optional<Tensor>& key_documents, double scale,
+                                     double softcap, int64_t offset, int64_t window) {
   const Tensor q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
-  const Mask mask{scale, slopes, documents, key_documents, offset, window};
+  const Mask mask{slopes, documents, key_documents, scale, softcap, offset, window};
   check_attention(q, k, v, mask);
   const Tensor o = at::empty(q.sizes(), q.options()), logsumexp = fp32_like(q, {q.size(1), q.size(2), q.size(0)});
   by_type(q, [&](auto type) {
@@ -103,11 +175,11 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, con
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                                      const Tensor& o, const Tensor& logsumexp, double scale, const std::optional<Tensor>& slopes,
+                                                      const Tensor& o, const Tensor& logsumexp, const std::optional<Tensor>& slopes,
                                                       const std::optional<Tensor>& documents, const std::optional<Tensor>& key_documents,
-                                                      int64_t offset, int64_t window) {
+                                                      double scale, double softcap, int64_t offset, int64_t window) {
   const Tensor grad = last_dim_contiguous(grad_in), q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
-  const Mask mask{scale, slopes, documents, key_documents, offset, window};
+  const Mask mask{slopes, documents, key_documents, scale, softcap, offset, window};
   check_attention(q, k, v, mask);
   check_same(q, grad, "grad");
   const Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()), grad_v = at::empty(v.sizes(), v.options());
@@ -138,14 +210,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, con
 
 TORCH_LIBRARY_FRAGMENT(frontier_llm, m) {
   m.def("gemm(Tensor a, Tensor b, Tensor(a!) c, bool accumulate) -> ()");
-  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? slopes, Tensor? documents, Tensor? key_documents, int offset, int window) "
-        "-> (Tensor, Tensor)");
-  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, float scale, Tensor? slopes, Tensor? documents, "
-        "Tensor? key_documents, int offset, int window) -> (Tensor, Tensor, Tensor)");
+  m.def("grouped_product(Tensor x, Tensor b, Tensor ends) -> Tensor");
+  m.def("accumulate_grouped_gradient_(Tensor(a!) main_grad, Tensor grad, Tensor x, Tensor ends) -> ()");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? documents, Tensor? key_documents, float scale, float softcap, "
+        "int offset, int window) -> (Tensor, Tensor)");
+  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor? slopes, Tensor? documents, "
+        "Tensor? key_documents, float scale, float softcap, int offset, int window) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {
   m.impl("gemm", &gemm);
+  m.impl("grouped_product", &grouped_product);
+  m.impl("accumulate_grouped_gradient_", &accumulate_grouped_gradient_);
   m.impl("attention", &attention);
   m.impl("attention_backward", &attention_backward);
 }

@@ -24,6 +24,7 @@ class Dispatch:
 
     axis: Axis  # ep
     rows: list[int]  # that arrive for each expert of this rank; the only numbers, with the next two, that the host must know
+    ends_E: Tensor  # int32: of each expert of this rank the row past its last, among those that it works on
     sent: list[int]  # rows to each rank of the axis, at least one
     received: list[int]  # rows from each
     source: Tensor  # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert)
@@ -78,7 +79,8 @@ def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1, dr
     received = [max(count, int(axis.size > 1)) for count in received]
     arrival = number.repeat_interleave(with_filler, output_size=sum(received)).argsort(stable=True)[: sum(rows)]
     sent = [max(count, int(axis.size > 1)) for count in sent]
-    return Dispatch(axis, rows, sent, received, source[order], place, arrival, experts_Nk.shape[1] * etp, dropped_A)
+    ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
+    return Dispatch(axis, rows, ends_E, sent, received, source[order], place, arrival, experts_Nk.shape[1] * etp, dropped_A)
 
 
 class _Travel:

@@ -13,42 +13,24 @@ from frontier_llm.ops import statistics_dtype
 from frontier_llm.tensor_parallel import Declared, Factor, LayerContext, ShardedParameter
 
 
-def _spans(rows: list[int]) -> list[tuple[int, slice]]:
-    """(expert, its rows), without experts that have none."""
-    spans, start = [], 0
-    for expert, count in enumerate(rows):
-        if count:
-            spans.append((expert, slice(start, start + count)))
-        start += count
-    return spans
-
-
 class _GroupedLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x_Mk: Tensor, weight: ShardedParameter, rows: list[int], context: LayerContext) -> Tensor:
-        ctx.context, ctx.weight, ctx.rows = context, weight, rows
+    def forward(ctx: Any, x_Mk: Tensor, weight: ShardedParameter, ends_E: Tensor, context: LayerContext) -> Tensor:
+        ctx.context, ctx.weight, ctx.ends_E = context, weight, ends_E
         ctx.save_for_backward(x_Mk)
-        weight_Eok = weight.detach().flatten(1, -2)
-        y_Mo = x_Mk.new_empty(len(x_Mk), weight_Eok.shape[1])
-        for expert, span in _spans(rows):
-            y_Mo[span] = context.ops.linear(x_Mk[span], weight_Eok[expert], None)
-        return y_Mo
+        return context.ops.grouped_linear(x_Mk, weight.detach().flatten(1, -2), ends_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x_Mk,), (grad_Mo,), context, rows = ctx.saved_tensors, grads, ctx.context, ctx.rows
-        grad_Mo, weight_Eok = grad_Mo.contiguous(), ctx.weight.detach().flatten(1, -2)
-        grad_x = torch.empty_like(x_Mk)
-        for expert, span in _spans(rows):
-            grad_x[span] = context.ops.linear_input_gradient(grad_Mo[span], weight_Eok[expert])
+        (x_Mk,), grad_Mo, ends_E, ops = ctx.saved_tensors, grads[0].contiguous(), ctx.ends_E, ctx.context.ops
+        grad_x = ops.grouped_input_gradient(grad_Mo, ctx.weight.detach().flatten(1, -2), ends_E)
         factors = Factor(grad_Mo), Factor(x_Mk)
 
         def accumulate(gradient: Tensor) -> None:
             grad_Mo, x_Mk = (factor.whole() for factor in factors)
-            for expert, span in _spans(rows):
-                context.ops.accumulate_weight_gradient_(gradient[expert].flatten(0, -2), grad_Mo[span], x_Mk[span])
+            ops.accumulate_grouped_gradient_(gradient.flatten(1, -2), grad_Mo, x_Mk, ends_E)
 
-        return grad_x, context.gradients.submit(ctx.weight, accumulate, factors), None, None
+        return grad_x, ctx.context.gradients.submit(ctx.weight, accumulate, factors), None, None
 
 
 class GroupedLinear(nn.Module):
@@ -59,9 +41,9 @@ class GroupedLinear(nn.Module):
         self.context = context
         self.weight = declared[f"{name}.weight"].accumulated_by_layer()
 
-    def forward(self, x_Mk: Tensor, rows: list[int]) -> Tensor:
-        """`rows` of each expert."""
-        return _GroupedLinear.apply(x_Mk, self.weight, rows, self.context)
+    def forward(self, x_Mk: Tensor, ends_E: Tensor) -> Tensor:
+        """`ends`: of each expert the row past its last."""
+        return _GroupedLinear.apply(x_Mk, self.weight, ends_E, self.context)
 
 
 class _WeightedActivation(Function):

@@ -103,7 +103,7 @@ class Experts(nn.Module):
         """(N, H) → (N, H)."""
         plan = plan_dispatch(experts_Nk, self.experts, self.context.ep, self.context.etp, dropped_Nk)
         x_MH, weights_M = dispatch(x_NH, weights_Nk, plan)
-        return combine(self.down(weighted_activation(self.up(x_MH, plan.rows), weights_M, self._activation), plan.rows), plan)
+        return combine(self.down(weighted_activation(self.up(x_MH, plan.ends_E), weights_M, self._activation), plan.ends_E), plan)
 
     def _activation(self, x: Tensor) -> Tensor:
         ops = self.context.ops

@@ -124,12 +124,28 @@ def _embedding(dtype: torch.dtype, columns: int, ops: GpuOps) -> list[Pair]:
     return [(table, wide)]
 
 
-def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, head_dim: int, extras: bool, ops: GpuOps) -> list[Pair]:
+def _grouped(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: GpuOps) -> list[Pair]:
+    rows, groups = int(ends[-1]), len(ends)
+    x, grad, weight = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype), normal(groups, outputs, inputs, dtype=dtype)
+    pairs = (ops.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
+    return [pairs, (ops.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends))]
+
+
+def _grouped_gradient(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: GpuOps) -> list[Pair]:
+    rows, main = int(ends[-1]), normal(len(ends), outputs, inputs)
+    x, grad, expected = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype), main.double()
+    reference.accumulate_grouped_gradient_(expected, grad.double(), x.double(), ends)
+    ops.accumulate_grouped_gradient_(main, grad, x, ends)
+    return [(main, expected)]
+
+
+def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, head_dim: int, kind: str, ops: GpuOps) -> list[Pair]:
     q = normal(sequence, 1, heads, head_dim, dtype=dtype)
     k, v = (normal(sequence, 1, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
-    slopes = 2.0 ** -torch.arange(1, heads + 1) if extras else None
-    documents = (torch.arange(sequence) // 50)[None] if extras else None
-    return against_reference(ops, "attention", (q, k, v), Scores(head_dim**-0.5, slopes, documents))
+    slopes = 2.0 ** -torch.arange(1, heads + 1) if kind else None
+    documents = (torch.arange(sequence) // 50)[None] if kind else None
+    softcap, window = (1.0, 30) if "soft cap" in kind else (0.0, 0)
+    return against_reference(ops, "attention", (q, k, v), Scores(head_dim**-0.5, slopes, documents, window=window, softcap=softcap))
 
 
 def cases(dtype: torch.dtype) -> Iterator[Check]:
@@ -165,11 +181,25 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
         yield case("drop", f"5 x 2 x {2 * width}", partial(_drop, dtype, 2 * width))
         yield case("embedding", f"6 x {1040 - odd}", partial(_embedding, dtype, 1040 - odd))
     if dtype is not torch.float32:
-        for sequence, heads, kv_heads, head_dim in ((131, 4, 2, 64), (70, 2, 1, 128), (70, 1, 1, 80), (40, 1, 1, 256)):
-            for extras in (False, True):
-                shape = f"{sequence} x {heads}/{kv_heads} x {head_dim}{', ALiBi, documents' if extras else ''}"
+        for odd in (0, 3):
+            # groups of no, few and more rows than a block has; depth and width in whole blocks and in parts
+            ends, depth, width = torch.tensor((0, 5, 135, 135, 168), dtype=torch.int32), 80 - odd, 144 - odd
+            shape = f"168 rows of 5 groups x {depth} x {width}"
+            yield case("grouped_linear, grouped_input_gradient", shape, partial(_grouped, dtype, ends, depth, width))
+            yield case("accumulate_grouped_gradient", shape, partial(_grouped_gradient, dtype, ends, depth, width), 32.0)  # into fp32
+        extras, bounded = "ALiBi, documents", "ALiBi, documents, soft cap, window"
+        for sequence, heads, kv_heads, head_dim, kinds in (
+            (131, 4, 2, 64, ("", extras)),
+            (131, 2, 1, 64, (bounded,)),
+            (70, 2, 1, 128, ("", extras)),
+            (70, 1, 1, 80, ("", extras)),
+            (40, 1, 1, 128, (bounded,)),
+            (40, 1, 1, 256, ("", extras, bounded)),
+        ):
+            for kind in kinds:
+                shape = f"{sequence} x {heads}/{kv_heads} x {head_dim}{', ' * bool(kind)}{kind}"
                 # two products in a row, each of inputs rounded to the type
-                yield case("attention", shape, partial(_attention, dtype, sequence, heads, kv_heads, head_dim, extras), 2.0)
+                yield case("attention", shape, partial(_attention, dtype, sequence, heads, kv_heads, head_dim, kind), 2.0)
 
 
 def check(ops: GpuOps, device: str, dtypes: Sequence[str] = tuple(DTYPES)) -> Iterator[Result]:

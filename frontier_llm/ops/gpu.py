@@ -195,6 +195,37 @@ class GpuOps(DifferentiableOps):
         )  # fmt: skip
         return logits_Nv
 
+    def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
+        """x @ weight[e]ᵀ; bf16 and fp16. The host knows no group's rows: there are programs for as many blocks as any ends could ask for."""
+        return self._grouped_product(x_Mk, weight_Eok, ends_E, "linear", weight_Eok.shape[1])
+
+    def grouped_input_gradient(self, grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
+        """grad @ weight[e]."""
+        return self._grouped_product(grad_Mo, weight_Eok, ends_E, "input-gradient", weight_Eok.shape[2])
+
+    def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
+        x, groups = x.detach().contiguous(), len(ends_E)
+        out, (rows, width) = (
+            x.new_empty(len(x), columns),
+            (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN"),
+        )
+        grid = (_blocks(columns, width), len(x) // rows + groups, 1)
+        self.kernels.launch(
+            "grouped_product", x.dtype, variant, grid, x=x, weight=weight_Eok.detach(), ends=ends_E, out=out, groups=groups, columns=columns,
+            depth=x.shape[1],
+        )  # fmt: skip
+        return out
+
+    def accumulate_grouped_gradient_(self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor) -> None:
+        """main_grad[e] += gradᵀ @ x, summed in registers over the group's rows."""
+        groups, outputs, inputs = main_grad_Eok.shape
+        height, width = (self.kernels.block("grouped_weight_gradient", "any", f"BLOCK_{side}") for side in "NK")
+        self.kernels.launch(
+            "grouped_weight_gradient", x_Mk.dtype, "any", (_blocks(inputs, width), _blocks(outputs, height), groups),
+            grad=grad_Mo.detach().contiguous(), x=x_Mk.detach().contiguous(), ends=ends_E, main_grad=main_grad_Eok, outputs=outputs,
+            inputs=inputs,
+        )  # fmt: skip
+
     def adamw_(self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
         """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no synchronisation."""
         scale = update.grad_scale

@@ -22,7 +22,7 @@ def forward(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, sc
         what = f"head dim {head_dim}: the prebuilt attention wants a multiple of 16 up to {HEAD_DIMS[-1]}"
         raise BackendError(what, "set ops.attention=sdpa, or another model.head_dim")
     slopes, documents = scores.alibi_slopes_a, scores.documents_BS
-    if slopes is not None or documents is not None:  # one variant has both, so each gets its neutral value
+    if slopes is not None or documents is not None or scores.softcap:  # one variant has both, so each gets its neutral value
         slopes = q.new_zeros(heads) if slopes is None else slopes.detach()
         documents = q.new_zeros(batch, sequence) if documents is None else documents
         # numbers of documents within a row are small, so exact in fp32, where a difference and its size are one instruction each
@@ -30,11 +30,11 @@ def forward(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, sc
         slopes = slopes.float().contiguous()
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty(batch, heads, _padded(sequence), dtype=torch.float32, device=q.device)
-    variant = _variant(head_dim, documents is not None)
+    variant = _variant(head_dim, documents is not None, scores.softcap)
     grid = (-(-sequence // kernels.block("attention_forward", variant, "BLOCK_M")), batch * heads, 1)
     kernels.launch(
         "attention_forward", q.dtype, variant, grid, q=q, k=k, v=v, slopes=slopes, documents=documents, o=o, logsumexp=logsumexp,
-        scale=scores.scale, sequence=sequence, heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
+        **_numbers(scores, sequence), heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
     )  # fmt: skip
     return Attended(q, k, v, o, logsumexp, slopes, documents)
 
@@ -42,10 +42,9 @@ def forward(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, sc
 def backward(kernels: Kernels, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     q, k, v, o, logsumexp, slopes, documents, _ = saved
-    scale = scores.scale
     grad_o, delta = _readable(grad_o), torch.empty_like(logsumexp)
     sequence, batch, heads, head_dim = q.shape
-    group, plain, variant = heads // k.shape[2], _variant(head_dim, False), _variant(head_dim, documents is not None)
+    group, plain, variant = heads // k.shape[2], _variant(head_dim), _variant(head_dim, documents is not None, scores.softcap)
 
     def grid(kernel: str, name: str, block: str, read_by: int) -> Grid:
         return -(-sequence // kernels.block(kernel, name, block)), batch * read_by, 1
@@ -58,12 +57,12 @@ def backward(kernels: Kernels, grad_o: Tensor, saved: Attended, scores: Scores) 
     kernels.launch(
         "attention_grad_kv", q.dtype, variant, grid("attention_grad_kv", variant, "BLOCK_N", k.shape[2]),
         q=q, k=k, v=v, slopes=slopes, documents=documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_k=grad_k, grad_v=grad_v,
-        scale=scale, sequence=sequence, heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
+        **_numbers(scores, sequence), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
     )  # fmt: skip
     kernels.launch(
         "attention_grad_q", q.dtype, variant, grid("attention_grad_q", variant, "BLOCK_M", heads),
         q=q, k=k, v=v, slopes=slopes, documents=documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_q=grad_q,
-        scale=scale, sequence=sequence, heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
+        **_numbers(scores, sequence), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
     )  # fmt: skip
     return grad_q, grad_k, grad_v
 
@@ -79,9 +78,13 @@ def _padded(sequence: int) -> int:
     return -(-sequence // ROWS_PER_PAD) * ROWS_PER_PAD
 
 
-def _variant(head_dim: int, extras: bool) -> str:
+def _variant(head_dim: int, extras: bool = False, softcap: float = 0.0) -> str:
     padded = next(size for size in HEAD_DIMS if size >= head_dim)
-    return f"d{padded}{'-extras' if extras else ''}"
+    return f"d{padded}{'-softcap' if softcap else '-extras' if extras else ''}"
+
+
+def _numbers(scores: Scores, sequence: int) -> dict[str, float]:
+    return {"scale": scores.scale, "softcap": scores.softcap, "window": scores.window or sequence, "sequence": sequence}
 
 
 _STRIDES = {name: (f"{name}_s", f"{name}_b", f"{name}_a") for name in ("q", "k", "v", "o", "g", "gk", "gq")}

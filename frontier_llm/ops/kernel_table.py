@@ -81,8 +81,8 @@ class Kernel:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What T stands for. Attention's products are of 16-bit numbers."""
-        return ("bf16", "fp16") if self.module == "attention" else DTYPES
+        """What T stands for. Products on the matrix units are of 16-bit numbers."""
+        return ("bf16", "fp16") if self.module in ("attention", "grouped") else DTYPES
 
     @property
     def builds(self) -> tuple[bool, ...]:
@@ -117,7 +117,7 @@ class Blocks(NamedTuple):
     matrix: int = 0
 
 
-# By kernel and variant; where documents and ALiBi ("-extras") have none, they take the blocks of the variant without them.
+# By kernel and variant; where documents and ALiBi ("-extras") have none, they take the blocks of the variant without them; "-softcap" has theirs.
 # CDNA's are the best that `scripts/tune_attention.py simulate` found (docs/ops.md), NVIDIA's the largest that the registers hold. A block's outer
 # side must give each warp rows of its own: 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
@@ -160,6 +160,7 @@ _HOPPER: _AttentionBlocks = {
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
+ATTENTION_KINDS = ("", "-extras", "-softcap")  # the last bounds scores and knows a window beside the extras
 ROWS_PER_PAD = 128  # of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
 NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
 
@@ -171,10 +172,11 @@ def variants(kernel: str, architecture: str) -> dict[str, Variant]:
 
 def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[tuple[str, Variant]]:
     if kernel in attention:
-        for head_dim, extras in itertools.product(HEAD_DIMS, (0,) if kernel == "attention_delta" else (0, 1)):
-            plain, name = f"d{head_dim}", f"d{head_dim}{'-extras' if extras else ''}"
-            blocks = attention[kernel].get(name) or attention[kernel][plain]
-            constants = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": head_dim, "EXTRAS": extras, "SOFT_BF16": int(wave == 64)}
+        for head_dim, kind in itertools.product(HEAD_DIMS, ("",) if kernel == "attention_delta" else ATTENTION_KINDS):
+            plain, extras, name = f"d{head_dim}", f"d{head_dim}-extras", f"d{head_dim}{kind}"
+            blocks = attention[kernel].get(extras if kind else plain) or attention[kernel][plain]
+            constants = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": head_dim, "SOFT_BF16": int(wave == 64)}
+            constants |= {"EXTRAS": int(kind != ""), "SOFTCAP": int(kind == "-softcap")}
             if kernel == "attention_delta":
                 constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
             yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix)
@@ -182,6 +184,12 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
         for block in NORM_BLOCKS:
             for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
                 yield f"{name}-{block}", Variant({"CENTRED": centred, "BLOCK": block}, 4 if block == NORM_BLOCKS[0] else 512 // wave)
+    elif kernel == "grouped_product":
+        for name, along_depth in (("linear", 1), ("input-gradient", 0)):
+            constants = {"ALONG_DEPTH": along_depth, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "BLOCK_E": 256}
+            yield name, Variant(constants, 256 // wave, 2)
+    elif kernel == "grouped_weight_gradient":
+        yield "any", Variant({"BLOCK_M": 32, "BLOCK_N": 128, "BLOCK_K": 128}, 256 // wave, 2)
     elif kernel.startswith("norm_"):
         block, warps = (256, 2) if kernel == "norm_weight_gradient_long" else (4096, 8)
         for name, centred in (("rmsnorm", 0), ("layernorm", 1)):

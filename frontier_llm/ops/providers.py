@@ -61,7 +61,7 @@ class Provider:
     # why stretches of a sequence, which gather and ring need, are not for it here, or ''; None: never are
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
     windows: bool = True  # its attention serves sliding windows
-    softcaps: bool = False  # its attention bounds scores softly
+    softcaps: bool = False  # its attention bounds scores softly, and then serves windows too
     required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
@@ -74,7 +74,7 @@ class Provider:
         if dtype not in self.group_dtypes.get(group, self.dtypes):
             return Refusal(f"{self.name} has no {str(dtype).removeprefix('torch.')} {group}")
         needs = needs if needs and group == "attention" else AttentionNeeds()
-        if needs.window and not self.windows:
+        if needs.window and not self.windows and not (needs.softcap and self.softcaps):
             return Refusal(f"{self.name} has no attention in a sliding window (model.sliding_window)")
         if needs.softcap and not self.softcaps:
             return Refusal(f"{self.name} has no soft cap of attention's scores (model.score_softcap)")
@@ -201,6 +201,7 @@ PROVIDERS: dict[str, Provider] = {
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             load=_load_cpu,
             parts=_any_part,
+            softcaps=True,
             version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
             missing=native.load_cpu_library,
             build=native.BUILD_COMMAND,
@@ -214,8 +215,9 @@ PROVIDERS: dict[str, Provider] = {
             version=_triton_version,
             missing=_triton_missing,
             required=True,
-            group_dtypes={"attention": HALVES},
+            group_dtypes={"attention": HALVES, "experts": HALVES},
             windows=False,
+            softcaps=True,
         ),
         Provider(
             name="flash_attn",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .dropout import drop
 from .dtypes import statistics_dtype
+from .groups import accumulate_grouped_gradient_, grouped_input_gradient, grouped_linear
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,8 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 class Ops:
     """One function per op, chosen once, with the parameters and the meaning of the one above: what model, tensor_parallel and optim call.
 
-    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks and drop.
+    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks, products
+    over groups and drop.
     """
 
     attention = _op("attention", attention)
@@ -321,6 +323,9 @@ class Ops:
     linear = _op("linear", linear)
     linear_input_gradient = _op("linear", linear_input_gradient)
     accumulate_weight_gradient_ = _op("linear", accumulate_weight_gradient_)
+    grouped_linear = _op("experts", grouped_linear)
+    grouped_input_gradient = _op("experts", grouped_input_gradient)
+    accumulate_grouped_gradient_ = _op("experts", accumulate_grouped_gradient_)
     accumulate_ = _op("accumulate", accumulate_)
     embedding_backward_ = _op("accumulate", embedding_backward_)
 

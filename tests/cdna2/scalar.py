@@ -84,6 +84,7 @@ TABLE: Final[dict[str, Scalar]] = {
     "s_and_b64": _op(_D, np.bitwise_and, "result"),
     "s_or_b64": _op(_D, np.bitwise_or, "result"),
     "s_xor_b64": _op(_D, np.bitwise_xor, "result"),
+    "s_andn2_b32": _op(_U, lambda a, b: a & ~b, "result"),
     "s_nor_b64": _op(_D, lambda a, b: ~(a | b), "result"),
     "s_andn2_b64": _op(_D, lambda a, b: a & ~b, "result"),
     "s_lshl_b32": _op(_U, lambda a, b: a << (b & 31), "result"),

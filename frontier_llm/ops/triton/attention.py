@@ -1,7 +1,8 @@
 """Causal FlashAttention-2 (arXiv:2307.08691) with grouped heads, ALiBi and document masks; no atomics, so results are reproducible.
 
 Scores are kept in base 2: log2(e) is folded into the scale, because exp2 is one instruction on both vendors' hardware.
-EXTRAS compiles ALiBi and documents in; without them only the diagonal blocks are masked. Loads past the sequence read its last
+EXTRAS compiles ALiBi and documents in; without them only the diagonal blocks are masked. SOFTCAP, which comes with EXTRAS, compiles in that
+scores are bounded (Gemma 2, arXiv:2408.00118) and that a row sees the last `window` positions alone. Loads past the sequence read its last
 position instead of being masked: causality hides what they bring, and lane masks would take the scalar registers of CDNA.
 
 fp16 probabilities are lifted by 2^14 before they are multiplied, and the product lowered again: at most 1, they would mostly be
@@ -34,18 +35,49 @@ def _narrow(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
 
 
 @triton.jit
-def _logits(products, scale2, tilt, row, column, row_document, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr):
-    """Base-2 logits of one block: ALiBi added, -inf where column comes after row, about -1e20 where it is of another document.
+def _scales(scale, softcap, SOFTCAP: tl.constexpr):
+    """What `_scores` multiplies products by, and the bound of base-2 scores."""
+    if SOFTCAP:
+        return 2.0 * 1.4426950408889634 * scale / softcap, 1.4426950408889634 * softcap
+    else:
+        return scale * 1.4426950408889634, softcap
+
+
+@triton.jit
+def _scores(products, scale2, bound2, SOFTCAP: tl.constexpr):
+    """Base-2 scores; bounded by bound2 * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1), where e^2x is one instruction and may be infinite."""
+    if SOFTCAP:
+        return bound2 * (1.0 - 2.0 / (tl.exp2(products * scale2) + 1.0))
+    else:
+        return products * scale2
+
+
+@triton.jit
+def _bounded_slope(ds, scores, bound2, SOFTCAP: tl.constexpr):
+    """The gradient of scores to that of what was bounded."""
+    if SOFTCAP:
+        share = scores * (1.0 / bound2)
+        return ds * (1.0 - share * share)
+    else:
+        return ds
+
+
+@triton.jit
+def _logits(
+    scores, tilt, row, column, row_document, column_document, window, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """Base-2 logits of one block: ALiBi added, -inf where column comes after row, about -1e20 where it is of another document or too far away.
 
     `row` and its document, `column`, its document and its `tilt` broadcast against each other, in either order. ALiBi is slope * (column - row); its part
     of the row is the same for a whole softmax, so only `tilt` = slope * (column - some position near by) is added to each number.
-    The documents by arithmetic: a comparison's lane masks would spill the scalar registers of CDNA. A block that is all of other documents
+    Documents and window by arithmetic: a comparison's lane masks would spill the scalar registers of CDNA. A block that is all hidden
     leaves garbage in the running sums, which the next visible block scales by exp2(-1e20) = 0; every row sees at least itself.
     """
-    scores = products * scale2
     if EXTRAS:
-        scores += tilt
-        scores -= 1e20 * tl.abs(row_document - column_document)
+        apart = tl.abs(row_document - column_document)
+        if SOFTCAP:
+            apart = tl.maximum(apart, (row - column - window + 1).to(tl.float32))
+        scores = scores + tilt - 1e20 * apart
     if DIAGONAL:
         scores = tl.where(row >= column, scores, -float("inf"))
     return scores
@@ -58,8 +90,8 @@ def _padded(sequence):
 
 
 @triton.jit
-def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document, top, total, out_MD,
-                   DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents, row_document, top, total,
+                   out_MD, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     column = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     read = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
@@ -69,8 +101,8 @@ def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_d
         tilt, column_document = slope2 * (column - first_row).to(tl.float32), tl.load(documents + column)
     # the largest product has the largest score, so the others are scaled where they are subtracted from it: one instruction
     inner, outer = (scale2, 1.0) if EXTRAS else (1.0, scale2)
-    scores = _logits(tl.dot(q_MD, tl.trans(k_ND)), inner, tilt[None, :], row[:, None], column[None, :], row_document[:, None],
-                     column_document[None, :], DIAGONAL, EXTRAS)  # fmt: skip
+    scores = _logits(_scores(tl.dot(q_MD, tl.trans(k_ND)), inner, bound2, SOFTCAP), tilt[None, :], row[:, None], column[None, :],
+                     row_document[:, None], column_document[None, :], window, DIAGONAL, EXTRAS, SOFTCAP)  # fmt: skip
     new_top = tl.maximum(top, tl.max(scores, 1) * outer)
     p = tl.exp2(scores * outer - (new_top - _lift(v.dtype.element_ty))[:, None])
     shrink = tl.exp2(top - new_top)
@@ -82,9 +114,9 @@ def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_d
 @triton.jit
 def attention_forward(
     q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", o: "*T:16", logsumexp: "*fp32:16", scale: "fp32",
-    sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16",
+    softcap: "fp32", window: "i32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16",
     k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16", o_s: "i32:16", o_b: "i32:16", o_a: "i32:16",
-    EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, and infinite past the sequence."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
@@ -95,7 +127,7 @@ def attention_forward(
     q_MD = tl.load(q + b * q_b + a * q_a + row.to(tl.int64)[:, None] * q_s + d[None, :], mask=inside, other=0.0)
     k += b * k_b + (a // group) * k_a
     v += b * v_b + (a // group) * v_a
-    scale2 = scale * 1.4426950408889634
+    scale2, bound2 = _scales(scale, softcap, SOFTCAP)
     slope2 = 0.0
     row_document = row
     if EXTRAS:
@@ -105,12 +137,15 @@ def attention_forward(
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in range(0, first_row, BLOCK_N):
-        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document,
-                                            top, total, out_MD, False, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+    begin = 0
+    if SOFTCAP:
+        begin = tl.maximum(first_row - window + 1, 0) // BLOCK_N * BLOCK_N
+    for first in range(begin, first_row, BLOCK_N):
+        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents,
+                                            row_document, top, total, out_MD, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     for first in range(first_row, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
-        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document,
-                                            top, total, out_MD, True, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents,
+                                            row_document, top, total, out_MD, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     to = o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :]
     tl.store(to, (out_MD / total[:, None]).to(o.dtype.element_ty), mask=inside)
     lse = top - _lift(q.dtype.element_ty) + tl.log2(total)
@@ -135,8 +170,8 @@ def attention_delta(
 
 
 @triton.jit
-def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g_s, first, first_column, column, sequence, head_dim, scale2, slope2,
-                   documents, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr,
+def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g_s, first, first_column, column, sequence, head_dim, scale2, bound2,
+                   window, slope2, documents, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Scores are kept transposed, [N, M]: then they are the left operand of both products without a way through shared memory."""
     row = first + tl.arange(0, BLOCK_M)
@@ -148,22 +183,22 @@ def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g
     if EXTRAS:
         tilt, row_document = slope2 * (column - first_column).to(tl.float32), tl.load(documents + row)
         lse += slope2 * (row - first_column).to(tl.float32)
-    scores = _logits(tl.dot(k_ND, tl.trans(q_MD)), scale2, tilt[:, None], row[None, :], column[:, None], row_document[None, :],
-                     column_document[:, None], DIAGONAL, EXTRAS)  # fmt: skip
-    p_NM = tl.exp2(scores - lse[None, :])
+    scores = _scores(tl.dot(k_ND, tl.trans(q_MD)), scale2, bound2, SOFTCAP)
+    p_NM = tl.exp2(_logits(scores, tilt[:, None], row[None, :], column[:, None], row_document[None, :], column_document[:, None], window,
+                           DIAGONAL, EXTRAS, SOFTCAP) - lse[None, :])  # fmt: skip
     g_MD = tl.load(grad_o + wide * g_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     gv_ND = tl.dot(_narrow(p_NM * 2.0 ** _lift(g_MD.dtype), g_MD.dtype, SOFT_BF16), g_MD, gv_ND)
-    ds_NM = p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - tl.load(delta + row)[None, :])
+    ds_NM = _bounded_slope(p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - tl.load(delta + row)[None, :]), scores, bound2, SOFTCAP)
     return tl.dot(_narrow(ds_NM, q_MD.dtype, SOFT_BF16), q_MD, gk_ND), gv_ND
 
 
 @triton.jit
 def attention_grad_kv(
     q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
-    delta: "*fp32:16", grad_k: "*T:16", grad_v: "*T:16", scale: "fp32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16",
+    delta: "*fp32:16", grad_k: "*T:16", grad_v: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16",
     q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16",
     v_a: "i32:16", g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gk_s: "i32:16", gk_b: "i32:16", gk_a: "i32:16", EXTRAS: tl.constexpr,
-    SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """grad_k and grad_v of BLOCK_N positions of one key/value head: all query heads that read it, all later queries.
 
@@ -181,6 +216,10 @@ def attention_grad_kv(
     if EXTRAS:
         documents += b * _padded(sequence)
         column_document = tl.load(documents + column)
+    scale2, bound2 = _scales(scale, softcap, SOFTCAP)
+    past_last = sequence
+    if SOFTCAP:
+        past_last = tl.minimum(sequence, first_column + BLOCK_N + window - 1)
     gk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     gv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, group):
@@ -192,20 +231,20 @@ def attention_grad_kv(
         lse_start, delta_start = logsumexp + (b * heads + a) * _padded(sequence), delta + (b * heads + a) * _padded(sequence)
         for first in range(first_column, tl.minimum(first_column + BLOCK_N, sequence), BLOCK_M):
             gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first,
-                                          first_column, column, sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
-                                          True, EXTRAS, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
-        for first in range(first_column + BLOCK_N, sequence, BLOCK_M):
+                                          first_column, column, sequence, head_dim, scale2, bound2, window, slope2, documents, column_document,
+                                          True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
+        for first in range(first_column + BLOCK_N, past_last, BLOCK_M):
             gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first,
-                                          first_column, column, sequence, head_dim, scale * 1.4426950408889634, slope2, documents, column_document,
-                                          False, EXTRAS, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
+                                          first_column, column, sequence, head_dim, scale2, bound2, window, slope2, documents, column_document,
+                                          False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
     to = b * gk_b + head * gk_a + column.to(tl.int64)[:, None] * gk_s + d[None, :]
     tl.store(grad_k + to, (gk_ND * scale).to(grad_k.dtype.element_ty), mask=inside)
     tl.store(grad_v + to, (gv_ND * 2.0 ** -_lift(v.dtype.element_ty)).to(grad_v.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents, row_document,
-                  DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents,
+                  row_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     column = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     wide = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
@@ -214,20 +253,20 @@ def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, firs
     tilt, column_document = column, column
     if EXTRAS:
         tilt, column_document = slope2 * (column - first_row).to(tl.float32), tl.load(documents + column)
-    scores = _logits(tl.dot(q_MD, tl.trans(k_ND)), scale2, tilt[None, :], row[:, None], column[None, :], row_document[:, None],
-                     column_document[None, :], DIAGONAL, EXTRAS)  # fmt: skip
-    p = tl.exp2(scores - lse[:, None])
-    ds = p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None])
+    scores = _scores(tl.dot(q_MD, tl.trans(k_ND)), scale2, bound2, SOFTCAP)
+    p = tl.exp2(_logits(scores, tilt[None, :], row[:, None], column[None, :], row_document[:, None], column_document[None, :], window, DIAGONAL,
+                        EXTRAS, SOFTCAP) - lse[:, None])  # fmt: skip
+    ds = _bounded_slope(p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None]), scores, bound2, SOFTCAP)
     return tl.dot(_narrow(ds, k_ND.dtype, SOFT_BF16), k_ND, gq_MD)
 
 
 @triton.jit
 def attention_grad_q(
     q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
-    delta: "*fp32:16", grad_q: "*T:16", scale: "fp32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16",
+    delta: "*fp32:16", grad_q: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16",
     q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16",
     g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gq_s: "i32:16", gq_b: "i32:16", gq_a: "i32:16", EXTRAS: tl.constexpr,
-    SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """grad_q of BLOCK_M queries of one head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -242,7 +281,7 @@ def attention_grad_q(
     row_delta = tl.load(delta + at, mask=row < sequence, other=0.0)
     k += b * k_b + (a // group) * k_a
     v += b * v_b + (a // group) * v_a
-    scale2 = scale * 1.4426950408889634
+    scale2, bound2 = _scales(scale, softcap, SOFTCAP)
     slope2 = 0.0
     row_document = row
     if EXTRAS:
@@ -251,11 +290,14 @@ def attention_grad_q(
         row_document = tl.load(documents + row)
         lse += slope2 * (row - first_row).to(tl.float32)
     gq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in range(0, first_row, BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents,
-                              row_document, False, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+    begin = 0
+    if SOFTCAP:
+        begin = tl.maximum(first_row - window + 1, 0) // BLOCK_N * BLOCK_N
+    for first in range(begin, first_row, BLOCK_N):
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2,
+                              documents, row_document, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     for first in range(first_row, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, slope2, documents,
-                              row_document, True, EXTRAS, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2,
+                              documents, row_document, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     to = grad_q + b * gq_b + a * gq_a + row.to(tl.int64)[:, None] * gq_s + d[None, :]
     tl.store(to, (gq_MD * scale).to(grad_q.dtype.element_ty), mask=inside)

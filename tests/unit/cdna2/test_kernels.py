@@ -27,7 +27,7 @@ def test_every_bf16_code_object_computes_what_the_reference_does(objects):
 
 
 @pytest.mark.parametrize("kernel", ["attention_forward", "attention_grad_kv", "attention_grad_q"])
-@pytest.mark.parametrize("variant", ["d64", "d64-extras", "d128", "d128-extras", "d256", "d256-extras"])
+@pytest.mark.parametrize("variant", ["d64", "d64-extras", "d128", "d128-extras", "d256", "d256-extras", "d256-softcap"])
 def test_attention_computes_no_product_twice(objects, kernel, variant):
     """Warps that outnumber the tiles of their block's rows compute the same: 4 warps on 64 rows with 32 x 32 instructions did, at half the speed."""
     blocks = variants(kernel, "gfx90a")[variant]
@@ -35,7 +35,9 @@ def test_attention_computes_no_product_twice(objects, kernel, variant):
     q, k, v = (torch.randn(2 * outer, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     extras = (torch.ones(1), torch.zeros(1, 2 * outer)) if blocks.constants["EXTRAS"] else ()
     gpu = TracingGpu()
-    out = GpuOps(PrebuiltKernels("gfx90a", objects, gpu)).attention(q, k, v, Scores(dim**-0.5, *extras))
+    out = GpuOps(PrebuiltKernels("gfx90a", objects, gpu)).attention(
+        q, k, v, Scores(dim**-0.5, *extras, softcap=float(blocks.constants["SOFTCAP"]))
+    )
     if kernel != "attention_forward":
         out.backward(out.detach())
     program, trace = gpu.traces[kernel]

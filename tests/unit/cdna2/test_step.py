@@ -24,8 +24,9 @@ CASES = {
     "llama": Case("llama", settings=(*SHAPE, "model.kv_heads=2", "model.head_dim=32")),  # RoPE, grouped heads, SwiGLU, RMSNorm
     "mpt": Case("mpt", documents=True, settings=(*SHAPE, "model.head_dim=48", "model.bias=true", "model.norm_bias=true")),  # ALiBi, GELU, LayerNorm
 }  # fmt: skip
-# of `all_kernels()`, those of rows of more than 8192 columns and of the other families' ops
-NOT_NEEDED = {name for name in all_kernels() if name.endswith("_long")}
+# of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding into another choice) and of the
+# other families' ops
+NOT_NEEDED = {name for name in all_kernels() if name.endswith("_long") or name.startswith("grouped_") or name == "drop"}
 OTHERS = {"llama": {"gelu_forward", "gelu_backward"}, "mpt": {"rope", "swiglu_forward", "swiglu_backward"}}
 VARIANTS = {"llama": {"rmsnorm-2048", "r32", "d64"}, "mpt": {"layernorm-2048", "erf", "d64-extras"}}
 

@@ -56,10 +56,10 @@ def fits(line, architecture):
     assert 0 < line["registers"] <= (512 if machine.backend == "hip" else 255), key
     assert line["threads"] == line["warps"] * machine.wave, key
     assert machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"]) >= 1, key
-    # the products of attention must run on the matrix units; delta is a row sum
-    is_product = line["kernel"].startswith("attention_") and line["kernel"] != "attention_delta"
-    assert (line["matrix_instructions"] > 0) == is_product, key
-    if is_product and machine.backend == "cuda":
+    # products must run on the matrix units; attention's delta is a row sum
+    of_attention = line["kernel"].startswith("attention_") and line["kernel"] != "attention_delta"
+    assert (line["matrix_instructions"] > 0) == (of_attention or line["kernel"].startswith("grouped_")), key
+    if of_attention and machine.backend == "cuda":
         work = line["matrix_flops"] * line["warps"] / flops_of_the_two_loops(line)
         assert work == 1 or (line["variant"][:3] != "d64" and work <= 1.67), key  # registers leave no other choice (docs/ops.md)
 
@@ -240,7 +240,7 @@ def test_every_kernel_has_variants_everywhere():
             if kernel.module == "attention":
                 assert all(any(name.startswith(f"d{dim}") for name in names) for dim in HEAD_DIMS)
             for variant in names.values():  # the loops over the diagonal go by whole blocks
-                if "BLOCK_N" in variant.constants:
+                if kernel.module == "attention" and "BLOCK_N" in variant.constants:
                     outer, inner = ("BLOCK_N", "BLOCK_M") if kernel.name == "attention_grad_kv" else ("BLOCK_M", "BLOCK_N")
                     assert variant.constants[outer] % variant.constants[inner] == 0
 

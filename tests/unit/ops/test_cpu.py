@@ -56,6 +56,15 @@ def test_attention_in_a_window(isa, dtype, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_attention_of_bounded_scores(isa, dtype, softcap):
+    q, k, v = (normal(150, 2, heads, 16, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    documents = (torch.arange(300) // 70).view(2, 150)
+    for scores in (Scores(0.25, softcap=softcap), Scores(2.0, 2.0 ** -torch.arange(1, 5), documents, window=30, softcap=softcap)):
+        compare("attention", (q, k, v), scores, factor=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys", "offset"), [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (64, 100, -20), (5, 3, 0)]
@@ -67,7 +76,7 @@ def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
     scores = Scores(0.25, offset=offset)
     if extras:
         of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
-        scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window=90)
+        scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window=90, softcap=2.0)
     wide = [x.double() for x in (q, k, v, grad, o)]
     (out, logsumexp), (expected, exact) = (
         cpu.attention_block(q, (k, v), scores),
@@ -293,3 +302,26 @@ def test_two_threads_give_the_same_as_one():
         )
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(40, 72), (7, 33)])
+def test_products_over_groups(isa, dtype, inputs, outputs):
+    """Groups of no, few and many rows; a part of 512 rows and what is left of it."""
+    ends = torch.tensor([0, 5, 605, 605, 640], dtype=torch.int32)
+    x, grad, weight = normal(640, inputs, dtype=dtype), normal(640, outputs, dtype=dtype), normal(5, outputs, inputs, dtype=dtype)
+    main = normal(5, outputs, inputs)
+    expected = main.double()
+    reference.accumulate_grouped_gradient_(expected, grad.double(), x.double(), ends)
+    cpu.accumulate_grouped_gradient_(main, grad, x, ends)
+    close(main, expected)
+    close(cpu.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
+    close(cpu.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends))
+
+
+def test_groups_that_are_not_all_rows_are_refused():
+    x, weight = torch.ones(6, 4), torch.ones(2, 3, 4)
+    for ends in ([2, 5], [7, 6], [2, 7], [6]):
+        with pytest.raises(RuntimeError, match=r"ends of groups|last group|one int32 per group"):
+            cpu.grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32))
+    assert cpu.grouped_linear(x[:0], weight, torch.zeros(2, dtype=torch.int32)).shape == (0, 3)

@@ -86,6 +86,17 @@ def test_a_step_is_all_aligned_launches_on_one_device(kernels, model, micro_batc
         assert any(kind in name for name, *_ in launched), kind
 
 
+def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no_number_of_rows(kernels):
+    ops = GpuOps(kernels)
+    kernels._functions.clear()
+    with torch.device("meta"):
+        x, grad, weight = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((24576, 5120), (24576, 1536), (16, 1536, 5120)))
+        ends, main_grad = torch.empty(16, dtype=torch.int32), torch.empty(16, 1536, 5120)
+        assert ops.grouped_linear(x, weight, ends).shape == grad.shape and ops.grouped_input_gradient(grad, weight, ends).shape == x.shape
+        ops.accumulate_grouped_gradient_(main_grad, grad, x, ends)
+    assert len(kernels._functions) == 3 and all(path.name.endswith("-True") for _, path in kernels._functions)
+
+
 @pytest.mark.parametrize(("rows", "column_blocks", "expected"), [(256, 1, 2), (100, 1, 1), (8192, 1, 32), (256, 48, 32), (4096, 1, 18)])
 def test_few_rows_are_shared_out_over_the_device(rows, column_blocks, expected):
     assert rows_per_strip(rows, column_blocks) == expected

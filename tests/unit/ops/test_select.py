@@ -141,9 +141,21 @@ def test_stretches_on_a_gpu_are_torchs_flash_kernels_and_never_silently_squares_
     assert "does not run on this GPU" in chosen().what
 
 
-def test_softly_capped_scores_go_to_the_reference_or_are_asked_for_by_name_on_a_gpu():
-    needs = AttentionNeeds(softcap=True)
-    assert select.choose("attention", "auto", "cpu", torch.float32, needs).provider.name == "reference"
+def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_scores_on_a_gpu(monkeypatch):
+    for name in ("flash_attn", "triton"):
+        monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
+    needs = AttentionNeeds(softcap=True, window=True)
+    chosen = {
+        (device, dtype): select.choose("attention", "auto", device, dtype, needs)
+        for device in ("cpu", "cuda")
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    assert {chosen["cpu", dtype].provider.name for dtype in (torch.bfloat16, torch.float32)} == {"cpu"}
+    assert chosen["cuda", torch.bfloat16].provider.name == "triton"
+    assert "triton has no float32 attention" in chosen["cuda", torch.float32].what
+    assert (
+        "no attention in a sliding window" in select.choose("attention", "triton", "cuda", torch.bfloat16, AttentionNeeds(window=True)).what
+    )
     with pytest.raises(BackendError, match="sdpa has no soft cap of attention's scores"):
         select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, needs)
 

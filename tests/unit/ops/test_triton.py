@@ -56,6 +56,37 @@ def test_attention_with_alibi_and_documents(extras):
     compare("attention", (q, k, v), Scores(0.25, slopes, documents), factor=2.0)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # e^2x of tanh may be infinite
+@pytest.mark.parametrize(("softcap", "window"), [(0.5, 0), (30.0, 40), (1.0, 1)])
+def test_attention_of_bounded_scores_in_a_window(softcap, window):
+    q = normal(150, 2, 2, 16, dtype=torch.float16)
+    k, v = (normal(150, 2, 1, 16, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    documents = (torch.arange(300) // 70).view(2, 150)
+    compare("attention", (q, k, v), Scores(1.0, torch.tensor([0.5, 0.0625]), documents, window=window, softcap=softcap), factor=2.0)
+    compare("attention", (q, k, v), Scores(1.0, window=window, softcap=softcap), factor=2.0)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(80, 144), (33, 7)])
+def test_products_over_groups(inputs, outputs):
+    """Groups of no, few and more rows than a block has, the last ones at the end of a block and past it."""
+    for ends in ([0, 5, 135, 135, 168], [128, 256, 256], [0, 0, 1]):
+        groups, rows, ends = len(ends), ends[-1], torch.tensor(ends, dtype=torch.int32)
+        x, grad = normal(rows, inputs, dtype=torch.float16), normal(rows, outputs, dtype=torch.float16)
+        weight, main = normal(groups, outputs, inputs, dtype=torch.float16), normal(groups, outputs, inputs)
+        expected = main.double()
+        reference.accumulate_grouped_gradient_(expected, grad.double(), x.double(), ends)
+        gpu.accumulate_grouped_gradient_(main, grad, x, ends)
+        close(main, expected)
+        close(gpu.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
+        close(gpu.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends))
+
+
+def test_more_groups_than_are_looked_at_together():
+    ends = torch.arange(0, 600, 2, dtype=torch.int32)
+    x, weight = normal(598, 16, dtype=torch.float16), normal(300, 16, 16, dtype=torch.float16)
+    close(gpu.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
+
+
 def test_small_probabilities_outlive_products_that_flush_subnormals():
     """Most of a row of 1000 are subnormal in fp16, and the gradient of v sums them over the rows: 8.5e-4 wrong without the lift, 2.9e-4 with it."""
     q, k = (normal(1000, 1, 1, 16, dtype=torch.float16, seed=seed) for seed in (0, 1))

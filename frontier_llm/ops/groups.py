@@ -1,0 +1,31 @@
+"""The reference of products over groups of rows: the tokens of one expert after the other, each with weights of its own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def grouped_linear(x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
+    """x @ weight[e]ᵀ for the rows of each group e, which stand one after the other; ends[e] (int32, on x's device) is the row past its last."""
+    y_Mo = x_Mk.new_empty(len(x_Mk), weight_Eok.shape[1])
+    for group, rows in _groups(ends_E):
+        y_Mo[rows] = x_Mk[rows] @ weight_Eok[group].t()
+    return y_Mo
+
+
+def grouped_input_gradient(grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
+    """grad @ weight[e] for each group's rows: what `grouped_linear` passes back to its input."""
+    return grouped_linear(grad_Mo, weight_Eok.transpose(1, 2), ends_E)
+
+
+def accumulate_grouped_gradient_(main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor) -> None:
+    """main_grad[e] += gradᵀ @ x over each group's rows, summed in main_grad's type."""
+    dtype = main_grad_Eok.dtype
+    for group, rows in _groups(ends_E):
+        main_grad_Eok[group].addmm_(grad_Mo[rows].t().to(dtype), x_Mk[rows].to(dtype))
+
+
+def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
+    """(group, its rows) of those that have any. On a GPU the host waits for this."""
+    ends = ends_E.tolist()
+    return [(group, slice(begin, end)) for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > begin]
