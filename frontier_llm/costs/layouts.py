@@ -33,8 +33,8 @@ class Layouts:
     microbatches: np.ndarray
     sequence_parallel: np.ndarray
     recompute: np.ndarray
-    recompute_every: np.ndarray
     sharding: np.ndarray
+    data_shard: np.ndarray
     axis_order: np.ndarray
     context_attention: np.ndarray
     dtype: str = "bf16"
@@ -57,6 +57,11 @@ class Layouts:
     def replicas(self) -> np.ndarray:
         """Ranks that hold the same weights."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> np.ndarray:
+        """Of them, those that share out what is cut."""
+        return np.where(self.data_shard > 0, self.data_shard, self.replicas)
 
     @property
     def edp(self) -> np.ndarray:
@@ -96,7 +101,6 @@ def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also
     if isinstance(layouts, Layout):
         return fold(layouts)
     codes = np.zeros(len(layouts), dtype=np.int64)
-    recompute = layouts.recompute, layouts.recompute_every
     for column in (
         layouts.tp,
         layouts.ep,
@@ -104,7 +108,7 @@ def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also
         layouts.context_attention,
         layouts.micro_batch,
         layouts.sequence_parallel,
-        *recompute,
+        layouts.recompute,
         *also,
     ):
         values = distinct(column)
@@ -127,6 +131,13 @@ def distinct(column: np.ndarray) -> list[Any]:
         values.append(column[np.argmax(left)].item())
         left &= column != values[-1]
     return values
+
+
+def stage_length(layers: int, layouts: Layout | Layouts) -> Number:
+    """Layers of the fullest virtual stage where modes of recomputation repeat through them; 0 where it does not matter how many there are."""
+    if isinstance(layouts, Layout) or not any("," in modes for modes in distinct(layouts.recompute)):
+        return 0 * layouts.pp
+    return np.ceil(layers / (layouts.pp * layouts.chunks))
 
 
 def split(layouts: Layout | Layouts) -> Any:

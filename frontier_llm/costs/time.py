@@ -106,7 +106,7 @@ def tail(
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    owned = parameters / np.where(cut(layouts, 1), layouts.replicas, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
+    owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
     update_copy_s = np.where(steps_overlap(layouts), memory_s(owned * COPIED_BYTES, 3, rates), 0.0)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
@@ -121,16 +121,18 @@ def tail(
 
 
 def sharding_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too."""
-    place = seats(layouts, rates)
+    """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too; and of a microbatch's part of the sum over copies."""
+    place, shards = seats(layouts, rates), layouts.shards
+    inside = np.minimum(place.replicas_per_node, shards)
+    across, copies = np.maximum(place.replicas_per_node // shards, 1), layouts.replicas // shards
+    devices = place.replicas_per_node * place.replicas_sharing  # of a node
 
-    def seconds(size_bytes: Number, operation: str) -> Number:
-        moved_s = collective_s(
-            rates, layouts.replicas, place.replicas_per_node, place.replicas_sharing, np.maximum(size_bytes, 1.0), operation
-        )
-        return np.where(size_bytes > 0, moved_s * rates.sharded_slowdown, 0.0)
+    def seconds(size_bytes: Number, operation: str, ranks: Number = shards, per_node: Number = inside) -> Number:
+        moved_s = collective_s(rates, ranks, per_node, np.maximum(devices / per_node, 1.0), np.maximum(size_bytes, 1.0), operation)
+        return np.where((size_bytes > 0) & (ranks > 1), moved_s * rates.sharded_slowdown, 0.0)
 
     backward_s = seconds(block.gather_again_bytes, "all_gather") + seconds(block.scatter_bytes, "reduce_scatter")
+    backward_s = backward_s + seconds(block.scatter_bytes / shards, "all_reduce", copies, across) / layouts.microbatches
     return seconds(block.gather_bytes, "all_gather"), backward_s
 
 

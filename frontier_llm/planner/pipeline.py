@@ -63,12 +63,15 @@ class Played:
 def stage_times(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
     """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
     parts, m = times(model, layout, rates), layout.microbatches
-    layer, weight = layer_s(parts.block, layout, rates), float(parts.block.weights(m))
-    embedding, head = parts.embedding.both(m, rates), parts.head.both(m, rates)
+    blocks = {stage.num_layers: parts.block for stage in stages}
+    if "," in layout.recompute:  # of each stage another share
+        blocks = {length: times(model, layout, rates, length).block for length in blocks}
+    layer = {length: layer_s(block, layout, rates) for length, block in blocks.items()}
+    weight, embedding, head = float(parts.block.weights(m)), parts.embedding.both(m, rates), parts.head.both(m, rates)
     host = rates.microbatch_s / 2 / layout.chunks + (float(p2p_s(model, layout, rates)) if rates.blocking_messages else 0.0)
 
     def seconds(stage: StageSpec, side: int) -> float:
-        return float(stage.num_layers * layer[side] + stage.embedding * embedding[side] + stage.head * head[side]) + host
+        return float(stage.num_layers * layer[stage.num_layers][side] + stage.embedding * embedding[side] + stage.head * head[side]) + host
 
     return tuple(StageTimes(seconds(stage, 0), seconds(stage, 1), stage.num_layers * weight) for stage in stages)
 

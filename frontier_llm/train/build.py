@@ -102,7 +102,8 @@ class TrainState:
         is_end = any(stage.spec.embedding or stage.spec.head for stage in self.stages)
         sequences = self.config.batch.global_batch
         targets = sequences * self.config.model.sequence_length
-        return Feed(source, targets, self.mesh, self.device, is_end, sequences_per_step=sequences)
+        drops = self.config.model.dropout > 0
+        return Feed(source, targets, self.mesh, self.device, is_end, sequences_per_step=sequences, drops=drops)
 
 
 def build_state(
@@ -128,10 +129,20 @@ def build_state(
     ops = select_ops(config.ops, device.type, dtype, needs, attention=shape)
     gradients = gradient_destination(config)
     context = LayerContext(
-        mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp, way
+        mesh.tp,
+        plan.sequence_parallel,
+        ops,
+        gradients,
+        dtype,
+        config.comm.tensor_chunks,
+        mesh.cp,
+        mesh.ep,
+        plan.grid.etp,
+        way,
+        config.train.seed,
     )
     specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
-    stages = build_stages(model, specs, context, device, config.train.recompute, terms, recompute_every=config.train.recompute_every)
+    stages = build_stages(model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
     state = TrainState(
         phases=phases,
