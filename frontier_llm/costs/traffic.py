@@ -105,8 +105,9 @@ def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
     for number, rows in enumerate(routed):
         repeated = number < again * plan.microbatches  # which rows are of those layers counts only where rows are not even
         for item in expert_work(model, layout, Software(), rows):
-            if isinstance(item.work, Collective) and item.work.axis == "ep":
-                traffic.add("ep", item.work.operation, item.work.size_bytes, 2 if repeated and layout.recompute in item.repeated_by else 1)
+            if isinstance(item.work, Collective) and item.work.axis.startswith("ep"):
+                calls = 2 if repeated and layout.recompute in item.repeated_by else 1
+                traffic.add(item.work.axis, item.work.operation, item.work.size_bytes, calls)
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:

@@ -32,6 +32,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "data": ("dp", None),
     "expert": ("ep", None),
     "imbalance": ("imbalance", None),
+    "expert_all_to_all": ("expert_all_to_all", {name: name for name in ("auto", "flat", "hierarchical")}),
     "chunks": ("chunks", None),
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
@@ -150,6 +151,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     # a share of the layers is priced where it is asked for: the search would be more than half as long again
     columns["recompute_every"] = np.where(columns["recompute"] == "full", fixed.get("recompute_every", 1), 1)
     columns["microbatches"] = per_replica // columns["micro_batch"]
+    columns["expert_nodes"] = np.ones_like(columns["ep"])  # two stages are the search's to price
     return columns
 
 
