@@ -177,7 +177,7 @@ setup(
             *KERNEL_COMPILERS,  # and to interpret the GPU kernels
         ],
         "kernels": KERNEL_COMPILERS,
-        "data": ["pyarrow"],
+        "data": ["pyarrow", "datasets"],  # which brings fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two

@@ -7,20 +7,28 @@
 // Feistel network over the next power of two with cycle walking, O(1) memory. The only thing kept is the running token count
 // at every `block`-th position of that order (one u64 per 64 documents: 125 MB for a billion documents); a lookup is a binary
 // search there and a walk of at most one block. All functions return 0 or more on success, a negative code on damaged input.
+//
+// Best-fit packing (fl_pack) works on pieces: a document that fits a sequence of S + 1 tokens is one, a longer one is cut into pieces that overlap
+// by a token, so that each token is somebody's target. All pieces of a corpus, in the order of one keyed permutation, are taken in
+// windows; each window is packed for itself, best-fit decreasing. So nothing of it is stored but how many sequences each window gives.
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
+#include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
 
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 constexpr int kRounds = 6;
 constexpr int kMinimumBits = 10;  // below this the halves are too small to mix well; walking 2^10 positions costs microseconds
 constexpr uint64_t kMaximumBlock = 4096;
+constexpr uint64_t kMaximumWindow = 1 << 24;
 
 enum Failure : int64_t { kNegativeLength = -1, kIndexMismatch = -2, kOutOfRange = -3, kBadArgument = -4, kInfeasible = -5 };
 
@@ -113,6 +121,99 @@ int64_t block_tokens(const Corpus& corpus, const Permutation& order, uint64_t fi
     return total;
 }
 
+// out[i] = value(i) for all i < count; the first negative value is the answer, else 0. A thread takes `stride` of them at a time.
+template <class Value>
+int64_t fill_in_parallel(uint64_t count, uint64_t stride, uint64_t threads, uint64_t* out, Value value) {
+    std::atomic<uint64_t> next{0};
+    std::atomic<int64_t> failure{0};
+    auto work = [&] {
+        for (uint64_t start; failure == 0 && (start = next.fetch_add(stride)) < count;) {
+            for (uint64_t i = start; i < std::min(start + stride, count); ++i) {
+                const int64_t found = value(i);
+                if (found < 0) failure = found;
+                out[i] = static_cast<uint64_t>(found);
+            }
+        }
+    };
+    std::vector<std::thread> pool;
+    for (uint64_t t = 1; t < threads; ++t) pool.emplace_back(work);
+    work();
+    for (auto& thread : pool) thread.join();
+    return failure;
+}
+
+// Pieces of a document for sequences of S inputs: piece j is its tokens [j S, j S + S + 1), as far as it reaches.
+uint64_t pieces_of(uint64_t length, uint64_t S) { return length <= S + 1 ? length > 0 : (length - 1 + S - 1) / S; }
+
+struct Piece {
+    uint64_t document, offset, length;
+};
+
+class Pieces {
+   public:
+    Pieces(Corpus corpus, uint64_t S, uint64_t block, const uint64_t* prefix, uint64_t key)
+        : corpus_(corpus), S_(S), block_(block), blocks_((corpus.count + block - 1) / block), prefix_(prefix), order_(prefix[blocks_], key) {}
+
+    uint64_t count() const { return prefix_[blocks_]; }
+
+    // The piece at a position of the permutation; false where the prefix belongs to other lengths.
+    bool at(uint64_t position, Piece* piece) const {
+        const uint64_t wanted = order_(position);
+        const uint64_t b = static_cast<uint64_t>(std::upper_bound(prefix_, prefix_ + blocks_ + 1, wanted) - prefix_) - 1;
+        if (b >= blocks_) return false;
+        uint64_t before = prefix_[b];
+        bool found = false;
+        for (uint64_t document = b * block_; document < std::min((b + 1) * block_, corpus_.count); ++document) {
+            const int64_t length = corpus_.length(document);
+            if (length < 0) return false;
+            const uint64_t pieces = pieces_of(static_cast<uint64_t>(length), S_);
+            if (before <= wanted && wanted < before + pieces) {
+                const uint64_t offset = (wanted - before) * S_;
+                *piece = {document, offset, std::min(S_ + 1, static_cast<uint64_t>(length) - offset)};
+                found = true;
+            }
+            before += pieces;
+        }
+        return found && before == prefix_[b + 1];
+    }
+
+    // Packs window `number` of `window` positions: its pieces in order, and the sequence that each lies in. Returns the number of sequences.
+    // Longest first (of equals the first), each into the sequence that it leaves the least room in (of equals the first).
+    int64_t pack(uint64_t window, uint64_t number, std::vector<Piece>* pieces, std::vector<uint32_t>* sequences) const {
+        const uint64_t first = number * window;
+        if (first >= count()) return kOutOfRange;
+        pieces->resize(std::min(window, count() - first));
+        for (uint64_t i = 0; i < pieces->size(); ++i)
+            if (!at(first + i, &(*pieces)[i])) return kIndexMismatch;
+        std::vector<uint32_t> longest(pieces->size());
+        std::iota(longest.begin(), longest.end(), 0);
+        std::stable_sort(longest.begin(), longest.end(), [&](uint32_t a, uint32_t b) { return (*pieces)[a].length > (*pieces)[b].length; });
+        sequences->resize(pieces->size());
+        std::set<std::pair<uint64_t, uint32_t>> rooms;  // (what is left, sequence)
+        uint32_t made = 0;
+        for (const uint32_t i : longest) {
+            const uint64_t length = (*pieces)[i].length;
+            std::pair<uint64_t, uint32_t> room{S_ + 1, made};
+            const auto best = rooms.lower_bound({length, 0});
+            if (best == rooms.end()) {
+                ++made;
+            } else {
+                room = *best;
+                rooms.erase(best);
+            }
+            (*sequences)[i] = room.second;
+            if (room.first > length) rooms.emplace(room.first - length, room.second);
+        }
+        return made;
+    }
+
+   private:
+    Corpus corpus_;
+    uint64_t S_, block_, blocks_;
+    const uint64_t* prefix_;
+    Permutation order_;
+};
+
 }  // namespace
 
 #pragma GCC visibility push(default)  // the build hides everything else
@@ -137,22 +238,9 @@ int64_t fl_build(const void* lengths, const void* documents, uint64_t count, uin
     const Corpus corpus{lengths, documents, count};
     const Permutation order(count, key);
     const uint64_t blocks = (count + block - 1) / block;
-    constexpr uint64_t kStride = 1024;  // blocks a thread takes at a time
-    std::atomic<uint64_t> next{0};
-    std::atomic<int64_t> failure{0};
-    auto work = [&] {
-        for (uint64_t start; failure == 0 && (start = next.fetch_add(kStride)) < blocks;) {
-            for (uint64_t b = start; b < std::min(start + kStride, blocks); ++b) {
-                const int64_t tokens = block_tokens(corpus, order, b * block, std::min((b + 1) * block, count));
-                if (tokens < 0) failure = tokens;
-                prefix[b + 1] = static_cast<uint64_t>(tokens);
-            }
-        }
-    };
-    std::vector<std::thread> pool;
-    for (uint64_t t = 1; t < threads; ++t) pool.emplace_back(work);
-    work();
-    for (auto& thread : pool) thread.join();
+    const int64_t failure = fill_in_parallel(blocks, 1024, threads, prefix + 1, [&](uint64_t b) {
+        return block_tokens(corpus, order, b * block, std::min((b + 1) * block, count));
+    });
     prefix[0] = 0;
     for (uint64_t b = 0; b < blocks; ++b) prefix[b + 1] += prefix[b];
     return failure;
@@ -195,6 +283,63 @@ int64_t fl_pieces(const void* lengths, const void* documents, const void* pointe
         if (before != prefix[b + 1]) return kIndexMismatch;
     }
     return pieces;
+}
+
+// prefix[b] = pieces of the documents before document b * block, for sequences of S inputs; ceil(count / block) + 1 entries.
+int64_t fl_count_pieces(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block, uint64_t threads,
+                        uint64_t* prefix) {
+    if (S == 0 || block == 0 || block > kMaximumBlock || threads == 0) return kBadArgument;
+    const Corpus corpus{lengths, documents, count};
+    const uint64_t blocks = (count + block - 1) / block;
+    const int64_t failure = fill_in_parallel(blocks, 1024, threads, prefix + 1, [&](uint64_t b) -> int64_t {
+        uint64_t pieces = 0;
+        for (uint64_t document = b * block; document < std::min((b + 1) * block, count); ++document) {
+            const int64_t length = corpus.length(document);
+            if (length < 0) return kNegativeLength;
+            pieces += pieces_of(static_cast<uint64_t>(length), S);
+        }
+        return static_cast<int64_t>(pieces);
+    });
+    prefix[0] = 0;
+    for (uint64_t b = 0; b < blocks; ++b) prefix[b + 1] += prefix[b];
+    return failure;
+}
+
+// made[w] = sequences that window w of `window` pieces is packed into.
+int64_t fl_count_packed(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block, const uint64_t* prefix,
+                        uint64_t key, uint64_t window, uint64_t threads, uint64_t* made) {
+    if (S == 0 || block == 0 || block > kMaximumBlock || window == 0 || window > kMaximumWindow || threads == 0) return kBadArgument;
+    const Pieces all({lengths, documents, count}, S, block, prefix, key);
+    return fill_in_parallel((all.count() + window - 1) / window, 1, threads, made, [&](uint64_t number) {
+        std::vector<Piece> pieces;
+        std::vector<uint32_t> sequences;
+        return all.pack(window, number, &pieces, &sequences);
+    });
+}
+
+// Window `number`: sequence i of it holds the pieces starts_out[i] ... starts_out[i + 1] - 1 (`window` + 1 entries), each lengths_out tokens of
+// documents_out from offsets_out; the document begins at byte bytes_out of .bin. Returns the number of sequences.
+int64_t fl_pack(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t S, uint64_t block,
+                const uint64_t* prefix, uint64_t key, uint64_t window, uint64_t number, int64_t* starts_out, int64_t* documents_out,
+                int64_t* offsets_out, int64_t* lengths_out, int64_t* bytes_out) {
+    if (S == 0 || block == 0 || block > kMaximumBlock || window == 0 || window > kMaximumWindow) return kBadArgument;
+    std::vector<Piece> pieces;
+    std::vector<uint32_t> sequences;
+    const int64_t made = Pieces({lengths, documents, count}, S, block, prefix, key).pack(window, number, &pieces, &sequences);
+    if (made < 0) return made;
+    std::vector<int64_t> place(static_cast<uint64_t>(made) + 1, 0);
+    for (const uint32_t sequence : sequences) ++place[sequence + 1];
+    std::partial_sum(place.begin(), place.end(), place.begin());
+    std::copy(place.begin(), place.end(), starts_out);
+    for (uint64_t i = 0; i < pieces.size(); ++i) {
+        const Piece& piece = pieces[i];
+        const int64_t at = place[sequences[i]]++;
+        documents_out[at] = static_cast<int64_t>(piece.document);
+        offsets_out[at] = static_cast<int64_t>(piece.offset);
+        lengths_out[at] = static_cast<int64_t>(piece.length);
+        bytes_out[at] = load<int64_t>(pointers, documents ? load<int64_t>(documents, piece.document) : piece.document);
+    }
+    return made;
 }
 
 // A blend of `members` sources with integer weights that sum to `period`: sources[k] for one period, such that after every n samples

@@ -1,18 +1,12 @@
 #!/usr/bin/env bash
 # Builds the C++ parts with AddressSanitizer and UndefinedBehaviorSanitizer in a copy of the checkout and plays their tests: the first bad access ends them.
-#     scripts/check_native.sh [--all] [ARGUMENT of pytest ...]
-# --all: the CPU ops too, whose kernels take minutes to compile. Needs g++ with its sanitizers' libraries.
+#     scripts/check_native.sh [ARGUMENT of pytest ...]
+# Needs g++ with its sanitizers' libraries.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 tests=(tests/unit/data/test_native.py tests/unit/data/test_samples.py tests/unit/checkpoint/test_digest.py
-    tests/unit/comm/test_shm.py tests/unit/comm/test_node_store.py tests/attacks/test_native.py)
-ops=skip
-if [[ "${1:-}" == --all ]]; then
-    ops=build
-    tests+=(tests/unit/ops/test_cpu.py)
-    shift
-fi
+    tests/unit/comm/test_shm.py tests/unit/comm/test_node_store.py tests/attacks/test_native.py tests/unit/ops/test_cpu.py)
 copy="$(mktemp -d)"
 trap 'rm -rf "$copy"' EXIT
 cp -r csrc tests configs scripts launch slurm setup.py pyproject.toml "$copy"
@@ -22,12 +16,7 @@ tar -c --exclude=_native frontier_llm | tar -x -C "$copy"
 # what setup.py calls: the sanitizers, and less optimisation, after its own flags
 cat >"$copy/cxx" <<WRAPPER
 #!/usr/bin/env bash
-if [[ $ops == skip && ("\$*" == *csrc/cpu/* || "\$*" == *libfrontier_ops*) ]]; then
-    for target; do :; done
-    : >"\$target"
-else
-    exec g++ "\$@" -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
-fi
+exec g++ "\$@" -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 WRAPPER
 chmod +x "$copy/cxx"
 cd "$copy"

@@ -32,6 +32,7 @@ NAMES = {
     "NonNegativeFloat": "number ≥ 0",
     "BelowOne": "number in [0, 1)",
     "PathText": "path",
+    "Recompute": "`none`, `selective`, `full` or a list of them",
     "str": "text",
     "bool": "true, false",
     "int": "whole number",

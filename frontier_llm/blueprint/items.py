@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from frontier_llm.blueprint.layout import RECOMPUTE, Layout
-from frontier_llm.config import ModelConfig
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import RECOMPUTE, ModelConfig
 
 ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
@@ -70,6 +71,11 @@ class Product:
         """A multiplication and an addition each."""
         return 2.0 * self.m * self.n * self.k * self.batch
 
+    @property
+    def moved_bytes(self) -> float:
+        """Operands read and result written once, in 16 bit."""
+        return 2.0 * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
 
 @dataclass(frozen=True)
 class FlashCore:
@@ -86,6 +92,11 @@ class FlashCore:
     def flops(self) -> float:
         """Of the whole rectangle of scores and its weighted sum; backward's own recomputation does not count."""
         return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.queries * self.keys * self.head_dim
+
+    @property
+    def moved_bytes(self) -> float:
+        """Queries, outputs, keys and values once, backward with the gradients of all of them; in 16 bit, each head with keys of its own."""
+        return (8.0 if self.backward else 4.0) * self.batch * self.heads * (self.queries + self.keys) * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,10 @@ class Item:
     cause: str
     work: Work
     repeated_by: tuple[str, ...] = ()  # recompute modes that do it once more before backward
+
+    def repeats(self, modes: Mapping[str, float]) -> float:
+        """Times that an average layer does it once more, of layers with these shares of modes."""
+        return sum(share for mode, share in modes.items() if mode in self.repeated_by)
 
 
 FULL, ANY = ("full",), ("selective", "full")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frontier_llm.config import RunConfig
+from frontier_llm.config import ModelConfig, RunConfig
 
-RECOMPUTE = ("none", "selective", "full")  # selective: the attention core; full: everything but each block's input
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 # What the replicas share out among them → the stage of ZeRO that it is:
@@ -37,13 +37,14 @@ class Layout:
     micro_batch: int = 1  # sequences
     microbatches: int = 1  # of one replica and step
     sequence_parallel: bool = False
-    recompute: str = "none"  # of RECOMPUTE
-    recompute_every: int = 1  # of so many layers one; 1 unless recompute is full
+    recompute: str = "none"  # of RECOMPUTE; or several, "full,none", that repeat through each virtual stage's layers
     sharding: str = "optimizer"  # of SHARDING
+    data_shard: int = 0  # replicas that share out one copy of the weights, where they do; 0 = all
     axis_order: str = "tp-dp-pp"  # innermost first
     dtype: str = "bf16"
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
     optimizer: str = "adamw"
+    validated: str = "before"  # optimizer.validated
     context_attention: str = "auto"  # of blueprint.context.WAYS, or auto
     tensor_chunks: int = 1  # pieces in which tp gathers, scatters and sums beside its products
 
@@ -56,6 +57,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that hold the same weights: gradients are summed, and optimizer state is shared out, over dp · cp."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Of them, those that share out what is cut."""
+        return self.data_shard or self.replicas
 
     @property
     def global_batch(self) -> int:
@@ -71,6 +77,22 @@ class Layout:
     def sequence_shards(self) -> int:
         """Ranks over which activations between blocks are cut: tp with sequence parallelism, else 1."""
         return self.tp if self.sequence_parallel else 1
+
+
+def layer_modes(recompute: str, layers: int) -> tuple[str, ...]:
+    """How each layer of a virtual stage of so many is recomputed."""
+    modes = recompute.split(",")
+    return tuple(modes[layer % len(modes)] for layer in range(layers))
+
+
+def mode_shares(model: ModelConfig, layout: Layout, layers: int | None = None) -> dict[str, float]:
+    """Of the layers of a virtual stage that has `layers` of them; None: of the fullest, where they are evenly spread."""
+    return shares(layer_modes(layout.recompute, layers or -(-model.layers // (layout.pp * layout.chunks))))
+
+
+def shares(modes: Sequence[str]) -> dict[str, float]:
+    """Mode of recomputation → share of the layers."""
+    return {mode: modes.count(mode) / len(modes) for mode in dict.fromkeys(modes)}
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
@@ -90,12 +112,13 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         microbatches=batch.global_batch // (batch.micro_batch * dp),
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         recompute=config.train.recompute,
-        recompute_every=config.train.recompute_every if config.train.recompute == "full" else 1,
         sharding="weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
+        data_shard=parallel.data_shard or 0,
         axis_order=parallel.axis_order,
         dtype=config.precision.dtype,
         gradient_wire=config.precision.gradient_wire,
         optimizer=config.optimizer.name,
+        validated=config.optimizer.validated,
         context_attention=parallel.context_attention,
         tensor_chunks=config.comm.tensor_chunks,
     )

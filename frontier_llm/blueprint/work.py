@@ -68,6 +68,10 @@ def block_work(
     items += expert_work(model, layout, software) if moe is not None else ()
     forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
+    if (
+        model.dropout
+    ):  # in the pass that adds the residual, but for one that a norm would share; backward, of the gradient, in one of its own
+        items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)  # inputs of the norms, and the masks of two dropouts
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
@@ -242,6 +246,9 @@ def embedding_work(model: ModelConfig, layout: Layout) -> list[Item]:
     """The vocabulary-parallel embedding: gather rows, sum over tp; backward scatters into the gradient."""
     size = rank_tokens(model, layout) * model.hidden * DTYPE_BYTES[layout.dtype]
     items = [Item(Phase.F, EMBEDDING, Pass(3 * size, 4)), Item(Phase.W, EMBEDDING, Pass(4 * size, 4))]
+    if model.dropout:
+        dropped = Pass(2 * size / layout.sequence_shards, 1)
+        items += [Item(Phase.F, EMBEDDING, dropped), Item(Phase.W, EMBEDDING, dropped)]
     if layout.tp == 1:
         return items
 

@@ -28,7 +28,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.train import observers
 
     problems = [*_package_problems(config), *plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
-    problems += _profile_problems(config, world_size) + _best_problems(config)
+    problems += _profile_problems(config, world_size) + _best_problems(config) + _task_problems(config)
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
         raise ConfigError(problems)
@@ -89,6 +89,22 @@ def _best_problems(config: RunConfig) -> list[Problem]:
             Problem("train.keep_best", "there is one evaluation, at the end, and nothing to choose from", "set train.eval_interval=100")
         ]
     return []
+
+
+def _task_problems(config: RunConfig) -> list[Problem]:
+    """Files of questions that cannot be read, and questions that nobody can put into tokens."""
+    from frontier_llm.inference.tasks import read_task, requests
+
+    tasks, problems = config.train.eval_tasks, list[Problem]()
+    if tasks and config.data.tokenizer is None:
+        fix = "set data.tokenizer to the one that made the data"
+        problems.append(Problem("train.eval_tasks", "questions are text, and the run names no tokenizer", fix))
+    for name, task in tasks.items():
+        try:
+            requests(read_task(name, task.path, task.limit), task.shots)
+        except FrontierError as error:
+            problems += (replace(problem, where=f"train.eval_tasks.{name}: {problem.where}") for problem in error.problems)
+    return problems
 
 
 def check_start(config: RunConfig, world_size: int) -> None:

@@ -11,7 +11,7 @@ from frontier_llm import log
 from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
 from frontier_llm.units import printable, strict_json
 
-INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files or directories: text, JSONL(.gz/.zst), parquet, Mosaic MDS")
+INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS")
 BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
 OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
 TEXT_OPTIONS = (
@@ -61,7 +61,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
 @command(
     INPUTS,
     option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
-    option("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, or `bytes`"),
+    option("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`"),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
     option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
     OVERWRITE,
@@ -81,7 +81,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, or directories of .mds/.npy/.bin"),
+    option("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, directories or URLs of .mds/.npy/.bin"),
     option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
     option("--tokenizer", required=True, help="the one that made the tokens"),
     option("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns"),

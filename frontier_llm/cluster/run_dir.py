@@ -1,7 +1,7 @@
 """What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
 
 checkpoints/LATEST             name of the last durable checkpoint
-metrics.jsonl                  one line per step, evaluation, save, start and rewind; the last two name the layout
+metrics.jsonl                  one line per step, evaluation, tasks, save, start and rewind; the last two name the layout
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the only start that may write (the fence)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
@@ -115,6 +115,12 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """Held-out losses, one per step at which they were taken, in their order."""
     by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind") == "evaluation"}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def tasks(run_dir: Path) -> list[dict[str, Any]]:
+    """Accuracies of in-context tasks by kind and name, one row per step at which they were asked, in their order."""
+    by_step = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "tasks" and isinstance(row.get("accuracy"), dict)}
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -5,6 +5,7 @@ from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import RunPhase, consumed, phase_at, phases_of, steps_of_tokens
 from frontier_llm.config.schema import (
     OUTPUT_Z,
+    RECOMPUTE,
     BatchConfig,
     CommConfig,
     DataConfig,
@@ -16,11 +17,13 @@ from frontier_llm.config.schema import (
     PrecisionConfig,
     RunConfig,
     TrainConfig,
+    recompute_modes,
 )
 from frontier_llm.config.validate import model_problems, optimizer_problems, phase_note, warmup_note
 
 __all__ = [
     "OUTPUT_Z",
+    "RECOMPUTE",
     "BatchConfig",
     "CommConfig",
     "DataConfig",
@@ -49,6 +52,7 @@ __all__ = [
     "phase_at",
     "phase_note",
     "phases_of",
+    "recompute_modes",
     "steps_of_tokens",
     "warmup_note",
 ]

@@ -74,6 +74,7 @@ class ModelConfig(Section):
     score_softcap: PositiveFloat | None = None  # x in x tanh(score / x), attention's scores bounded softly; None = as they are (since 0.2)
     logit_softcap: PositiveFloat | None = None  # the same of the logits (since 0.2)
     scaled_embedding: bool = False  # token embeddings times the root of hidden (Gemma) (since 0.2)
+    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0  # share of what embedding, attention and MLP give that training zeroes (since 0.2)
     rope_scaling: RopeScaling | None = None  # None = rotations as trained
     alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
     init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)

@@ -32,6 +32,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
+    data_shard: PositiveInt | None = None  # fsdp: neighbouring replicas that share out one copy of the weights; None = all (since 0.2)
     zero: Literal[0, 1, 2, 3] = 1  # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
     stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
 
@@ -64,6 +65,7 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
     decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
     momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
+    validated: Literal["before", "after"] = "before"  # after: update before all ranks are done, undo where that was wrong (since 0.2)
     heads: Literal["together", "groups"] = "together"  # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
 
 
@@ -105,8 +107,9 @@ class DataConfig(Section):
         None  # what is evaluated on, or {name: it, …}
     )
     allow_synthetic: bool = False  # a long and costly run on synthetic data is meant (since 0.2)
-    tokenizer: PathText | None = None  # sentencepiece .model or Hugging Face tokenizer.json
+    tokenizer: PathText | None = None  # sentencepiece .model, Hugging Face tokenizer.json, or hf://OWNER/NAME
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
+    packing: Literal["concatenate", "best-fit"] = "concatenate"  # documents end to end and cut, or kept whole where they fit (since 0.2)
     seed: NonNegativeInt = 1234  # decides the order of documents and samples
     cache_dir: PathText | None = None  # sample indices; None = beside the data
 
@@ -228,8 +231,37 @@ class PhaseConfig(Section):
     data: PhaseData = PhaseData()
 
 
+RECOMPUTE = ("none", "selective", "full")  # selective: the attention core; full: everything but each block's input
+
+
+def recompute_modes(value: Any) -> str:
+    """`[full, none]`, or `full,none` as on the command line, as "full,none"."""
+    modes = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    modes = [str(mode).strip() for mode in modes]
+    if not modes or set(modes) - set(RECOMPUTE):
+        raise ValueError("must be none, selective or full, or a list of them, which repeats through each virtual stage's layers")
+    return ",".join(modes)
+
+
+Recompute = Annotated[str, BeforeValidator(recompute_modes)]
+
 # of train.loss_weights: mean squared log-sum-exp of the model's logits, over the targets that count (PaLM, arXiv:2204.02311)
 OUTPUT_Z = "output-z"
+
+
+class EvalTask(Section):
+    """Under its name, a file of multiple-choice questions, as `frontier-llm evaluate --task` takes it: `{piqa: piqa.jsonl}`, or these keys."""
+
+    path: PathText  # JSONL: LLM Foundry's form, or that of lm-evaluation-harness for the tasks that it is known for (since 0.2)
+    shots: NonNegativeInt = 0  # solved examples before each question, from the same file (since 0.2)
+    limit: NonNegativeInt = 0  # questions; 0 = all (since 0.2)
+
+
+def _tasks(value: Any) -> Any:
+    """A path alone is a task without examples."""
+    return (
+        {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()} if isinstance(value, Mapping) else value
+    )
 
 
 class TrainConfig(Section):
@@ -238,13 +270,13 @@ class TrainConfig(Section):
     run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
     steps: PositiveInt = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
     phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
-    seed: NonNegativeInt = 1234  # initial weights
-    recompute: Literal["none", "selective", "full"] = "none"  # by backward instead of kept: nothing, attention's inside, whole layers
-    recompute_every: PositiveInt = 1  # full: of a virtual stage's layers the first and each n-th after it; the others keep all (since 0.2)
+    seed: NonNegativeInt = 1234  # initial weights, and dropout's masks
+    recompute: Recompute = "none"  # by backward, not kept: none, selective (attention's inside), full (layers), or a list of these by layer
     loss_weights: Mapping[str, float] = {}  # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of each set of data.validation, in each evaluation
+    eval_tasks: Mapping[SetName, EvalTask] = {}  # {piqa: piqa.jsonl, …}: multiple-choice questions, asked in each evaluation (since 0.2)
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     save_final: bool = True  # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
@@ -257,6 +289,8 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
+
+    _eval_tasks = field_validator("eval_tasks", mode="before")(_tasks)
 
 
 class GuardConfig(Section):

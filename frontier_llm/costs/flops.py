@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frontier_llm.blueprint.items import Software
-from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.layout import Layout, mode_shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, flops, head_work
 from frontier_llm.config import ModelConfig
@@ -22,10 +22,10 @@ def model_flops_per_token(model: ModelConfig, causal: bool = False) -> float:
 
 def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = False) -> float:
     """What the devices execute per token: the model's FLOPs, padding rows of the head, and the recomputed forward."""
-    software = Software()
+    software, modes = Software(), mode_shares(model, layout)
     whole = flops(head_work(model, layout, software), causal)
     for layer, count in layer_kinds(model):
         block = block_work(model, layout, software, layer=layer)
-        again = [item for item in block if layout.recompute in item.repeated_by]
-        whole += count * (flops(block, causal) + flops(again, causal) / layout.recompute_every)
+        again = sum(item.repeats(modes) * flops([item], causal) for item in block)
+        whole += count * (flops(block, causal) + again)
     return whole * layout.tp * layout.cp / (model.sequence_length * layout.micro_batch)

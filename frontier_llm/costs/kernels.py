@@ -30,9 +30,8 @@ def product_s(product: Product, rates: Rates) -> float:
         # split-K and stream-K kernels fill up a ragged last wave when there are only a few waves: half of the loss stays
         waves = 0.5 * (ceil(tiles / units) + max(tiles / units, 1.0))
         best = min(best, waves * 2 * rows * columns * inner / (rate * relative))
-    moved = 2 * batch * (m * k + k * n + m * n)
     slow = 1.0 if product.aligned else rates.unaligned_penalty
-    seconds = max(best * slow, moved / (rates.hbm_bytes_s * rates.hbm_efficiency)) + rates.kernel_s
+    seconds = max(best * slow, product.moved_bytes / (rates.hbm_bytes_s * rates.hbm_efficiency)) + rates.kernel_s
     return seconds * _measured_over_formula(product, rates) if rates.gemm_shapes else seconds
 
 

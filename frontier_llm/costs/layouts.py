@@ -33,14 +33,15 @@ class Layouts:
     microbatches: np.ndarray
     sequence_parallel: np.ndarray
     recompute: np.ndarray
-    recompute_every: np.ndarray
     sharding: np.ndarray
+    data_shard: np.ndarray
     axis_order: np.ndarray
     context_attention: np.ndarray
     expert_nodes: np.ndarray
     dtype: str = "bf16"
     gradient_wire: str = "full"
     optimizer: str = "adamw"
+    validated: str = "before"
     etp: int = 1
     imbalance: float = 1.0
     tensor_chunks: int = 1
@@ -57,6 +58,11 @@ class Layouts:
     def replicas(self) -> np.ndarray:
         """Ranks that hold the same weights."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> np.ndarray:
+        """Of them, those that share out what is cut."""
+        return np.where(self.data_shard > 0, self.data_shard, self.replicas)
 
     @property
     def edp(self) -> np.ndarray:
@@ -79,7 +85,8 @@ class Layouts:
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
     """Layouts that agree in what a table does not tell apart, as a table."""
-    shared = {name: getattr(layouts[0], name) for name in ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")}
+    alike = ("dtype", "gradient_wire", "optimizer", "validated", "etp", "imbalance", "tensor_chunks")
+    shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
     }
@@ -95,7 +102,6 @@ def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also
     if isinstance(layouts, Layout):
         return fold(layouts)
     codes = np.zeros(len(layouts), dtype=np.int64)
-    recompute = layouts.recompute, layouts.recompute_every
     for column in (
         layouts.tp,
         layouts.ep,
@@ -104,7 +110,7 @@ def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also
         layouts.context_attention,
         layouts.micro_batch,
         layouts.sequence_parallel,
-        *recompute,
+        layouts.recompute,
         *also,
     ):
         values = distinct(column)
@@ -129,9 +135,21 @@ def distinct(column: np.ndarray) -> list[Any]:
     return values
 
 
+def stage_length(layers: int, layouts: Layout | Layouts) -> Number:
+    """Layers of the fullest virtual stage where modes of recomputation repeat through them; 0 where it does not matter how many there are."""
+    if isinstance(layouts, Layout) or not any("," in modes for modes in distinct(layouts.recompute)):
+        return 0 * layouts.pp
+    return np.ceil(layers / (layouts.pp * layouts.chunks))
+
+
 def split(layouts: Layout | Layouts) -> Any:
     """Whether the schedule runs weight gradients as actions of their own: a bool, or a column."""
     return by_schedule(layouts, lambda name: rule(name).splits_backward)
+
+
+def steps_overlap(layouts: Layout | Layouts) -> Any:
+    """Whether a rank begins its next step before others have ended this one: a bool, or a column."""
+    return (layouts.validated == "after") & (layouts.pp > 1) & (by_schedule(layouts, lambda name: rule(name).staggered) > 0)
 
 
 def by_schedule(layouts: Layout | Layouts, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:

@@ -6,7 +6,8 @@ Each line is returned by name, so that a plan can say what fills the device. All
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -14,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from frontier_llm.blueprint.items import EXCHANGE, Collective, Item, Keep, Phase
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts
+from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts, stage_length, steps_overlap
 from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seats import cut
 from frontier_llm.costs.seconds import mean_of_layers
@@ -53,8 +54,8 @@ class Held(NamedTuple):
     exchanged: Number  # keys and values of a whole sequence, which context parallelism brings together
 
 
-def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
-    """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks."""
+def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: int | None = None) -> Held:
+    """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks. `layers`: of the virtual stage, see `mode_shares`."""
 
     @cache
     def lists(layer: int, part: Layout) -> tuple[list[Item], list[Item]]:
@@ -63,14 +64,13 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
     def of_layer(layer: int, layout: Layout) -> Held:
         fields = ("tp", "cp", "context_attention", "ep", "etp", "expert_nodes", "imbalance", "micro_batch", "sequence_parallel")
         part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
-        (block, head), mode = lists(layer, part), layout.recompute
-        whole, share = kept_bytes(block, "none"), 1 / layout.recompute_every
+        (block, head), modes = lists(layer, part), mode_shares(model, layout, layers)
         return Held(
-            block=kept_bytes(block, mode) * share + whole * (1 - share),
+            block=sum(share * kept_bytes(block, mode) for mode, share in modes.items()),
             block_waiting=kept_bytes(block, "selective"),
-            block_working=whole if mode == "full" else 0.0,
-            logits=kept_bytes(head, mode),
-            logits_waiting=kept_bytes(head, mode, Phase.W),
+            block_working=kept_bytes(block, "none") if "full" in modes else 0.0,
+            logits=kept_bytes(head, "none"),
+            logits_waiting=kept_bytes(head, "none", Phase.W),
             exchanged=EXCHANGE_COPIES
             * sum(
                 item.work.size_bytes
@@ -82,7 +82,7 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Held:
     def fold(layout: Layout) -> Held:
         return mean_of_layers(model, lambda layer: of_layer(layer, layout))
 
-    parts: Held = over_layouts(layouts, fold)
+    parts: Held = over_layouts(layouts, fold, stage_length(model.layers, layouts))
     return parts
 
 
@@ -92,11 +92,14 @@ def stage_memory(
     """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
     dense, experts = stage_numel(model, layouts.tp, layers, embedding, head), expert_numel(model, layouts, layers)
     parameters, parts = dense + experts, held(model, layouts, rates)
+    if isinstance(layouts, Layout) and "," in layouts.recompute:  # of its own layers
+        of_stages = [held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)]
+        parts = parts._replace(block=np.reshape(of_stages, np.shape(layers)))
     size, replicas, chunks = DTYPE_BYTES[layouts.dtype], layouts.replicas, layouts.chunks
     cut_weights, cut_gradients = cut(layouts, 3), cut(layouts, 2)
     # gradients that are cut are whole for one chunk of a pipeline, while its backwards add to them
     whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
-    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / replicas + whole, 1.0), 1.0)
+    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
     # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own weights only the fp32
     # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered once
     twice = layouts.sharding == "weights"
@@ -104,11 +107,11 @@ def stage_memory(
     wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
     master = 0 if size < wide else wide  # wide weights are their own master copy
 
-    def kept(parameter: Parameter) -> int:
-        return rule.bytes_per_element(parameter, wide) - master
+    def of_state(kept: Callable[[Parameter], int]) -> Number:
+        dense = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), layouts.shards, 1)
+        return dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
 
-    state = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), replicas, 1)
-    state = state + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
+    state = of_state(lambda parameter: rule.bytes_per_element(parameter, wide) - master)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
@@ -126,6 +129,11 @@ def stage_memory(
         "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
+    if layouts.validated == "after":
+        # the state once more from an early update to its validation, when the activations in flight are those of the forwards played ahead
+        copy = of_state(lambda parameter: rule.bytes_per_element(parameter, wide))
+        empty = np.maximum(in_flight - (layouts.pp - 1 - stage), 0.0) * parts.block * layers / chunks
+        lines["copy of the state"] = np.where(steps_overlap(layouts), np.maximum(copy - empty, 0.0), 0.0)
     if rule.gathers:
         update = whole_update(model, layouts, rates, layers)
         owned = np.where(cut(layouts, 1), replicas, 1)

@@ -5,15 +5,16 @@ By cause, so that `plan --explain` prints the very numbers that were added; and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from frontier_llm.blueprint.expert_work import DISPATCH
 from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, Item, Keep, Phase, Product, Under, Work
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
@@ -21,7 +22,7 @@ from frontier_llm.costs.collectives import fabric_bandwidth, message_s, node_s
 from frontier_llm.costs.experts import experts_inside, experts_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
-from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split
+from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split, stage_length
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import rule
 
@@ -108,9 +109,14 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     return (1 - beside) * float(collective_s(rates, cp, inside, sharing, collective.size_bytes, collective.operation))
 
 
-def by_cause(items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices | None = None) -> dict[str, tuple[float, float]]:
-    """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp left out."""
-    prices = {} if prices is None else prices
+def by_cause(
+    items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices | None = None, modes: Mapping[str, float] | None = None
+) -> dict[str, tuple[float, float]]:
+    """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp left out.
+
+    `modes`: shares of the layers that are recomputed so; None = the layout's, of many layers.
+    """
+    prices, modes = {} if prices is None else prices, modes or shares(layout.recompute.split(","))
     causes: dict[str, list[float]] = {}
     again, meetings, rows_s, shared_s = 0.0, [0, 0], [0.0, 0.0], [0.0, 0.0]
     for item in items:
@@ -123,17 +129,17 @@ def by_cause(items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices
             rows_s[side] += seconds
         elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
             shared_s[side] += seconds
-        again += seconds if layout.recompute in item.repeated_by else 0.0
+        again += seconds * item.repeats(modes)
     if any(rows_s) and not rates.host_executes:  # rows are on their way while the shared expert computes
         hidden_s = [min(rows * rates.dp_overlap, shared) for rows, shared in zip(rows_s, shared_s, strict=True)]
         causes[DISPATCH] = [shown - hidden for shown, hidden in zip(causes[DISPATCH], hidden_s, strict=True)]
-        again -= hidden_s[0] if layout.recompute == "full" else 0.0
+        again -= hidden_s[0] * modes.get("full", 0.0)
     if (rates.meeting_s or rates.spread) and SENDING in causes:
         computing = [sum(pair[side] for cause, pair in causes.items() if cause != SENDING) for side in (0, 1)]
         waits = [waiting_s(number, one, rates) for number, one in zip(meetings, computing, strict=True)]
         causes[WAITING] = waits
-        again += waits[0] if layout.recompute == "full" else 0.0
-    causes[RECOMPUTED] = [0.0, again / layout.recompute_every]
+        again += waits[0] * modes.get("full", 0.0)
+    causes[RECOMPUTED] = [0.0, again]
     return {cause: (forward, backward) for cause, (forward, backward) in causes.items()}
 
 
@@ -187,21 +193,25 @@ def added_share(microbatches: Number) -> Number:
     return 1 - 1 / np.maximum(microbatches, 1)
 
 
-def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Parts:
-    """Seconds of the parts of one layout, or of a whole table as columns."""
+def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: int | None = None) -> Parts:
+    """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see `mode_shares`."""
     prices: Prices = {}
 
     def fold(layout: Layout) -> Parts:
-        host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + RECOMPUTED_OPS[layout.recompute] / layout.recompute_every) * rates.launch_s
+        modes = mode_shares(model, layout, layers)
+        again = sum(share * RECOMPUTED_OPS[mode] for mode, share in modes.items())
+        host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + again) * rates.launch_s
         split_backward = rule(layout.schedule).splits_backward
         blocks = mean_of_layers(
-            model, lambda layer: part(block_work(model, layout, rates, split_backward, layer), layout, rates, prices, host)
+            model, lambda layer: part(block_work(model, layout, rates, split_backward, layer), layout, rates, prices, host, modes)
         )
         ends = embedding_work(model, layout), head_work(model, layout, rates)
         return Parts(blocks, *(part(items, layout, rates, prices) for items in ends))
 
     sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
-    parts: Parts = over_layouts(layouts, fold, split(layouts), experts_inside(layouts, rates), *sharded)
+    parts: Parts = over_layouts(
+        layouts, fold, split(layouts), experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
+    )
     return parts
 
 
@@ -217,15 +227,19 @@ def mean_of_layers(model: ModelConfig, of_layer: Callable[[int], Result]) -> Res
     return type(first)(*(sum(share * values[place] for values, share in kinds) for place in range(len(first))))
 
 
-def part(items: list[Item], layout: Layout, rates: Rates, prices: Prices, host_s: tuple[float, float] = (0.0, 0.0)) -> Times:
+def part(
+    items: list[Item],
+    layout: Layout,
+    rates: Rates,
+    prices: Prices,
+    host_s: tuple[float, float] = (0.0, 0.0),
+    modes: Mapping[str, float] = MappingProxyType({"none": 1.0}),
+) -> Times:
     """The seconds of one list."""
-    causes = by_cause(items, layout, rates, prices)
+    causes = by_cause(items, layout, rates, prices, modes)
     adding = causes.pop(ADDING, (0.0, 0.0))[1]
     sent = causes.get(SENDING, (0.0, 0.0))
-    sent_again = sum(
-        work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING and layout.recompute in item.repeated_by
-    )
-    sent_again /= layout.recompute_every
+    sent_again = sum(item.repeats(modes) * work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING)
     moved = {
         (item.phase, item.work.operation): item.work.size_bytes
         for item in items

@@ -19,13 +19,15 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.collectives import message_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import memory_s
-from frontier_llm.costs.layouts import Layouts, Number, by_schedule, split
+from frontier_llm.costs.layouts import Layouts, Number, by_schedule, split, steps_overlap
 from frontier_llm.costs.parameters import expert_numel, stage_numel
 from frontier_llm.costs.seats import cut, seats
 from frontier_llm.costs.seconds import Times, times, waiting_s
 from frontier_llm.costs.update import WholeUpdate, whole_update
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import idle_share, one_end, rule
+
+COPIED_BYTES = 24.0  # moved per element to copy the masters and two moments, before an update that may be undone
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
@@ -104,30 +106,33 @@ def tail(
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    owned = parameters / np.where(cut(layouts, 1), layouts.replicas, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
+    owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
+    update_copy_s = np.where(steps_overlap(layouts), memory_s(owned * COPIED_BYTES, 3, rates), 0.0)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
     held = np.where(sharded | every, owned, parameters + experts)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
     shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(every, layouts.microbatches, 1)
     return StepTail(
         reduce_s=np.where(sharded, 0.0, shown_s),
-        optimizer_s=update_s + rates.step_s + (whole.seconds if whole else 0.0),
+        optimizer_s=update_s + update_copy_s + rates.step_s + (whole.seconds if whole else 0.0),
         gather_s=np.where(sharded, 0.0, exposed_s(gather_s, windows * first_forward_s, rates.gather_overlap)),
     )
 
 
 def sharding_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too."""
-    place = seats(layouts, rates)
+    """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too; and of a microbatch's part of the sum over copies."""
+    place, shards = seats(layouts, rates), layouts.shards
+    inside = np.minimum(place.replicas_per_node, shards)
+    across, copies = np.maximum(place.replicas_per_node // shards, 1), layouts.replicas // shards
+    devices = place.replicas_per_node * place.replicas_sharing  # of a node
 
-    def seconds(size_bytes: Number, operation: str) -> Number:
-        moved_s = collective_s(
-            rates, layouts.replicas, place.replicas_per_node, place.replicas_sharing, np.maximum(size_bytes, 1.0), operation
-        )
-        return np.where(size_bytes > 0, moved_s * rates.sharded_slowdown, 0.0)
+    def seconds(size_bytes: Number, operation: str, ranks: Number = shards, per_node: Number = inside) -> Number:
+        moved_s = collective_s(rates, ranks, per_node, np.maximum(devices / per_node, 1.0), np.maximum(size_bytes, 1.0), operation)
+        return np.where((size_bytes > 0) & (ranks > 1), moved_s * rates.sharded_slowdown, 0.0)
 
     backward_s = seconds(block.gather_again_bytes, "all_gather") + seconds(block.scatter_bytes, "reduce_scatter")
+    backward_s = backward_s + seconds(block.scatter_bytes / shards, "all_reduce", copies, across) / layouts.microbatches
     return seconds(block.gather_bytes, "all_gather"), backward_s
 
 
@@ -204,6 +209,13 @@ def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Numbe
     idle = by_schedule(layouts, idle_share, "chunks")
     deferred = 3 * (1 - idle) * (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0)) / 2
     ramp = np.where(split(layouts), ramp - np.minimum(deferred, ramp), ramp * idle)
+    # where steps overlap: between neighbours' ends lie two weight gradients less an input gradient; with chunks the later ranks end together.
+    # A tied embedding is summed over the first rank and the last, which so wait for each other
+    between = np.clip(3 * parts.block.weights(m) - per_layer[1], 0.0, per_layer[0])
+    early = np.where(
+        steps_overlap(layouts) & ~(model.tied_embeddings & ~beside), (pp - 1) * most * between * np.where(v > 1, 0.5 / v, 1.0), 0.0
+    )
+    ramp = ramp - np.minimum(early, np.maximum(ramp, 0.0))
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
     parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
     whole = whole_update(model, layouts, rates, most)

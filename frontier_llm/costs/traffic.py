@@ -14,7 +14,7 @@ from math import prod
 
 from frontier_llm.blueprint.expert_work import Rows, even_rows, expert_work
 from frontier_llm.blueprint.items import Collective, Software
-from frontier_llm.blueprint.layout import DTYPE_BYTES, layout_of, statistics_bytes
+from frontier_llm.blueprint.layout import DTYPE_BYTES, layer_modes, layout_of, statistics_bytes
 from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part, matrices_of
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
@@ -58,7 +58,8 @@ def step_traffic(
     pipeline_traffic(config, plan, pp_rank, traffic)
     data_traffic(config, plan, pp_rank, traffic)
     update_traffic(config, plan, pp_rank, owner, traffic)
-    if (config.data.reset_at_documents or prompts) and plan.grid.degree(plan.grid.replicas) > 1:
+    masked = config.data.reset_at_documents or config.data.packing == "best-fit" or prompts
+    if masked and plan.grid.degree(plan.grid.replicas) > 1:
         traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
     world = plan.grid.world_size
     if world > 1:
@@ -75,17 +76,18 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
     dense, routed = (block_work(model, layout, software, rule(plan.schedule).splits_backward, layer) for layer in (0, model.layers - 1))
     embedding, head = embedding_work(model, layout), head_work(model, layout, software)
     for stage in plan.stages_of(pp_rank):
-        counts = [[layer in model.routed_layers for layer in stage.layers[::every]] for every in (1, layout.recompute_every)]
-        (dense_layers, experts), (dense_again, experts_again) = ((len(each) - sum(each), sum(each)) for each in counts)
-        blocks = (dense, dense_layers, dense_again), (routed, experts, experts_again)
-        for items, times, again in (*blocks, (embedding, int(stage.embedding), 0), (head, int(stage.head), 0)):
+        kinds = Counter(
+            zip((layer in model.routed_layers for layer in stage.layers), layer_modes(layout.recompute, stage.num_layers), strict=True)
+        )
+        blocks = [(routed if has_experts else dense, count, mode) for (has_experts, mode), count in kinds.items()]
+        for items, times, mode in (*blocks, (embedding, int(stage.embedding), "none"), (head, int(stage.head), "none")):
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
                     pieces = layout.tensor_chunks if item.work.beside else 1
-                    calls = plan.microbatches * pieces * item.work.calls * (times + (again if layout.recompute in item.repeated_by else 0))
+                    calls = plan.microbatches * pieces * item.work.calls * times * (2 if mode in item.repeated_by else 1)
                     for operation in ("send", "recv") if item.work.operation == "exchange" else (item.work.operation,):
                         traffic.add(item.work.axis, operation, item.work.size_bytes // pieces, calls)
-        if experts and layout.tp > 1:
+        if layout.tp > 1 and any(layer in model.routed_layers for layer in stage.layers):
             wide = max(8, DTYPE_BYTES[layout.dtype])
             traffic.add("tp", "all_reduce", 2 * wide, plan.microbatches)  # both losses of the routers, fp64
         if stage.head and layout.sequence_parallel:
@@ -96,18 +98,19 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
 def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None) -> None:
     """Rows to the ranks of their experts and back, and how many there are."""
     model, layout = config.model, layout_of(config, plan.grid.world_size)
-    layers, again = (
-        sum(layer in model.routed_layers for stage in plan.stages_of(pp_rank) for layer in stage.layers[::every])
-        for every in (1, layout.recompute_every)
+    modes = sorted(
+        mode
+        for stage in plan.stages_of(pp_rank)
+        for layer, mode in zip(stage.layers, layer_modes(layout.recompute, stage.num_layers), strict=True)
+        if layer in model.routed_layers
     )
     if routed is None:
-        routed = [even_rows(model, layout)] * (layers * plan.microbatches) if layers else []
+        routed = [even_rows(model, layout)] * (len(modes) * plan.microbatches) if modes else []
     for number, rows in enumerate(routed):
-        repeated = number < again * plan.microbatches  # which rows are of those layers counts only where rows are not even
+        mode = modes[number // plan.microbatches]  # which rows are of which layer counts only where rows are not even
         for item in expert_work(model, layout, Software(), rows):
             if isinstance(item.work, Collective) and item.work.axis.startswith("ep"):
-                calls = 2 if repeated and layout.recompute in item.repeated_by else 1
-                traffic.add(item.work.axis, item.work.operation, item.work.size_bytes, calls)
+                traffic.add(item.work.axis, item.work.operation, item.work.size_bytes, 2 if mode in item.repeated_by else 1)
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any
 from frontier_llm.data import mds
 from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, InputPiece, open_packed, open_parquet
 from frontier_llm.data.parquet_pages import largest_page_bytes
+from frontier_llm.data.remote import RemoteFile, located, without_secrets
 from frontier_llm.errors import DataError, suggest
 from frontier_llm.units import format_bytes
 
@@ -53,7 +54,7 @@ class _Unpacked(io.RawIOBase):
 
     damage = ""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | RemoteFile) -> None:
         self._content = open_packed(path)
 
     def readable(self) -> bool:
@@ -80,17 +81,17 @@ def read(
     parquet of more than GROUP_OF_LARGEST times as much.
     """
     if prompt_key is not None and piece.kind != "jsonl":
-        yield Damage(piece.path, f"is no JSONL, and has no field {prompt_key!r} beside its text (--prompt-key)")
+        yield Damage(_name(piece), f"is no JSONL, and has no field {prompt_key!r} beside its text (--prompt-key)")
         return
     if piece.kind in ("parquet", "mds"):
         yield from _read_parquet(piece, text_key, max_bytes) if piece.kind == "parquet" else _read_mds(piece, text_key, max_bytes)
         return
-    path = Path(piece.path)
+    path = located(piece.path)
     unpacked = _Unpacked(path) if path.suffix in PACKED_SUFFIXES else None
     with io.BufferedReader(unpacked, BLOCK_BYTES) if unpacked else path.open("rb") as content:
         yield from _read_whole(piece, content) if piece.kind == "text" else _read_lines(piece, content, text_key, max_bytes, prompt_key)
     if unpacked and unpacked.damage:
-        yield Damage(piece.path, unpacked.damage)
+        yield Damage(_name(piece), unpacked.damage)
 
 
 def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes: int, prompt_key: str | None) -> Iterator[Text | Damage]:
@@ -103,7 +104,7 @@ def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes:
             text = _parse_json(line, text_key) if piece.kind == "jsonl" else _decode(line)
             prompt = _parse_json(line, prompt_key) if prompt_key is not None else ""
         except DataError as error:
-            yield Damage(f"{piece.path}:{_line_number(piece) + number}", error.problems[0].what)
+            yield Damage(_line_name(piece, number), error.problems[0].what)
         else:
             if text and prompt:
                 yield Text(prompt, ends_document=False, learnt=False)
@@ -154,7 +155,7 @@ def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage
         except UnicodeDecodeError as error:
             damaged_line = line + error.object.count(b"\n", 0, error.start)
             why = "is UTF-16, not UTF-8" if chunk.startswith(UTF_16) else f"is not UTF-8: {error.reason}"
-            yield Damage(f"{piece.path}:{damaged_line}", why)
+            yield Damage(f"{_name(piece)}:{damaged_line}", why)
         else:
             open_document = (open_document or bool(text)) and not last
             if text:
@@ -226,16 +227,29 @@ def _end_line(content: IO[bytes], line: bytes, most_bytes: int | None = None) ->
     return True
 
 
+def _name(piece: InputPiece) -> str:
+    return without_secrets(piece.path)
+
+
+def _line_name(piece: InputPiece, number: int) -> str:
+    """Of line `number` of the piece. What lies before a piece of a remote file is not fetched to count its lines."""
+    if piece.start and isinstance(located(piece.path), RemoteFile):
+        return f"{_name(piece)} (line {number + 1} after byte {piece.start})"
+    return f"{_name(piece)}:{_lines_before(piece) + number + 1}"
+
+
 @functools.lru_cache(maxsize=1)
-def _line_number(piece: InputPiece) -> int:
-    """The 1-based number of the piece's first line; reads the file up to there, so only asked when something is damaged."""
-    count, left = 1, piece.start
+def _lines_before(piece: InputPiece) -> int:
+    """Lines that begin before the piece; reads the file up to there, so only asked when something is damaged."""
+    if piece.start == 0:
+        return 0
+    count, left = 0, piece.start
     with Path(piece.path).open("rb") as handle:
         while left > 0 and (block := handle.read(min(BLOCK_BYTES, left))):
             count += block.count(b"\n")
             left -= len(block)
-        handle.seek(max(piece.start - 1, 0))
-        return count if piece.start == 0 or handle.read(1) == b"\n" else count + 1
+        handle.seek(piece.start - 1)
+        return count if handle.read(1) == b"\n" else count + 1
 
 
 def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
@@ -246,7 +260,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
         if text_key not in columns:
             nested = text_key in file.schema_arrow.names
             why = f"column {text_key!r} is nested, not a string" if nested else f"has no column {text_key!r}"
-            yield Damage(piece.path, f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}")
+            yield Damage(_name(piece), f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}")
             return
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         for group in range(piece.start, piece.stop):
@@ -265,7 +279,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
                             raise DataError(MORE.format(format_bytes(max_bytes)))
                         text_bytes += len(text)
                     except DataError as error:
-                        yield Damage(f"{piece.path} row {row}", error.problems[0].what)
+                        yield Damage(f"{_name(piece)} row {row}", error.problems[0].what)
                     else:
                         if text:
                             yield Text(text)
@@ -273,9 +287,9 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
                 if text_bytes > most_bytes:
                     raise DataError(MORE.format(format_bytes(most_bytes)))
     except DataError as error:
-        yield Damage(f"{piece.path} (row group {group})", error.problems[0].what)
+        yield Damage(f"{_name(piece)} (row group {group})", error.problems[0].what)
     except (OSError, ValueError, MemoryError, OverflowError) as error:
-        yield Damage(f"{piece.path} (row groups {group} to {piece.stop - 1})", f"cannot be read: {error}")
+        yield Damage(f"{_name(piece)} (row groups {group} to {piece.stop - 1})", f"cannot be read: {error}")
 
 
 def _read_mds(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:

@@ -21,6 +21,7 @@ from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, find_inputs
 from frontier_llm.data.mds import read_tokens
 from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
+from frontier_llm.data.remote import RemoteFile, identity_of
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count, strict_json
@@ -51,7 +52,7 @@ def import_tokens(
     codec = load_tokenizer(tokenizer)
     known = f"known endings: {', '.join(SUFFIXES)}; text goes through `frontier-llm data tokenize`"
     files = find_inputs(inputs, lambda path: path.name.endswith(SUFFIXES), "token", known)
-    plan = [codec.digest, dtype, column, [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]]
+    plan = [codec.digest, dtype, column, [identity_of(path) for path in files]]
     digest = hashlib.sha256(strict_json(plan).encode()).hexdigest()
     if (before := made_before(prefix, digest, overwrite)) is not None:
         return before
@@ -73,9 +74,12 @@ def import_tokens(
     return meta
 
 
-def _blocks(path: Path, dtype: str | None, column: str, vocab_size: int, max_bytes: int) -> Iterator[NDArray[Any]]:
+def _blocks(path: Path | RemoteFile, dtype: str | None, column: str, vocab_size: int, max_bytes: int) -> Iterator[NDArray[Any]]:
     """The file's ids in blocks, all inside the vocabulary."""
-    arrays = read_tokens(path, column, dtype or "int64", max_bytes) if path.name.endswith(MDS_SUFFIXES) else iter([_raw(path, dtype)])
+    if path.name.endswith(MDS_SUFFIXES):
+        arrays = read_tokens(path, column, dtype or "int64", max_bytes)
+    else:
+        arrays = _streamed(path, dtype) if isinstance(path, RemoteFile) else iter([_raw(path, dtype)])
     position = 0
     for array in arrays:
         if array.dtype.kind not in "iu":
@@ -88,6 +92,23 @@ def _blocks(path: Path, dtype: str | None, column: str, vocab_size: int, max_byt
                 raise DataError(what, where=str(path), fix="give the tokenizer that made it, and its --dtype (uint16, uint32, …)")
             yield block
         position += array.size
+
+
+def _streamed(path: RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
+    """A headerless file elsewhere, block by block."""
+    with path.open("rb") as content:
+        data = content.read(6)
+        if data == b"\x93NUMPY" or dtype is None:
+            fix = "add --dtype uint16 (or uint32, int32, int64)" if dtype is None else "download it first, and give its path"
+            raise DataError("has a header" if data == b"\x93NUMPY" else "has no header that says its type", where=str(path), fix=fix)
+        wanted = np.dtype(dtype).newbyteorder("<")
+        if path.stat().st_size % wanted.itemsize:
+            raise DataError(
+                f"its {path.stat().st_size} bytes are no whole number of {dtype} tokens", where=str(path), fix="give the right --dtype"
+            )
+        content.seek(0)
+        while data := content.read(BLOCK_TOKENS * wanted.itemsize):
+            yield np.frombuffer(data, wanted)
 
 
 def _raw(path: Path, dtype: str | None) -> NDArray[Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from frontier_llm import log
+from frontier_llm.data.remote import RemoteFile, is_url, located, remote_files
 from frontier_llm.errors import BackendError, DataError, Problem, suggest
 from frontier_llm.units import plural
 
@@ -26,6 +27,7 @@ SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 MAXIMUM_BYTES = 128 << 20  # of a line, and of an MDS shard (Mosaic's own default is 64 MiB) after decompression; --max-mib
 MAXIMUM_FOOTER_BYTES = 32 << 20  # of a parquet file: some 100,000 columns of row groups
 BUFFER_BYTES = 1 << 20  # of a parquet file's column that is read; without it all of a row group's
+DATASET = "dataset://"  # of the Hub by name (hub.py)
 MORE = "holds more than {}; if that is right, give a larger --max-mib"
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
@@ -35,108 +37,131 @@ Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 class InputPiece:
     """Part of a file that one worker reads: bytes [start, stop), or row groups of a parquet file; all of a compressed file."""
 
-    path: str
+    path: str  # of this machine, or a URL
     kind: Kind
     start: int
     stop: int
     size_bytes: int  # what it counts for in the progress bar
 
 
-def _is_input(path: Path) -> bool:
-    """A text input; an MDS dataset's index.json only repeats what its shards say, and our records are no text."""
-    if path.name.endswith(".meta.json") or (path.name == "index.json" and any(path.parent.glob("*.mds*"))):
-        return False
-    return _plain_suffix(path) in SUFFIXES
+def _is_input(path: Path | RemoteFile) -> bool:
+    """A text input; our records are no text."""
+    return not path.name.endswith(".meta.json") and _plain_suffix(path) in SUFFIXES
 
 
 def find_inputs(
     paths: Iterable[str | Path],
-    is_input: Callable[[Path], bool] = _is_input,
+    is_input: Callable[[Path | RemoteFile], bool] = _is_input,
     content: str = "text, JSONL, parquet or MDS",
     known: str = f"known endings: {', '.join(SUFFIXES)}, and {'/'.join(PACKED_SUFFIXES)} of text and JSONL",
-) -> list[Path]:
-    """The files, and every file of a known kind in the directories (recursively, sorted by path).
+) -> list[Path | RemoteFile]:
+    """The files, and every file of a known kind in the directories (recursively, sorted by path); also of URLs and of datasets of the Hub.
 
     Raises DataError naming every path that is missing or of an unknown kind, and for a directory without inputs.
     """
-    inputs: list[Path] = []
+    inputs: list[Path | RemoteFile] = []
     problems = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            files = sorted(child for child in path.rglob("*") if child.is_file())
-            inside = [child for child in files if is_input(child)]
-            others = [child.name for child in files if not is_input(child)]
-            if inside and others:
-                log.info(f"{path}: read {plural(len(inside), 'file')}, left {len(others)} of other kinds, e.g. {others[0]}")
-            if not inside:
-                problems.append(Problem(str(path), f"holds no {content} files", known))
-            inputs += inside
-        elif not path.is_file():
-            siblings = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
-            fix = suggest(path.name, siblings[:20]) if siblings else "check the path"
-            problems.append(Problem(str(path), "no such file or directory", fix))
-        elif not is_input(path):
-            problems.append(Problem(str(path), f"unknown kind {path.suffix!r}", known))
-        else:
-            inputs.append(path)
+    for path in map(str, paths):
+        files = _files(path)
+        if not files and not is_url(path) and not Path(path).is_dir():
+            siblings = [child.name for child in Path(path).parent.iterdir()] if Path(path).parent.is_dir() else []
+            fix = suggest(Path(path).name, siblings[:20]) if siblings else "check the path"
+            problems.append(Problem(path, "no such file or directory", fix))
+            continue
+        shards = {_folder(file) for file in files if ".mds" in file.name}  # index.json beside them only repeats what they say
+        inside = [file for file in files if is_input(file) and not (file.name == "index.json" and _folder(file) in shards)]
+        if [str(file) for file in files] == [str(located(path))] and not inside:
+            problems.append(Problem(str(files[0]), f"unknown kind {files[0].suffix!r}", known))
+        elif not inside:
+            others = f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet" if path.startswith(DATASET) else known
+            problems.append(Problem(str(located(path)), f"holds no {content} files", others))
+        elif len(inside) < len(files):
+            other = next(file.name for file in files if file not in inside)
+            log.info(f"{located(path)}: read {plural(len(inside), 'file')}, left {len(files) - len(inside)} of other kinds, e.g. {other}")
+        inputs += inside
     if problems or not inputs:
         raise DataError(problems or "none given", where="inputs", fix=f"name files or directories of {content}")
     return inputs
 
 
-def _plain_suffix(path: Path) -> str:
+def _files(path: str) -> list[Path | RemoteFile]:
+    """The files that a path, a URL or a dataset's name stands for; none where there is nothing."""
+    if path.startswith(DATASET):
+        from frontier_llm.data.hub import dataset_files
+
+        return [located(file) for file in dataset_files(path)]
+    if is_url(path):
+        return [*remote_files(path)]
+    if Path(path).is_dir():
+        return [*sorted(child for child in Path(path).rglob("*") if child.is_file())]
+    return [located(path)] if Path(path).is_file() else []
+
+
+def _folder(file: Path | RemoteFile) -> str:
+    return str(file).rpartition("/")[0]
+
+
+def _plain_suffix(path: Path | RemoteFile) -> str:
     """The ending without compression: 'a.jsonl.zst' -> '.jsonl'."""
     return Path(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
 
 
-def cut(path: Path, documents: Literal["file", "line"], piece_bytes: int) -> list[InputPiece]:
+def cut(path: str | Path | RemoteFile, documents: Literal["file", "line"], piece_bytes: int) -> list[InputPiece]:
     """The pieces of one file; `documents` says whether a text file is one document or one per line."""
-    size, suffix = path.stat().st_size, _plain_suffix(path)
+    path = located(path)
+    size, suffix, name = path.stat().st_size, _plain_suffix(path), path.url if isinstance(path, RemoteFile) else str(path)
     if suffix == ".parquet":
-        return _cut_parquet(path, piece_bytes)
+        return _cut_parquet(name, size, piece_bytes)
     if suffix == ".mds":
-        return [InputPiece(str(path), "mds", 0, size, size)]
+        return [InputPiece(name, "mds", 0, size, size)]
     kind: Kind = "lines" if documents == "line" else "text"
     if suffix in LINES_SUFFIXES:
         kind = "jsonl"
     if kind == "text" or path.suffix in PACKED_SUFFIXES:
-        return [InputPiece(str(path), kind, 0, size, size)]
+        return [InputPiece(name, kind, 0, size, size)]
     return [
-        InputPiece(str(path), kind, start, min(start + piece_bytes, size), min(piece_bytes, size - start))
+        InputPiece(name, kind, start, min(start + piece_bytes, size), min(piece_bytes, size - start))
         for start in range(0, size, piece_bytes)
     ]
 
 
-def _cut_parquet(path: Path, piece_bytes: int) -> list[InputPiece]:
-    size = path.stat().st_size
+def _cut_parquet(path: str, size: int, piece_bytes: int) -> list[InputPiece]:
     try:
         metadata = open_parquet(path).metadata
     except (OSError, ValueError):  # pyarrow's errors; reading the piece reports it as damage
-        return [InputPiece(str(path), "parquet", 0, 1, size)]
+        return [InputPiece(path, "parquet", 0, 1, size)]
     pieces, start, held = [], 0, 0
     for group in range(metadata.num_row_groups):
         held += metadata.row_group(group).total_byte_size
         if held >= piece_bytes or group == metadata.num_row_groups - 1:
-            pieces.append(InputPiece(str(path), "parquet", start, group + 1, held))
+            pieces.append(InputPiece(path, "parquet", start, group + 1, held))
             start, held = group + 1, 0
     return pieces
 
 
 def open_parquet(path: str | Path) -> Any:
     """A pyarrow.parquet.ParquetFile, which reads a column as a stream. Raises ValueError for a footer that no file has."""
-    with Path(path).open("rb") as file:
+    place = located(path)
+    with place.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 8, 0))
         if (footer := int.from_bytes(file.read(4), "little")) > MAXIMUM_FOOTER_BYTES:
             raise ValueError(f"a footer of {footer} bytes, more than {MAXIMUM_FOOTER_BYTES}")
-    return _pyarrow("pyarrow.parquet", path).ParquetFile(str(path), buffer_size=BUFFER_BYTES)
+    return _pyarrow("pyarrow.parquet", place).ParquetFile(_readable(place), buffer_size=BUFFER_BYTES)
 
 
-def open_packed(path: Path) -> Any:
+def open_packed(path: Path | RemoteFile) -> Any:
     """The content of a compressed file, as a binary file: gzip members or zstd frames, one after another."""
-    return gzip.open(path) if path.suffix == ".gz" else _pyarrow("pyarrow", path).input_stream(str(path), compression="zstd")
+    return (
+        gzip.open(_readable(path)) if path.suffix == ".gz" else _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
+    )
 
 
-def _pyarrow(module: str, path: str | Path) -> Any:
+def _readable(path: Path | RemoteFile) -> Any:
+    """What libraries open by themselves: a path of this machine, or an open file."""
+    return path.open("rb") if isinstance(path, RemoteFile) else str(path)
+
+
+def _pyarrow(module: str, path: Path | RemoteFile) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.indexed import READ_ONLY, IndexedDataset, bin_path
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
@@ -58,6 +60,7 @@ def inspect(
         report["learnt_tokens"] = int(dataset.sequence_lengths[dataset.modes != READ_ONLY].sum(dtype=np.int64))
     if sequence_length:
         report["truncated"] = truncation(lengths, sequence_length)
+        report["best_fit"] = best_fit(dataset, lengths, sequence_length)
     if meta is not None:
         report |= {"tokenizer": meta.tokenizer, "tokenizer_digest": meta.tokenizer_digest, "vocab_size": meta.vocab_size, "eod": meta.eod}
         report["damaged"] = meta.damaged
@@ -87,8 +90,34 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
     }
 
 
+def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
+    """The same of `data.packing: best-fit`, which parts only what no sequence can hold, and pads: as one seed packs it, and others hardly differ."""
+    if not dataset.token_count:
+        return {}
+    samples = PackedSamples(dataset, sequence_length, seed=0)
+    capacity = samples.samples_per_epoch * (sequence_length + 1)
+    repeated = samples.piece_count - int((lengths > 0).sum())  # tokens that two pieces share
+    padding = capacity - dataset.token_count - repeated
+    parted = int(np.maximum(lengths - (sequence_length + 1), 0).sum())
+    return {
+        "sequences": samples.samples_per_epoch,
+        "split_documents": int((lengths > sequence_length + 1).sum()),
+        "parted_tokens": parted,
+        "parted_share": parted / dataset.token_count,
+        "padding_tokens": padding,
+        "padding_share": padding / capacity,
+    }
+
+
 def recorded_tokenizer(prefix: str, name: str) -> str | None:
-    """Where the tokenizer lies that a dataset's record names: at its path, or beside the dataset when both were moved; None: gone."""
+    """Where the tokenizer lies that a dataset's record names: at its path, beside the dataset when both were moved, or fetched before; None: gone.
+
+    The Hub is not asked: a record may be a stranger's.
+    """
+    if name.startswith("hf://"):
+        from frontier_llm.data.hub import cached_tokenizer
+
+        return None if find_spec("huggingface_hub") is None or cached_tokenizer(name) is None else name
     candidates = (name, str(Path(prefix).parent / Path(name).name))
     return name if name == "bytes" else next((path for path in candidates if Path(path).is_file()), None)
 

@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.config import RunConfig, RunPhase, phases_of
+from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.indexed import IndexedDataset, idx_path
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SampleStream, SyntheticSamples, derive_key
+from frontier_llm.data.samples import BlendedSamples, DatasetSamples, DocumentSamples, SampleStream, SyntheticSamples, derive_key
 from frontier_llm.data.summary import too_often
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem, closest
@@ -141,9 +142,10 @@ def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> Sampl
         return SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size, stream)
     seed = seed if stream == 1 else derive_key("phase", seed, stream)
     cache_dir = Path(run.data.cache_dir) if run.data.cache_dir else None
-    streams = [
-        DocumentSamples(IndexedDataset(source.path), run.model.sequence_length, seed, place, cache_dir)
-        for place, source in enumerate(sources)
+    # held-out sets are cut as ever, so that losses of runs that pack differently compare
+    samples = PackedSamples if split == "train" and run.data.packing == "best-fit" else DocumentSamples
+    streams: list[DatasetSamples] = [
+        samples(IndexedDataset(source.path), run.model.sequence_length, seed, place, cache_dir) for place, source in enumerate(sources)
     ]
     return streams[0] if len(streams) == 1 else BlendedSamples(streams, [source.weight for source in sources])
 
@@ -184,7 +186,7 @@ def prepare_indices(run: RunConfig) -> None:
         for split in phase.config.data.splits:
             stream, count = (phase.stream, trained_on) if split == "train" else (1, held_out)
             samples = open_samples(phase.config, split, stream)
-            if isinstance(samples, DocumentSamples | BlendedSamples):
+            if isinstance(samples, DocumentSamples | PackedSamples | BlendedSamples):
                 samples.prepare(count)
 
 
@@ -242,7 +244,7 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
 
 def _too_short(run: RunConfig, split: str, samples: SampleStream | None) -> list[Problem]:
     """Datasets without one whole sequence, and training data without one whole batch: every step would show the same tokens again."""
-    assert isinstance(samples, DocumentSamples | BlendedSamples)
+    assert isinstance(samples, DocumentSamples | PackedSamples | BlendedSamples)
     datasets = [stream.dataset for stream in (samples.streams if isinstance(samples, BlendedSamples) else [samples])]
     S, batch_tokens = run.model.sequence_length, run.batch.global_batch * run.model.sequence_length
     problems = [

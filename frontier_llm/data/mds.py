@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, open_packed
+from frontier_llm.data.remote import RemoteFile, located
 from frontier_llm.errors import DataError, FrontierError, suggest
 from frontier_llm.units import format_bytes
 
@@ -29,20 +30,21 @@ SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 VALUE_DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
 
 
-def open_column(path: str | Path, column: str, max_bytes: int = MAXIMUM_BYTES) -> tuple[str, Iterator[bytes]]:
+def open_column(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXIMUM_BYTES) -> tuple[str, Iterator[bytes]]:
     """A column's declared encoding and its raw value in every sample.
 
     Raises DataError for a file that is no shard or has no such column, and, while iterating, with the byte offset of a damaged sample.
     """
-    data, header = _open(Path(path), max_bytes)
+    shard = located(path)
+    data, header = _open(shard, max_bytes)
     names: list[str] = header["column_names"]
     if column not in names:
         raise DataError(f"has no column {column!r}", where=str(path), fix=suggest(column, names))
     place = names.index(column)
-    return str(header["column_encodings"][place]), _values(Path(path), data, header["column_sizes"], place)
+    return str(header["column_encodings"][place]), _values(shard, data, header["column_sizes"], place)
 
 
-def _values(path: Path, data: bytes, sizes: list[int | None], place: int) -> Iterator[bytes]:
+def _values(path: Path | RemoteFile, data: bytes, sizes: list[int | None], place: int) -> Iterator[bytes]:
     offsets = np.frombuffer(data, "<u4", int.from_bytes(data[:4], "little") + 1, 4).tolist()
     variable = [index for index, size in enumerate(sizes) if size is None]
     table_bytes = 4 * len(variable)
@@ -58,7 +60,7 @@ def _values(path: Path, data: bytes, sizes: list[int | None], place: int) -> Ite
         yield data[start : start + widths[place]]
 
 
-def read_texts(path: str | Path, column: str, max_bytes: int = MAXIMUM_BYTES) -> Iterator[str]:
+def read_texts(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXIMUM_BYTES) -> Iterator[str]:
     """A `str` column. Raises DataError for a column of another encoding or text that is not UTF-8."""
     encoding, values = open_column(path, column, max_bytes)
     if encoding != "str":
@@ -71,7 +73,9 @@ def read_texts(path: str | Path, column: str, max_bytes: int = MAXIMUM_BYTES) ->
             raise DataError(f"sample {sample} is not UTF-8: {error.reason}", where=str(path), fix="copy it again") from error
 
 
-def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64", max_bytes: int = MAXIMUM_BYTES) -> Iterator[NDArray[Any]]:
+def read_tokens(
+    path: str | Path | RemoteFile, column: str, bytes_dtype: str = "int64", max_bytes: int = MAXIMUM_BYTES
+) -> Iterator[NDArray[Any]]:
     """A column of token arrays; `bytes_dtype` says what a `bytes` column holds. Raises DataError for other encodings."""
     encoding, values = open_column(path, column, max_bytes)
     decode = _token_decoder(path, encoding, column, bytes_dtype)
@@ -82,7 +86,7 @@ def read_tokens(path: str | Path, column: str, bytes_dtype: str = "int64", max_b
             raise DataError(f"sample {sample} holds no token array: {error}", where=str(path), fix="copy it again") from error
 
 
-def _open(path: Path, max_bytes: int) -> tuple[bytes, dict[str, Any]]:
+def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any]]:
     """The shard's bytes, decompressed, and its header."""
     try:
         with open_packed(path) if path.suffix in PACKED_SUFFIXES else path.open("rb") as content:
@@ -106,7 +110,7 @@ def _open(path: Path, max_bytes: int) -> tuple[bytes, dict[str, Any]]:
     return data, header
 
 
-def _token_decoder(path: str | Path, encoding: str, column: str, bytes_dtype: str) -> Callable[[bytes], NDArray[Any]]:
+def _token_decoder(path: str | Path | RemoteFile, encoding: str, column: str, bytes_dtype: str) -> Callable[[bytes], NDArray[Any]]:
     kind, _, rest = encoding.partition(":")
     dtype, _, shape = rest.partition(":")
     if kind == "bytes":

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from frontier_llm.errors import BackendError, DataError
 
-ABI = 1
+ABI = 2
 BUILD_COMMAND = "pip install --no-build-isolation .   (in a checkout: python setup.py build_ext --inplace)"
 FAILURES = {
     -1: "a sequence has a negative length, or a document lies outside the sequences: the .idx is damaged",
@@ -29,6 +29,9 @@ _SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
     "fl_permute": "uupup",
     "fl_build": "ppuuuup",
     "fl_pieces": "pppuuupuupppp",
+    "fl_count_pieces": "ppuuuup",
+    "fl_count_packed": "ppuuupuuup",
+    "fl_pack": "pppuuupuuuppppp",
     "fl_blend": "puup",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from frontier_llm.data.remote import located
 from frontier_llm.errors import DataError
 
 MOST_PAGES = 1 << 16  # of a column in a row group; writers make one per MiB
@@ -27,7 +28,7 @@ def largest_page_bytes(path: str | Path, group: Any, column: int) -> int:
     stop, largest = start + chunk.total_compressed_size, 0
     if group.num_rows > (1 << 20) + ROWS_PER_BYTE * chunk.total_compressed_size:
         raise DataError(f"claims {group.num_rows} rows in {chunk.total_compressed_size} bytes", where=str(path))
-    with Path(path).open("rb") as file:
+    with located(path).open("rb") as file:
         for _ in range(MOST_PAGES):
             if start == stop:
                 return largest

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +46,16 @@ class SampleStream(Protocol):
         """Write sample k into `tokens_S1`, and into `learnt_S1` whether each is learnt; return the lengths of the pieces of documents it is
         made of (they sum to S + 1).
         """
+        ...
+
+
+class DatasetSamples(SampleStream, Protocol):
+    """The samples of one dataset."""
+
+    dataset: IndexedDataset
+
+    def prepare(self, samples: int) -> None:
+        """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
         ...
 
 
@@ -116,18 +127,20 @@ class EpochIndex:
         return Pieces(documents, offsets, lengths, document_bytes // dataset.dtype.itemsize + offsets)
 
 
+def check_readable(dataset: IndexedDataset) -> None:
+    """Raises DataError for a dataset without tokens or with tokens that are not whole numbers, BackendError where the compiled index is missing."""
+    if dataset.token_count == 0:
+        raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
+    dataset.check_token_ids()
+    library()  # missing: refused before the first step
+
+
 class DocumentSamples:
     """Samples of one indexed dataset."""
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, source: int = 0, cache_dir: Path | None = None) -> None:
-        """`source` is the dataset's place in its blend; two places have unrelated orders.
-
-        Raises DataError for a dataset without tokens or with tokens that are not whole numbers.
-        """
-        if dataset.token_count == 0:
-            raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
-        dataset.check_token_ids()
-        library()  # missing: refused before the first step
+        """`source` is the dataset's place in its blend; two places have unrelated orders."""
+        check_readable(dataset)
         self.dataset, self.masked = dataset, dataset.modes is not None
         self.sequence_length = sequence_length
         self.key = derive_key("source", seed, source)
@@ -142,7 +155,7 @@ class DocumentSamples:
         return k * self.sequence_length // self.dataset.token_count
 
     def prepare(self, samples: int) -> None:
-        """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
+        """See DatasetSamples."""
         if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
             after = self.first_of_epoch(self.epoch_of(max(samples - 1, 0)) + 1)
             # the shuffle may put the epoch's last cut, which reaches into the next epoch, anywhere among its samples
@@ -176,7 +189,7 @@ class DocumentSamples:
 class BlendedSamples:
     """Samples of several streams in exact proportions."""
 
-    def __init__(self, streams: list[DocumentSamples], weights: list[float]) -> None:
+    def __init__(self, streams: Sequence[DatasetSamples], weights: list[float]) -> None:
         self.streams, self.masked = streams, any(stream.masked for stream in streams)
         self.blend = Blend(weights)
         self.sequence_length = streams[0].sequence_length

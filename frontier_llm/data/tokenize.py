@@ -29,6 +29,7 @@ from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, InputPiece, cut, find_inputs
 from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
+from frontier_llm.data.remote import identity_of, located, without_secrets
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
@@ -121,9 +122,15 @@ def tokenize(
 def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
     """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time are."""
     paths = sorted({piece.path for shard in shards for piece in shard})
-    stats = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths]
+    stats = [identity_of(located(path)) for path in paths]
     deciding = {name: value for name, value in asdict(options).items() if name != "max_bytes" and value is not None}
-    plan = [VERSION, codec.digest, deciding, stats, [[asdict(piece) for piece in shard] for shard in shards]]
+    plan = [
+        VERSION,
+        codec.digest,
+        deciding,
+        stats,
+        [[asdict(piece) | {"path": without_secrets(piece.path)} for piece in shard] for shard in shards],
+    ]
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
 

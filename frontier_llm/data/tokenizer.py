@@ -67,7 +67,7 @@ class SentencePieceTokenizer:
     def __init__(self, path: str | Path) -> None:
         import sentencepiece
 
-        self.name, self.digest = str(path), _digest(Path(path))
+        self.name, self.path, self.digest = str(path), Path(path), _digest(Path(path))
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
@@ -102,7 +102,7 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         merges = _merges_beside(Path(path))
-        self.name, self.digest = str(path), _digest(Path(path), *filter(None, [merges]))
+        self.name, self.path, self.digest = str(path), Path(path), _digest(Path(path), *filter(None, [merges]))
         try:
             if merges:
                 self._model = _byte_level(tokenizers.models.BPE.from_file(str(path), str(merges)))
@@ -168,13 +168,22 @@ def _byte_level(model: Any) -> Any:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, or a directory that holds one or GPT-2's pair.
+    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, a directory that holds one or GPT-2's pair, or hf://OWNER/NAME of the Hub.
 
     Raises DataError for a missing or foreign file.
     """
     if str(spec) == "bytes":
         return ByteTokenizer()
-    path = Path(spec)
+    if str(spec).startswith("hf://"):
+        from frontier_llm.data.hub import tokenizer_directory
+
+        fetched = _load(tokenizer_directory(str(spec)))
+        fetched.name = str(spec)
+        return fetched
+    return _load(Path(spec))
+
+
+def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     if path.is_dir():
         pairs = sorted(file.name for file in path.glob("*vocab.json") if _merges_beside(file))
         files = [path / name for name in ("tokenizer.json", "tokenizer.model", *pairs) if (path / name).is_file()]
@@ -183,7 +192,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
             raise DataError(what, where=str(path), fix="give the tokenizer's file")
         path = files[0]
     if not path.is_file():
-        fix = "give a tokenizer's file or directory (nothing is downloaded), train one with `frontier-llm data tokenizer`, or give `bytes`"
+        fix = "give a tokenizer's file or directory, hf://OWNER/NAME to fetch one from the Hub, train one with `frontier-llm data tokenizer`, or give `bytes`"
         raise DataError("no such tokenizer", where=str(path), fix=fix)
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
         if file.is_file() and file.stat().st_size > lifted(MAXIMUM_BYTES):

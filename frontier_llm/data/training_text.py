@@ -8,6 +8,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.inputs import cut, find_inputs
+from frontier_llm.data.remote import located
 from frontier_llm.data.samples import derive_key
 from frontier_llm.data.tokenize import TokenizeOptions
 from frontier_llm.errors import DataError
@@ -22,7 +23,7 @@ def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_
     """
     pieces = [piece for path in find_inputs(inputs) for piece in cut(path, options.documents, PIECE_BYTES)]
     if sum(piece.size_bytes for piece in pieces) > limit_bytes:
-        pieces.sort(key=lambda piece: derive_key("training text", Path(piece.path).name, piece.start))
+        pieces.sort(key=lambda piece: derive_key("training text", located(piece.path).name, piece.start))
     for item in (item for piece in pieces for item in read(piece, options.text_key, options.max_bytes)):
         if not isinstance(item, Damage):
             yield item.text

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from frontier_llm.data.tokenizer import Tokenizer
 from frontier_llm.inference.model import InferenceModel
-from frontier_llm.inference.score import score
+from frontier_llm.inference.score import Pair, score
 from frontier_llm.inference.tasks import Task, TaskOption, requests
 
 
@@ -46,6 +46,33 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     return head, whole[len(head) :]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A task as it is put to a model: each option of each question as tokens."""
+
+    task: Task
+    shots: int
+    options: Sequence[TaskOption]
+    pairs: Sequence[Pair]
+
+    def judge(self, scores: Sequence[float]) -> TaskResult:
+        """What a model gets right that finds the options so likely: their log-probabilities."""
+        task = self.task
+
+        def accuracy(sizes: Iterable[int]) -> float:
+            return _accuracy(task, self.options, [value / size for value, size in zip(scores, sizes, strict=True)])
+
+        by_sum, by_token = accuracy([1] * len(scores)), accuracy(len(continuation) for _, continuation in self.pairs)
+        by_character = accuracy(max(len(option.continuation) - len(task.delimiter), 1) for option in self.options)
+        return TaskResult(task.name, task.format, self.shots, len(task.prompts), by_sum, None if task.is_schema else by_character, by_token)
+
+
+def ask(tokenizer: Tokenizer, task: Task, shots: int = 0, pool: Task | None = None) -> Asked:
+    """The task behind `shots` solved examples of the `pool`, or of itself."""
+    options = requests(task, shots, pool)
+    return Asked(task, shots, options, [encode_pair(tokenizer, option.context, option.continuation) for option in options])
+
+
 def evaluate_task(
     model: InferenceModel,
     tokenizer: Tokenizer,
@@ -56,13 +83,8 @@ def evaluate_task(
     on_batch: Callable[[int], object] = lambda done: None,
 ) -> TaskResult:
     """Collective over the world; every rank returns the same."""
-    asked = requests(task, shots, pool)
-    scores = score(model, [encode_pair(tokenizer, request.context, request.continuation) for request in asked], batch_size, on_batch)
-    lengths = [max(len(request.continuation) - len(task.delimiter), 1) for request in asked]
-    by_sum = _accuracy(task, asked, [entry.log_probability for entry in scores])
-    by_token = _accuracy(task, asked, [entry.log_probability / entry.tokens for entry in scores])
-    by_length = _accuracy(task, asked, [entry.log_probability / length for entry, length in zip(scores, lengths, strict=True)])
-    return TaskResult(task.name, task.format, shots, len(task.prompts), by_sum, None if task.is_schema else by_length, by_token)
+    asked = ask(tokenizer, task, shots, pool)
+    return asked.judge([entry.log_probability for entry in score(model, asked.pairs, batch_size, on_batch)])
 
 
 def _accuracy(task: Task, asked: Sequence[TaskOption], values: Sequence[float]) -> float:

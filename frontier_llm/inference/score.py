@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import all_gather, all_reduce_
+from frontier_llm.config import ModelConfig
 from frontier_llm.errors import ConfigError
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.tensor_parallel import vocab_parallel_cross_entropy
@@ -24,9 +25,12 @@ class Likelihood:
     parts: tuple[float, ...]  # log_probability by equal stretches of the continuation
 
 
+Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a context and of its continuation
+
+
 def score(
     model: InferenceModel,
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    requests: Sequence[Pair],
     batch_size: int = 8,
     on_batch: Callable[[int], object] = lambda done: None,
     parts: int = 1,
@@ -36,7 +40,7 @@ def score(
     What does not fit the context window S is cut from the left. Batches go to the dp replicas in turn; the numbers do not depend
     on the batch size beyond rounding. Raises ConfigError for an empty context or continuation, or a continuation longer than S.
     """
-    _check(model, requests)
+    check_requests(model.config, requests)
     window = model.config.sequence_length + 1
     texts = [([*context, *continuation][-window:], len(continuation)) for context, continuation in requests]
     # long ones first: rows of a batch are of like length, and running out of memory happens at once
@@ -95,8 +99,9 @@ def _most_likely(model: InferenceModel, logits_SBv: Tensor, first_vocab: int) ->
     return indices_tSB.gather(0, values_tSB.argmax(0, keepdim=True))[0]
 
 
-def _check(model: InferenceModel, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    S, V = model.config.sequence_length, model.config.vocab_size
+def check_requests(model: ModelConfig, requests: Sequence[Pair]) -> None:
+    """Raises ConfigError for an empty context or continuation, and for what the model's context or vocabulary cannot hold."""
+    S, V = model.sequence_length, model.vocab_size
     for number, (context, continuation) in enumerate(requests):
         what = fix = ""
         if not context or not continuation:

@@ -82,6 +82,8 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
     for key, title, unit, factor in CURVES:
         if any(key in step and step[key] is not None for record in records for step in record.steps):
             yield _curve(records, key, title, unit, factor)
+    if any(record.tasks for record in records):
+        yield _tasks(records)
     for record in records:
         if any(step.get("phases_s") for step in record.steps):
             yield _phases(record)
@@ -111,6 +113,18 @@ def _held_out(record: RunRecord) -> list[str]:
     """Keys of the held-out losses: of each set by its name, where sets have names."""
     named = [key for row in record.evaluations for key in row if key.startswith("validation/")]
     return list(dict.fromkeys(named)) or ["loss"]
+
+
+def _tasks(records: Sequence[RunRecord]) -> Chart:
+    """Accuracy of each in-context task: a colour for each task, a dash for each run."""
+    names = list(dict.fromkeys(name for record in records for row in record.tasks for name in row["accuracy"]))
+    traces = [
+        line(f"{name}, {record.name}", _steps(rows), [row["accuracy"][name] for row in rows], number, dash=DASHES[index % len(DASHES)])
+        for index, record in enumerate(records)
+        for number, name in enumerate(names)
+        if (rows := [row for row in record.tasks if name in row["accuracy"]])
+    ]
+    return Chart("Accuracy of in-context tasks", "step", "share of questions", traces)
 
 
 SHAPES = ("diamond", "circle-open", "square-open", "triangle-up-open")

@@ -40,6 +40,7 @@ class RunRecord:
     parts: tuple[LayoutSpan, ...]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
     operations: dict[str, dict[str, Any]]  # of rank 0 in the last attempt that has written them down (Ledger.summary)
     moved_on: LayoutSpan  # the layout of that attempt
     name: str  # of its curves
@@ -57,8 +58,8 @@ def read_run(directory: Path) -> RunRecord:
     moved_on = [part for part in parts if part.incarnation <= moved.get("incarnation", 0)] or parts
     names = list(dict.fromkeys(part.name for part in parts))
     name = names[0] if len(names) == 1 else f"{len(names)} layouts"
-    steps, evaluations = run_dir.steps(directory), run_dir.evaluations(directory)
-    return RunRecord(directory, config, parts, steps, evaluations, moved.get("operations", {}), moved_on[-1], name)
+    steps, evaluations, tasks = (read(directory) for read in (run_dir.steps, run_dir.evaluations, run_dir.tasks))
+    return RunRecord(directory, config, parts, steps, evaluations, tasks, moved.get("operations", {}), moved_on[-1], name)
 
 
 def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> LayoutSpan:

@@ -5,12 +5,15 @@ Both are measured in the same run, interleaved, because a busy or throttled mach
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
-from frontier_llm.comm import barrier
+import torch
+
+from frontier_llm.comm import all_reduce_, barrier
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.measure.products import gemm_shapes, operands
 from frontier_llm.measure.timing import median_s, wall_s
@@ -26,6 +29,7 @@ class StepBench:
     """One rank's measurement, medians over the measured steps."""
 
     step_times_s: list[float]  # every measured step
+    cpu_times_s: list[float]  # and the processor's seconds in it, of all ranks: what a shared machine leaves comparable
     tokens_per_s: float  # of the job, by the median step
     step_time_s: float
     model_tflops: float  # per device, full-attention convention (costs.flops)
@@ -55,24 +59,29 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
         train_step(state)
     clock = PhaseClock(state.mesh.ledger, synchronize=True)
     clock.attach(state)
-    times, gemm_rounds = [], []
+    times, cpu_times, gemm_rounds = [], [], []
     clock.take()
     for _ in range(steps):
         clock.enter("bench")
         gemm_rounds.append(measure_gemms(state, repeats=2))
         barrier(state.mesh.world)
         clock.enter("optimizer")  # the gradients' reset comes before the first action
+        cpu_begin_s = time.process_time()
         times.append(wall_s(lambda: train_step(state), state.device))
+        cpu = torch.tensor(time.process_time() - cpu_begin_s, dtype=torch.float64, device=state.device)
+        cpu_times.append(float(all_reduce_(cpu, state.mesh.world)))
     clock.enter("bench")
     phases = {name: seconds / steps for name, seconds in clock.take().items() if name != "bench"}
-    return _summarise(state, times, gemm_rounds, phases)
+    return _summarise(state, times, cpu_times, gemm_rounds, phases)
 
 
-def _summarise(state: TrainState, times: list[float], gemm_rounds: list[list[dict[str, Any]]], phases: dict[str, float]) -> StepBench:
+def _summarise(
+    state: TrainState, times: list[float], cpu_times: list[float], gemm_rounds: list[list[dict[str, Any]]], phases: dict[str, float]
+) -> StepBench:
     config, devices, step_s = state.config, state.mesh.world.size, median(times)
     tokens = config.batch.global_batch * config.model.sequence_length
     achieved = tokens * model_flops_per_token(config.model) / step_s / devices / TERA
     best = [max(rounds, key=lambda gemm: gemm["tflops"]) for rounds in zip(*gemm_rounds, strict=True)]
     flops = sum(6.0 * gemm["M"] * gemm["N"] * gemm["K"] * gemm["count"] for gemm in best)
     rate = flops / sum(gemm["seconds"] * gemm["count"] for gemm in best) / TERA
-    return StepBench(times, tokens / step_s, step_s, achieved, rate, achieved / rate, phases, best)
+    return StepBench(times, cpu_times, tokens / step_s, step_s, achieved, rate, achieved / rate, phases, best)

@@ -1,13 +1,12 @@
 """Initial weights from (seed, parameter name, position), so that every layout starts from the same model, on every device to the bit.
 
-Each element's value is a pure function of its flat index in the global tensor: a counter-based generator (Philox 4x32-10, Salmon et al. 2011) and
+Each element's value is a pure function of its flat index in the global tensor: a counter-based generator (`ops/dropout.py`) and
 Box-Muller's transform. Drawn where the weights live, in torch's integer arithmetic and in fp64 by sums, products, quotients and roots alone, which
 are exact or correctly rounded everywhere: no library's logarithm or cosine, whose last digits differ from device to device.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 
@@ -15,29 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from frontier_llm.ops import philox, stream_key
 from frontier_llm.tensor_parallel import ShardedParameter
 from frontier_llm.topology import Rectangle, ShardSpec, contiguous_runs
 
 _PER_BLOCK = 4  # normals: 4 x 32 bits make two pairs
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements at a time: few enough for a cache; enough to fill a GPU, with 0.1 GB of scratch
-_WORD = 0xFFFFFFFF
 _FRACTION, _BIAS = (1 << 52) - 1, 1023  # of a double's bits
 _ONE = _BIAS << 52
-_ROUNDS, _MULTIPLIERS, _WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
-
-
-def philox(counter: Tensor, key: int) -> list[Tensor]:
-    """The four 32-bit words of each block, as i64; `counter` holds block numbers below 2^63, `key` has 64 bits."""
-    c0, c1 = counter & _WORD, counter >> 32
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
-    k0, k1 = key & _WORD, key >> 32
-    for _ in range(_ROUNDS):
-        # i64 products wrap around like unsigned ones; shifting them gives copies of the sign, which the mask takes away
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = ((second >> 32) & _WORD).bitwise_xor_(c1).bitwise_xor_(k0), ((first >> 32) & _WORD).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = second.bitwise_and_(_WORD), first.bitwise_and_(_WORD)
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return [c0, c1, c2, c3]
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
@@ -100,7 +84,7 @@ def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
         return
     if out.is_meta:
         return
-    key = int.from_bytes(hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest(), "little")
+    key = stream_key(seed, spec.name)
     whole = Rectangle((0,) * len(spec.global_shape), spec.global_shape)
     starts, run_length = contiguous_runs(whole, Rectangle(spec.offset, spec.shape))
     chunk, values_RC = _CHUNK[out.device.type], out.view(len(starts), run_length)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from frontier_llm.config import ModelConfig
 from frontier_llm.context_parallel import attention_core
+from frontier_llm.model.dropout import Dropout
 from frontier_llm.model.experts import MixtureOfExperts, Routed
 from frontier_llm.model.positions import Positions
 from frontier_llm.model.recompute import recompute
@@ -141,6 +142,7 @@ class Block(nn.Module):
 
         self.attention_norm, self.attention_output_norm = norm("attention_norm"), norm("attention_output_norm")
         self.attention = Attention(model, context, declared, index, recompute_core)
+        self.attention_dropout, self.mlp_dropout = (Dropout(model, context, f"{name}.{part}") for part in ("attention", "mlp"))
         self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
         self.moe: MixtureOfExperts | None = None
         if model.moe is not None and index in model.routed_layers:
@@ -150,13 +152,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> tuple[Tensor, Routed | None]:
         """(S or s, B, H) → (S or s, B, H), and what the router says, if there is one."""
-        attended = self.attention_output_norm(self.attention(self.attention_norm(x), positions))
+        attended, drawn = self.attention_output_norm(self.attention(self.attention_norm(x), positions)), positions.drawn
         if self.parallel_residual:
-            y, routed = self._feed_forward(self.mlp_norm(x))
-            return x + attended + self.mlp_output_norm(y), routed
-        normed, x = self.mlp_norm.add(attended, x)
+            normed, x = self.mlp_norm(x), x + attended if drawn is None else self.attention_dropout(attended, x, drawn)
+        elif drawn is None:
+            normed, x = self.mlp_norm.add(attended, x)
+        else:
+            x = self.attention_dropout(attended, x, drawn)
+            normed = self.mlp_norm(x)
         y, routed = self._feed_forward(normed)
-        return x + self.mlp_output_norm(y), routed
+        y = self.mlp_output_norm(y)
+        return x + y if drawn is None else self.mlp_dropout(y, x, drawn), routed
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, Routed | None]:
         if self.moe is not None:

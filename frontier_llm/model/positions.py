@@ -10,15 +10,17 @@ from torch import Tensor
 
 from frontier_llm.config import ModelConfig, RopeScaling
 from frontier_llm.config.validate import rotary_dim
+from frontier_llm.model.dropout import Drawn
 
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention needs to know about positions for one microbatch; unused fields are None."""
+    """What attention and dropout need to know about positions for one microbatch; unused fields are None."""
 
     rope: tuple[Tensor, Tensor] | None  # cos, sin: (S, R), or (S, B, R) where positions restart
     alibi_slopes_a: Tensor | None
     documents_BS: Tensor | None  # of the whole sequence, whatever part of it this rank holds
+    drawn: Drawn | None = None  # None = nothing is dropped
 
 
 def within_document(documents_BS: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from frontier_llm.blueprint import StageSpec, rank_parameters
+from frontier_llm.blueprint.layout import layer_modes
 from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model import losses
 from frontier_llm.model.batch import Microbatch
+from frontier_llm.model.dropout import Drawn, Dropout
 from frontier_llm.model.experts import Routed, Router
 from frontier_llm.model.layers import Block, Norm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
@@ -42,9 +44,8 @@ class Stage(nn.Module):
         context: LayerContext,
         declared: Declared,
         device: torch.device,
-        recompute_mode: str,
+        recompute_modes: str,
         *,
-        recompute_every: int,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
         """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
@@ -52,12 +53,14 @@ class Stage(nn.Module):
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.spec, self.context, self._device = spec, context, device
         self._layers = tuple(spec.layers)
-        self._recomputed = self._layers[::recompute_every] if recompute_mode == "full" else ()
+        modes = dict(zip(spec.layers, layer_modes(recompute_modes, spec.num_layers), strict=True))
+        self._recomputed = tuple(layer for layer, mode in modes.items() if mode == "full")
         tied = model.tied_embeddings
         embeds = spec.embedding or (spec.head and tied)
         self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
         self.position_embedding = declared.get("embedding.position.weight") if spec.embedding else None
-        self.blocks = nn.ModuleList(Block(model, context, declared, index, recompute_mode == "selective") for index in spec.layers)
+        self.embedding_dropout = Dropout(model, context, "embedding") if spec.embedding else None
+        self.blocks = nn.ModuleList(Block(model, context, declared, index, mode == "selective") for index, mode in modes.items())
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
         # rounded as the weights are, which is what Gemma's own code multiplies by
@@ -87,7 +90,10 @@ class Stage(nn.Module):
         further |= self._router_losses(routed, x, batch) if routed else {}
         output = x
         if self.spec.head:
-            output, logsumexp_SB = self.loss(x, batch)
+            loss_SB, logsumexp_SB = self.losses(x, batch)
+            output = mean_over_global_batch(loss_SB, batch.global_targets)
+            if batch.row_losses_B is not None:
+                batch.row_losses_B.copy_(loss_SB.sum(0))
             of_logits = self._terms.keys() - of_x.keys()
             further |= {name: self._terms[name].value(logsumexp_SB, batch, context.tp, False) for name in of_logits}
         return StageOutput(output, further) if further else output
@@ -98,9 +104,11 @@ class Stage(nn.Module):
 
     def _blocks(self, x: Tensor | None, batch: Microbatch) -> tuple[Tensor, dict[int, Routed]]:
         """Embedding and blocks, and what each layer's router says."""
-        if x is None:
-            x = self._embed(batch)
-        positions = self._positions(batch, x.shape[0] * (self.context.tp.size if self.context.sequence_parallel else 1))
+        embedded = self._embed(batch) if x is None else x
+        positions = self._positions(batch, embedded.shape[0])
+        x = embedded
+        if self.embedding_dropout is not None and positions.drawn is not None:
+            x = self.embedding_dropout(embedded, None, positions.drawn)
         routers = dict[int, Routed]()
         for layer, block in zip(self._layers, self.blocks, strict=True):
             x, routed = recompute(lambda x, block=block: block(x, positions), x) if layer in self._recomputed else block(x, positions)
@@ -139,14 +147,14 @@ class Stage(nn.Module):
             logits_SBv = column_linear(self.final_norm(x), self.token_embedding, self.context, num_rows=num_rows)
         return softcapped(logits_SBv, self.model.logit_softcap or 0.0)
 
-    def loss(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """This microbatch's share of the mean loss over the step's targets; each token's log-sum-exp of the logits, (S, B)."""
+    def losses(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Each token's loss, 0 where it does not count, and log-sum-exp of the logits, (S, B)."""
         assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
         loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
-        return mean_over_global_batch(loss_SB, batch.global_targets), logsumexp_SB
+        return loss_SB, logsumexp_SB
 
     def _embed(self, batch: Microbatch) -> Tensor:
         assert self.token_embedding is not None and batch.tokens_SB is not None
@@ -162,13 +170,19 @@ class Stage(nn.Module):
         embedded = nn.functional.embedding(index_SB[first : first + x.shape[0]], self.position_embedding)
         return x + (embedded if index_SB.dim() == 2 else embedded[:, None])
 
-    def _positions(self, batch: Microbatch, sequence: int) -> Positions:
-        rope = self._rope
+    def _positions(self, batch: Microbatch, rows: int) -> Positions:
+        """`rows`: positions that this rank holds between blocks."""
+        rope, cut = self._rope, self.context.sequence_parallel
+        sequence, first = (rows * self.context.tp.size, rows * self.context.tp.rank) if cut else (rows, 0)
         if rope is not None:
             index_SB = self._given_positions(batch)
             index = slice(0, sequence) if index_SB is None else index_SB
             rope = rope[0][index], rope[1][index]
-        return Positions(rope, self._alibi_slopes_a, batch.documents_BS)
+        drawn = None
+        if batch.samples_B is not None:
+            held_S = torch.arange(sequence, device=self._device) if self._held_S is None else self._held_S
+            drawn = Drawn(batch.samples_B, held_S[first : first + rows])
+        return Positions(rope, self._alibi_slopes_a, batch.documents_BS, drawn)
 
     def _given_positions(self, batch: Microbatch) -> Tensor | None:
         """Where each token stands, (S, B) or, alike in all rows, (S,), if that is not simply its place in the microbatch."""
@@ -185,16 +199,14 @@ def build_stages(
     specs: Sequence[StageSpec],
     context: LayerContext,
     device: torch.device,
-    recompute_mode: str = "none",
+    recompute_modes: str = "none",
     terms: Mapping[str, losses.LossTerm] = MappingProxyType({}),
-    *,
-    recompute_every: int = 1,
 ) -> list[Stage]:
     """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)
     declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}
-    return [Stage(model, spec, context, declared, device, recompute_mode, recompute_every=recompute_every, terms=terms) for spec in specs]
+    return [Stage(model, spec, context, declared, device, recompute_modes, terms=terms) for spec in specs]
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:

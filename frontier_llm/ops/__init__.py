@@ -1,6 +1,7 @@
 """Fused ops under one face: a reference in plain torch, prebuilt back-ends, and the choice between them."""
 
 from .attention_table import AttentionShape
+from .dropout import Mask, philox, stream_key
 from .dtypes import statistics_dtype, working_dtype
 from .providers import AttentionNeeds
 from .reference import AdamWUpdate, Ops, Scores, merge, softcapped
@@ -10,11 +11,14 @@ __all__ = [
     "AdamWUpdate",
     "AttentionNeeds",
     "AttentionShape",
+    "Mask",
     "Ops",
     "Scores",
     "merge",
+    "philox",
     "select_ops",
     "softcapped",
     "statistics_dtype",
+    "stream_key",
     "working_dtype",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from frontier_llm.errors import FrontierError
 from frontier_llm.ops import reference
+from frontier_llm.ops.dropout import Mask
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 
@@ -106,6 +107,15 @@ def _sums(dtype: torch.dtype, count: int, ops: GpuOps) -> list[Pair]:
     return [(main, expected), (ops.sum_of_squares(grad).float(), grad.double().square().sum())]
 
 
+def _drop(dtype: torch.dtype, columns: int, ops: GpuOps) -> list[Pair]:
+    x, residual = (normal(5, 2, columns, dtype=dtype, seed=seed) for seed in (0, 1))
+    mask = Mask(0xFEDCBA9876543210, 1 << 14, torch.tensor([3, (5 << 32) + 7]), torch.arange(5) + 1000)
+    return [
+        (ops.drop(x, residual, mask), reference.drop(x.double(), residual.double(), mask)),
+        (ops.drop(x, None, mask), reference.drop(x.double(), None, mask)),
+    ]
+
+
 def _embedding(dtype: torch.dtype, columns: int, ops: GpuOps) -> list[Pair]:
     ids, rows = torch.tensor([[3, 7], [9, 3], [2, 7]]), normal(3, 2, columns, dtype=dtype)
     table, wide = torch.zeros(5, columns), torch.zeros(5, columns, dtype=torch.float64)
@@ -152,6 +162,7 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
             yield case("cross_entropy", f"6 x {columns}", partial(_cross_entropy, 3 * normal(6, columns, dtype=dtype)))
         yield case("adamw", f"{1504 - odd}", partial(_adamw, dtype, 1504 - odd))
         yield case("accumulate, sum_of_squares", f"{66000 - odd}", partial(_sums, dtype, 66000 - odd))
+        yield case("drop", f"5 x 2 x {2 * width}", partial(_drop, dtype, 2 * width))
         yield case("embedding", f"6 x {1040 - odd}", partial(_embedding, dtype, 1040 - odd))
     if dtype is not torch.float32:
         for sequence, heads, kv_heads, head_dim in ((131, 4, 2, 64), (70, 2, 1, 128), (70, 1, 1, 80), (40, 1, 1, 256)):

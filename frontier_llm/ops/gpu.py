@@ -11,6 +11,7 @@ from torch import Tensor
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import gpu_attention
 from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
+from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
 from frontier_llm.ops.kernel_table import NORM_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import AdamWUpdate, Scores
@@ -150,6 +151,20 @@ class GpuOps(DifferentiableOps):
             columns=columns, rows_per_program=strip, has_bias=int(bias is not None),
         )  # fmt: skip
         return grad_x, partial.sum(0)
+
+    def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
+        """residual + x with features dropped, in one pass; the mask is in registers alone."""
+        x = x_SBH.detach().contiguous()
+        residual = None if residual_SBH is None else residual_SBH.detach().contiguous()
+        sequence, batch, columns = x.shape
+        out, blocks = torch.empty_like(x), _blocks(columns, HALVES_PER_BLOCK)
+        grid = (sequence * batch, _blocks(blocks, self.kernels.block("drop", "any", "BLOCK")), 1)
+        self.kernels.launch(
+            "drop", x.dtype, "any", grid, x=x, residual=residual, samples=mask.samples_B, positions=mask.positions_S.contiguous(), out=out,
+            key=mask.key - (mask.key >> 63 << 64), threshold=mask.threshold, scale=mask.scale, batch=batch, columns=columns, blocks=blocks,
+            has_residual=int(residual is not None),
+        )  # fmt: skip
+        return out
 
     def _rows_grid(self, x: Tensor, kernel: str, variant: str) -> tuple[int, int, int]:
         return x.numel() // max(1, x.shape[-1]), _blocks(x.shape[-1], self.kernels.block(kernel, variant, "BLOCK")), 1

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dropout import drop
 from .dtypes import statistics_dtype
 
 
@@ -300,7 +301,7 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 class Ops:
     """One function per op, chosen once, with the parameters and the meaning of the one above: what model, tensor_parallel and optim call.
 
-    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks.
+    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks and drop.
     """
 
     attention = _op("attention", attention)
@@ -312,6 +313,7 @@ class Ops:
     rope = _op("rope", rope)
     swiglu = _op("activation", swiglu)
     gelu = _op("activation", gelu)
+    drop = _op("activation", drop)
     cross_entropy_stats = _op("cross_entropy", cross_entropy_stats)
     cross_entropy_backward_ = _op("cross_entropy", cross_entropy_backward_)
     adamw_ = _op("adamw", adamw_)

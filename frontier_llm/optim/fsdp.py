@@ -3,6 +3,9 @@
 Between steps a rank holds one dp-th of every weight: the fp32 master itself. Each block gathers its weights in the working precision
 before it runs, forward and backward, and reduce-scatters its gradients, in fp32, after every microbatch. So memory per rank falls
 with dp, and bytes on the wire rise with the number of microbatches: for few, large microbatches and models that do not fit otherwise.
+
+With `parallel.data_shard` (HSDP) so many neighbouring replicas share out the weights, in a node where they fit in one; there are copies, whose shards of the
+gradients are summed once per step.
 """
 
 from __future__ import annotations
@@ -55,12 +58,16 @@ class FullySharded:
         self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.replicas.size > 1
         self._formula, self._mesh, self._ops = slice_update(config.optimizer, inputs.ops), mesh, inputs.ops
         working, seed = working_dtype(config.precision.dtype), config.train.seed
+        shards, copies = _shards_and_copies(mesh.replicas, config.parallel.data_shard)
+        self._is_first_copy, self._has_copies = copies.rank == 0, copies.size > 1
+        self._microbatches, self._forwards = inputs.plan.microbatches, 0
+        self._stage.register_forward_pre_hook(self._before_forward)
         specs = _widen(self._stage)
-        _fully_shard(self._stage, mesh.replicas, working, device, config.train.timeout_s)
+        _fully_shard(self._stage, _device_mesh(mesh.replicas, shards, copies, device, config.train.timeout_s), working)
         self._stage.to_empty(device=device)
         self._shards = []
         for parameter, spec in zip(self._stage.parameters(), specs, strict=True):
-            rectangle, local = _initial_rectangle(parameter, spec, mesh.replicas, working, seed if inputs.draws else None)
+            rectangle, local = _initial_rectangle(parameter, spec, shards, working, seed if inputs.draws else None)
             states = {name: torch.zeros_like(local) for name in self.rule.states(spec.parameter)}
             self._shards.append(_Shard(spec, rectangle, parameter, states))
 
@@ -70,6 +77,19 @@ class FullySharded:
         """See GradientSums."""
         for shard in self._shards:
             shard.parameter.grad = None
+        self._forwards = 0
+        self._sum_copies(False)
+
+    def _before_forward(self, stage: nn.Module, inputs: Any) -> None:
+        """The last microbatch's backward sums over the copies what all have scattered."""
+        self._forwards += torch.is_grad_enabled()
+        if self._forwards == self._microbatches:
+            self._sum_copies(True)
+
+    def _sum_copies(self, asked: bool) -> None:
+        if self._has_copies:
+            assert isinstance(self._stage, FSDPModule)
+            self._stage.set_requires_all_reduce(asked)
 
     def finish(self) -> None:
         """See GradientSums. Over dp they are summed already; what is partial over other axes (sequence parallelism) still misses those."""
@@ -85,7 +105,7 @@ class FullySharded:
         """See Optimizer. Copies are multiplied by zero: they add nothing but are heard where they are not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for shard in self._held():
-            total += self._ops.sum_of_squares(shard.gradient.view(-1)) * int(shard.spec.counted)
+            total += self._ops.sum_of_squares(shard.gradient.view(-1)) * int(self._counts(shard))
         return total
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
@@ -102,7 +122,7 @@ class FullySharded:
     def state(self) -> list[StateRectangle]:
         """See Optimizer."""
         return [
-            StateRectangle(shard.spec, shard.rectangle, shard.spec.counted, {MASTER: shard.master, **shard.states})
+            StateRectangle(shard.spec, shard.rectangle, self._counts(shard), {MASTER: shard.master, **shard.states})
             for shard in self._held()
         ]
 
@@ -115,6 +135,10 @@ class FullySharded:
         for module in self._stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _counts(self, shard: _Shard) -> bool:
+        """Of all copies of these elements, the one that enters the norm and checkpoints."""
+        return shard.spec.counted and self._is_first_copy
 
     def _held(self) -> list[_Shard]:
         """Those of which this rank has any elements: a dim that dp does not divide leaves some ranks without."""
@@ -136,21 +160,37 @@ def _cut_dim(shape: Sequence[int], ways: int) -> int:
     return next((dim for dim, size in enumerate(shape) if size % ways == 0), 0)
 
 
-def _fully_shard(stage: Stage, dp: Axis, working: torch.dtype, device: torch.device, timeout_s: float) -> None:
+def _shards_and_copies(replicas: Axis, ways: int | None) -> tuple[Axis, Axis]:
+    """(replicas that share out the weights, those that hold copies of this rank's share): rows and columns of `ways` replicas in a row."""
+    copy, place = divmod(replicas.rank, ways := ways or replicas.size)
+    row, column = replicas.ranks[copy * ways : (copy + 1) * ways], replicas.ranks[place::ways]
+    return Axis("shards", place, len(row), row), Axis("copies", copy, len(column), column)
+
+
+def _device_mesh(replicas: Axis, shards: Axis, copies: Axis, device: torch.device, timeout_s: float) -> DeviceMesh:
+    """Of torch: the replicas in a row; with copies a row for each."""
+    group = process_group(shards, timeout_s)
+    if copies.size == 1:
+        return DeviceMesh.from_group(group, device.type)
+    table = torch.tensor(replicas.ranks).view(copies.size, shards.size)
+    return DeviceMesh.from_group([process_group(copies, timeout_s), group], device.type, mesh=table, mesh_dim_names=("copies", "shards"))
+
+
+def _fully_shard(stage: Stage, mesh: DeviceMesh, working: torch.dtype) -> None:
     """Each block by itself, then what is left of the stage (embedding, final norm, head). Gradients are summed, not averaged."""
-    mesh = DeviceMesh.from_group(process_group(dp, timeout_s), device.type)
+    ways = mesh.size(mesh.ndim - 1)
     policy = MixedPrecisionPolicy(param_dtype=working, reduce_dtype=statistics_dtype(working), cast_forward_inputs=False)
     for module in (*stage.blocks, stage):
-        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(_cut_dim(p.shape, dp.size)))
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(_cut_dim(p.shape, ways)))
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _initial_rectangle(parameter: Any, spec: ShardSpec, dp: Axis, working: torch.dtype, seed: int | None) -> tuple[Rectangle, Tensor]:
+def _initial_rectangle(parameter: Any, spec: ShardSpec, shards: Axis, working: torch.dtype, seed: int | None) -> tuple[Rectangle, Tensor]:
     """(this rank's rectangle of the global tensor, its master): initial weights rounded to the working precision, as every engine's; without a seed none."""
-    dim, local = _cut_dim(spec.shape, dp.size), parameter.detach().to_local()
-    first = min(-(-spec.shape[dim] // dp.size) * dp.rank, spec.shape[dim])  # torch.chunk's cut
+    dim, local = _cut_dim(spec.shape, shards.size), parameter.detach().to_local()
+    first = min(-(-spec.shape[dim] // shards.size) * shards.rank, spec.shape[dim])  # torch.chunk's cut
     offset = tuple(start + (first if index == dim else 0) for index, start in enumerate(spec.offset))
     rectangle = Rectangle(offset, tuple(local.shape))
     if rectangle.numel and seed is not None:

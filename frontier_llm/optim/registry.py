@@ -34,7 +34,10 @@ class SliceUpdate(Protocol):
     """The part of an optimizer that knows its formula."""
 
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
-        """Update number `step` (from 1), in place; the gradient counts times `grad_scale` (unscaling and clipping in one factor)."""
+        """Update number `step` (from 1), in place; the gradient counts times `grad_scale` (unscaling and clipping in one factor).
+
+        The gradient stays as it is: the update may be undone and done again (Zero.validate).
+        """
 
 
 Make = Callable[[OptimizerConfig, Ops], SliceUpdate]

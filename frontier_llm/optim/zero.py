@@ -42,6 +42,7 @@ class Zero:
             if bucket.whole and self.rule.gathers
         }
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
+        self._kept: list[dict[str, Tensor]] = []
 
     def squared_norm_share(self) -> Tensor:
         """See Optimizer. Each element counts once: dp slices partition a bucket, and of copies only one counts.
@@ -64,6 +65,21 @@ class Zero:
             bucket.spread()
         if not self._overlap_gather:
             self.settle()
+
+    def keep(self) -> None:
+        """Keep a copy of the state, for `roll_back`."""
+        self._kept = [{kind: values.clone() for kind, values in state.items()} for state in self.states]
+
+    def validate(self, stands: bool) -> None:
+        """The update since `keep` stands, or it is undone, bit for bit, and could be done again: gradients are as they were. Collective over dp."""
+        kept, self._kept = self._kept, []
+        if stands:
+            return
+        self.updates -= 1
+        for state, before in zip(self.states, kept, strict=True):
+            for kind, values in state.items():
+                values.copy_(before[kind])
+        self.weights_from_masters()
 
     def settle(self) -> None:
         """See Optimizer."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from frontier_llm.comm import Mesh, Receive, Sends, post_receive
-from frontier_llm.schedule import Action, Kind, Schedule, check, posted_ahead
+from frontier_llm.schedule import Action, Kind, Schedule, ahead, check, posted_ahead
 
 LOSS = "loss"  # what the last stage returns as its output
 
@@ -76,8 +76,8 @@ class _Flight:
     """What lives between the actions of a step; messages by (kind, position, microbatch)."""
 
     batch: Callable[[int], Any]
-    loss_scale: float
     losses: dict[str, Tensor]  # 0-dim fp64, not weighted
+    loss_scale: float = 1.0
     incoming: dict[tuple[Kind, int, int], Receive] = field(default_factory=dict)
     outgoing: dict[tuple[Kind, int, int], Tensor] = field(default_factory=dict)
     graphs: dict[Key, _Graph] = field(default_factory=dict)
@@ -96,6 +96,7 @@ class Engine:
         activation: ActivationSpec,
         *,
         overlap: bool = True,
+        runs_ahead: bool = False,
         loss_weights: Mapping[str, float] = MappingProxyType({}),
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
@@ -105,14 +106,18 @@ class Engine:
 
         Raises ScheduleError where this rank's list is not legal.
         With `overlap` messages go on under the compute beside them; without, and with one communication in flight, the rank waits for each where
-        the order of communication has it.
+        the order of communication has it. Without `runs_ahead` there is nothing to run ahead.
         """
         rank, overlap = mesh.pp.rank, overlap and not mesh.one_in_flight
         check(schedule, rank)
         positions = schedule.placement.positions_of(rank)
         assert len(stages) == len(positions) and mesh.pp.size == schedule.stages
         self._placement, self._stages, self._channels = schedule.placement, dict(zip(positions, stages, strict=True)), mesh.channels
-        self._actions = posted_ahead(schedule.actions[rank]) if overlap else schedule.actions[rank]
+        border = ahead(schedule)[rank] if runs_ahead else 0
+        lists = schedule.actions[rank][:border], schedule.actions[rank][border:]
+        self._first, self._rest = (posted_ahead(actions) if overlap else actions for actions in lists)
+        self.runs_ahead = border > 0
+        self._ahead_of: Callable[[int], Any] | None = None  # the step whose first actions have been played
         self._deferral, self._activation, self._overlap = deferral, activation, overlap
         self._loss_weights, self._shapes = {LOSS: 1.0, **loss_weights}, {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
         self.on_action: Callable[[Action | None], object] = lambda action: None  # told of each before it is played; None: the end
@@ -135,14 +140,28 @@ class Engine:
         Returns the sums over this rank's virtual stages and microbatches of "loss" and each further loss, 0-dim fp64, without weight or
         scale, and of what else has a shape; zero where its stages have none.
         """
+        if self._ahead_of is not batch:
+            self.run_ahead(batch)
+        self._ahead_of, self._flight.loss_scale = None, loss_scale
+        self._play_all(self._rest)
+        return self._flight.losses
+
+    def run_ahead(self, batch: Callable[[int], Any]) -> None:
+        """Play the first forwards of a step. `run` goes on from there if it is given the same `batch`; with another they are forgotten."""
+        if self._ahead_of is not None:
+            for receive in self._flight.incoming.values():
+                receive.wait()
         zeros = {name: torch.zeros(shape, dtype=torch.float64, device=self._activation.device) for name, shape in self._shapes.items()}
-        self._flight = _Flight(batch, loss_scale, zeros)
-        for action in self._actions:
+        self._flight, self._ahead_of = _Flight(batch, zeros), batch
+        if self._first:
+            self._play_all(self._first)
+
+    def _play_all(self, actions: Sequence[Action]) -> None:
+        for action in actions:
             self.on_action(action)
             self._play[action.kind](action)
         self._sends.wait_all()
         self.on_action(None)
-        return self._flight.losses
 
     def _forward(self, action: Action) -> None:
         position, key = action.position, (action.position, action.microbatch)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.blueprint.context import WAYS, context_way
-from frontier_llm.blueprint.layout import RECOMPUTE, Layout
-from frontier_llm.config import ModelConfig
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import RECOMPUTE, ModelConfig, recompute_modes
 from frontier_llm.costs.layouts import Layouts, as_table
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
 from frontier_llm.schedule import names, rule, v_names
@@ -37,8 +37,8 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
     "recompute": ("recompute", {name: name for name in RECOMPUTE}),
-    "recompute_every": ("recompute_every", None),
     "zero": ("sharding", BY_STAGE),
+    "data_shard": ("data_shard", None),
     "data_mode": ("sharding", {"zero": "optimizer", "fsdp": "weights"}),
     "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
     "axis_order": ("axis_order", {name: name for name in AXIS_ORDERS}),
@@ -125,7 +125,8 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
     plays = _plays(model, pp, fixed)
     # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
-    sharded = ["weights"] if pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
+    shares = dp * cp % fixed.get("data_shard", 1) == 0
+    sharded = ["weights"] if pp == 1 and shares and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
 
     def left(field: str, values: Sequence[Any]) -> np.ndarray:
@@ -135,7 +136,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         "micro_batch": left("micro_batch", microbatches),
         "schedule": np.array([name for name, _ in plays], dtype="U32"),
         "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]),
-        "recompute": left("recompute", RECOMPUTE),
+        "recompute": np.array([fixed["recompute"]] if "recompute" in fixed else RECOMPUTE),
         "sharding": left("sharding", ["none", "optimizer", *sharded] if dp * cp > 1 else ["optimizer"]),
         "axis_order": left("axis_order", orders) if len(orders) > 1 else np.array(orders),
         "context_attention": np.array(context_ways(model, tp, cp, fixed.get("context_attention")), dtype="U6"),
@@ -148,8 +149,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
     }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
-    # a share of the layers is priced where it is asked for: the search would be more than half as long again
-    columns["recompute_every"] = np.where(columns["recompute"] == "full", fixed.get("recompute_every", 1), 1)
+    columns["data_shard"] = np.where(columns["sharding"] == "weights", fixed.get("data_shard", 0), 0)
     columns["microbatches"] = per_replica // columns["micro_batch"]
     columns["expert_nodes"] = np.ones_like(columns["ep"])  # two stages are the search's to price
     return columns
@@ -167,7 +167,15 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
             continue
         field, meanings = FIXABLE[name]
         try:
-            fixed[field] = float(text) if name == "imbalance" else _whole(text) if meanings is None else meanings[text.lower()]
+            fixed[field] = (
+                float(text)
+                if name == "imbalance"
+                else recompute_modes(text.lower())
+                if name == "recompute"
+                else _whole(text)
+                if meanings is None
+                else meanings[text.lower()]
+            )
         except (ValueError, KeyError):
             valid = ", ".join(meanings) if meanings and name != "zero" else "a whole number"
             problems.append(Problem(word, f"{text!r} is not a value of {name}", f"use {valid}"))

@@ -67,6 +67,8 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         **({"data_mode": "fsdp"} if layout.sharding == "weights" else {"zero": SHARDING[layout.sharding]}),
         "axis_order": layout.axis_order,
     }
+    if layout.data_shard:
+        parallel["data_shard"] = layout.data_shard
     if layout.cp > 1:
         parallel["context"] = layout.cp
         parallel["context_attention"] = layout.context_attention
@@ -91,7 +93,6 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         "train": {
             "run_dir": f"runs/{name}",
             "recompute": layout.recompute,
-            **({"recompute_every": layout.recompute_every} if layout.recompute_every > 1 else {}),
         },
         **({"comm": comm} if comm else {}),
     }

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from frontier_llm.blueprint.items import FlashCore, Pass, Product
+from frontier_llm.blueprint.work import block_work, flops
 from frontier_llm.costs.layouts import as_table
 from frontier_llm.costs.memory import peak_memory
 from frontier_llm.costs.seats import seats
+from frontier_llm.costs.seconds import Prices, times, work_s
 from frontier_llm.costs.time import step_s
 from frontier_llm.errors import ConfigError, not_installed
 from frontier_llm.machine import Machine, Rates, rates
@@ -35,6 +38,7 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
     parts = [
         figure(pipeline_chart(outcome.best)),
         figure(memory_chart(outcome.best)),
+        figure(roofline_chart(outcome.best, numbers)),
         figures(throughput_charts(outcome, numbers)),
         figures(scaling_charts(outcome, machine, numbers)),
     ]
@@ -74,6 +78,42 @@ def memory_chart(plan: Plan) -> Chart:
         height_px=380,
         layout={"barmode": "stack", "xaxis": {"dtick": max(1, len(ranks) // 16)}},
     )
+
+
+def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
+    """What a block's kernels reach, by their FLOPs per byte of memory traffic, under the roofs of memory and matrix units; as ORNL drew its models.
+
+    The star is the whole block, forward and backward of a microbatch, with everything that it waits for and sends. Of attention's square the causal
+    half counts.
+    """
+    items = block_work(plan.model, plan.layout, numbers)
+    prices: Prices = {}
+    kernels: dict[str, dict[Product | FlashCore, None]] = {}
+    for item in items:
+        if isinstance(item.work, Product | FlashCore):
+            kernels.setdefault(item.cause, {})[item.work] = None
+    traces = []
+    for index, (cause, works) in enumerate(kernels.items()):
+        executed = [work.flops / (1 if isinstance(work, Product) else 2) for work in works]
+        speeds = [count / work_s(work, plan.layout, numbers, prices) / 1e12 for count, work in zip(executed, works, strict=True)]
+        places = [intensity(count, work.moved_bytes) for count, work in zip(executed, works, strict=True)]
+        names = [work.parameter if isinstance(work, Product) else "backward" if work.backward else "forward" for work in works]
+        traces.append(points(cause, places, speeds, index, hover=names))
+    moved = sum(item.work.moved_bytes for item in items if isinstance(item.work, Product | FlashCore | Pass))
+    block = times(plan.model, plan.layout, numbers).block
+    whole, seconds = flops(items, causal=True), float(sum(block.both(plan.layout.microbatches, numbers)))
+    traces.append(points("the whole block", [intensity(whole, moved)], [whole / seconds / 1e12], 3, shape="star"))
+    shown = [value for trace in traces for value in trace["x"]]
+    ridge = numbers.peak_flops / numbers.hbm_bytes_s
+    ends = sorted({round(min(*shown, ridge) / 2, 1), round(ridge, 1), 2 * max(*shown, ridge)})
+    roof = [min(numbers.peak_flops, place * numbers.hbm_bytes_s) / 1e12 for place in ends]
+    axes = "FLOPs per byte of memory traffic", "TFLOP/s per device (simulated)"
+    return Chart("Roofline of a block", *axes, [*traces, line("the device", ends, roof, 7, dash="dash")], log_x=True, log_y=True)
+
+
+def intensity(executed: float, moved_bytes: float) -> float:
+    """FLOPs per byte, to three digits."""
+    return float(f"{executed / moved_bytes:.3g}")
 
 
 def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:

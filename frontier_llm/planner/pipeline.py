@@ -7,6 +7,7 @@ longer until it has; a test compares with the full list.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,13 @@ import numpy as np
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
+from frontier_llm.costs.layouts import steps_overlap
 from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seconds import times
-from frontier_llm.costs.time import layer_s, meets_inside, p2p_s, tail
+from frontier_llm.costs.time import StepTail, layer_s, meets_inside, p2p_s, tail
 from frontier_llm.costs.update import whole_update
 from frontier_llm.machine.rates import Rates
-from frontier_llm.schedule import Action, Kind, Timeline, build, one_end, simulate, simulate_in_turn
+from frontier_llm.schedule import Action, Follows, Kind, Timeline, ahead, build, one_end, simulate, simulate_in_turn
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
 
@@ -38,7 +40,7 @@ class Played:
     """A simulated step."""
 
     timeline: Timeline  # of the part that was played
-    pipeline_s: float  # makespan of the whole schedule
+    pipeline_s: float  # makespan of the whole schedule, less by what the next step begins earlier on some ranks (optimizer.validated=after)
     busy_s: tuple[float, ...]  # compute per pipeline rank, whole schedule
     end_s: tuple[float, ...]  # last action per pipeline rank, whole schedule
     reduce_s: float  # exposed gradient reduction
@@ -61,12 +63,15 @@ class Played:
 def stage_times(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
     """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
     parts, m = times(model, layout, rates), layout.microbatches
-    layer, weight = layer_s(parts.block, layout, rates), float(parts.block.weights(m))
-    embedding, head = parts.embedding.both(m, rates), parts.head.both(m, rates)
+    blocks = {stage.num_layers: parts.block for stage in stages}
+    if "," in layout.recompute:  # of each stage another share
+        blocks = {length: times(model, layout, rates, length).block for length in blocks}
+    layer = {length: layer_s(block, layout, rates) for length, block in blocks.items()}
+    weight, embedding, head = float(parts.block.weights(m)), parts.embedding.both(m, rates), parts.head.both(m, rates)
     host = rates.microbatch_s / 2 / layout.chunks + (float(p2p_s(model, layout, rates)) if rates.blocking_messages else 0.0)
 
     def seconds(stage: StageSpec, side: int) -> float:
-        return float(stage.num_layers * layer[side] + stage.embedding * embedding[side] + stage.head * head[side]) + host
+        return float(stage.num_layers * layer[stage.num_layers][side] + stage.embedding * embedding[side] + stage.head * head[side]) + host
 
     return tuple(StageTimes(seconds(stage, 0), seconds(stage, 1), stage.num_layers * weight) for stage in stages)
 
@@ -101,9 +106,17 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         by_rank(values, layout) for values in (parameters, backward_s, forward_s, experts)
     )
     end = tail(layout, rates, held, last_backward_s, first_forward_s, of_experts, whole)
+    overlap_s = 0.0
+    if steps_overlap(layout):
+        tied = model.tied_embeddings and not one_end(name)
+
+        def following(follows: Follows) -> Timeline:
+            return _contended(_simulate(name, pp, length, v, stage_s, message, _turns(layout, rates), follows=follows), layout, rates)
+
+        overlap_s = _overlap_s(timeline, following, end, tied)
     return Played(
         timeline=timeline,
-        pipeline_s=float(ends.max()),
+        pipeline_s=float(ends.max()) - overlap_s,
         busy_s=tuple(timeline.busy_s(stage) * m / length for stage in range(pp)),
         end_s=tuple(ends.tolist()),
         reduce_s=float(np.max(ends + end.reduce_s) - ends.max()),
@@ -114,6 +127,21 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     )
 
 
+def _overlap_s(timeline: Timeline, following: Callable[[Follows], Timeline], end: StepTail, tied: bool) -> float:
+    """By how much steps that are validated after follow each other faster than steps that all ranks end together."""
+    first, last, periods = ahead(timeline.schedule), len(timeline.end_s) - 1, [0.0]
+    ends = np.array([times[-1] for times in timeline.end_s])
+    together_s = float(np.max(ends + end.reduce_s)) + float(np.max(end.optimizer_s + end.gather_s))
+    for _ in range(4):  # until each step repeats the one before
+        if tied:  # the embedding's gradient is a sum over the first rank and the last
+            ends[[0, last]] = max(ends[0], ends[last])
+        begins = ends + end.reduce_s + end.optimizer_s + end.gather_s
+        later = np.array([times[-1] for times in following(Follows(begins.tolist(), first)).end_s])
+        periods.append(float(later.max() - ends.max()))
+        ends = later
+    return together_s - periods[-1]
+
+
 def _turns(layout: Layout, rates: Rates) -> str:
     """How messages take turns: not, one after the other, or so that compute waits for each (collectives inside it take their turn too)."""
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
@@ -121,7 +149,17 @@ def _turns(layout: Layout, rates: Rates) -> str:
     return "waiting" if rates.host_executes or meets_inside(layout) else "one"
 
 
-def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...], message: float, turns: str = "many") -> Timeline:
+def _simulate(
+    name: str,
+    pp: int,
+    m: int,
+    v: int,
+    times: tuple[StageTimes, ...],
+    message: float,
+    turns: str = "many",
+    *,
+    follows: Follows | None = None,
+) -> Timeline:
     seconds = {}
     for position, one in enumerate(times):
         seconds[Kind.FORWARD, position] = one.forward_s
@@ -133,8 +171,8 @@ def _simulate(name: str, pp: int, m: int, v: int, times: tuple[StageTimes, ...],
         return seconds[action.kind, action.position]
 
     if turns == "many":
-        return simulate(build(name, pp, m, v, messages=False), duration, message)
-    return simulate_in_turn(build(name, pp, m, v), duration, message, waits=turns == "waiting")
+        return simulate(build(name, pp, m, v, messages=False), duration, message, follows)
+    return simulate_in_turn(build(name, pp, m, v), duration, message, turns == "waiting", follows)
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:

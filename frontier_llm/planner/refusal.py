@@ -25,7 +25,7 @@ CONFIG_KEYS = {
         "sequence_parallel": "sequence_parallel",
     },
     "batch": {"micro_batch": "micro_batch"},
-    "train": {"recompute": "recompute", "recompute_every": "recompute_every"},
+    "train": {"recompute": "recompute"},
 }
 
 

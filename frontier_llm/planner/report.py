@@ -10,7 +10,7 @@ from typing import Any
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
 from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
-from frontier_llm.blueprint.layout import SHARDING
+from frontier_llm.blueprint.layout import SHARDING, mode_shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
@@ -65,8 +65,10 @@ def layout_words(plan: Plan) -> str:
         layout.schedule if layout.pp > 1 else "",
         "sequence parallel" if layout.sequence_parallel else "",
         f"tensor chunks {layout.tensor_chunks}" if layout.tensor_chunks > 1 else "",
-        f"recompute {layout.recompute}" + (f" of one layer in {layout.recompute_every}" if layout.recompute_every > 1 else ""),
-        "FSDP" if layout.sharding == "weights" else f"ZeRO-{SHARDING[layout.sharding]}",
+        f"recompute {layout.recompute}",
+        f"FSDP{f' by {layout.data_shard}' if layout.data_shard else ''}"
+        if layout.sharding == "weights"
+        else f"ZeRO-{SHARDING[layout.sharding]}",
         f"{layout.gradient_wire} gradient sums" if layout.gradient_wire != "full" else "",
         layout.axis_order if layout.pp > 1 and layout.dp > 1 else "",
     ]
@@ -91,7 +93,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
-    block = times(model, layout, rates).block
+    block, modes = times(model, layout, rates, layers // layout.chunks).block, mode_shares(model, layout, layers // layout.chunks)
     parts: dict[str, float] = {}
     lists = (
         *(
@@ -102,7 +104,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
     for items, number, adds in lists:
-        for cause, both in by_cause(items, layout, rates).items() if number else ():
+        for cause, both in by_cause(items, layout, rates, modes=modes).items() if number else ():
             share, name = (added_share(m), adds) if cause == ADDING else (1.0, cause)
             parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
     computed = sum(block.both(m, rates))
@@ -290,9 +292,9 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
         "global_batch": layout.global_batch,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": layout.recompute,
-        "recompute_every": layout.recompute_every,
         "zero": SHARDING[layout.sharding],
         "data_mode": "fsdp" if layout.sharding == "weights" else "zero",
+        "data_shard": layout.data_shard or None,
         "axis_order": layout.axis_order,
         "stage_layers": [stage.num_layers for stage in plan.stages],
         "step_s": plan.step_s,

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint.layout import RECOMPUTE, Layout
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
-from frontier_llm.config import ModelConfig
+from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.costs.experts import over_nodes
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.costs.layouts import Layouts

@@ -36,6 +36,9 @@ class ScheduleRule:
     peak_waiting: Formula | None = None
     # share of 1F1B's bubble that is left where F = I = W, with one virtual stage per rank unless a V fixes two; the planner's closed form
     idle: float = 1.0
+    # ranks begin one after the other and end so too: where the optimizer waits for no other rank, steps overlap (optimizer.validated=after)
+    staggered: bool = False
+    beat: float = 2.0  # length of a B beside an F of 1, to which the order of communication is made; 1: neighbours' pairs of both keep step
 
 
 _RULES: dict[str, ScheduleRule] = {}
@@ -109,7 +112,7 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: 
     chosen = rule(name)
     placement = chosen.placement(stages, chunks)
     orders = [chosen.order(placement, microbatches, rank) for rank in range(stages)]
-    actions = with_messages(placement, orders) if messages else tuple(map(tuple, orders))
+    actions = with_messages(placement, orders, chosen.beat) if messages else tuple(map(tuple, orders))
     return Schedule(name, placement, microbatches, actions)
 
 

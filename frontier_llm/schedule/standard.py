@@ -7,7 +7,7 @@ section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelism", 20
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -109,4 +109,5 @@ register("gpipe", ScheduleRule(_gpipe, peak_in_flight=lambda stages, microbatche
 register("1f1b", ScheduleRule(_one_f_one_b, peak_in_flight=_peak_one_f_one_b))
 register("interleaved", ScheduleRule(interleaved, chunks=range(1, MOST_CHUNKS + 1), peak_in_flight=peak_interleaved))
 for name, one in (("zb-h1", _ZeroBubble(1)), ("zb-h2", _ZeroBubble(2))):
-    register(name, ScheduleRule(one, splits_backward=True, peak_in_flight=one.peak_in_flight, peak_waiting=one.peak_waiting, idle=1 / 3))
+    rule = ScheduleRule(one, splits_backward=True, peak_in_flight=one.peak_in_flight, peak_waiting=one.peak_waiting, idle=1 / 3)
+    register(name, replace(rule, staggered=one.depth == 2))

@@ -29,6 +29,7 @@ class LayerContext:
     ep: Axis = field(default_factory=partial(single, "ep"))  # ranks that share out the experts
     etp: int = 1  # of them, neighbours that split each expert's width
     context_attention: str = "gather"  # of blueprint.context.WAYS, where there are several cp ranks
+    seed: int = 0  # of dropout's masks
 
     def declare(self, parameter: Parameter, tied_rank: int = 0) -> ShardedParameter:
         """This rank's part, on the meta device: memory comes later, as a view into the flat buffer of the rank that owns the stage.

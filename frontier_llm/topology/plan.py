@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from frontier_llm import schedule
-from frontier_llm.blueprint import StageSpec, model_parameters
-from frontier_llm.blueprint.optimizers import optimizer_rule
+from frontier_llm.blueprint import StageSpec
 from frontier_llm.config import ModelConfig, RunConfig, model_problems, optimizer_problems, phases_of
-from frontier_llm.errors import ConfigError, LayoutError, Problem, divisors, nearest
-from frontier_llm.machine import load_machine
+from frontier_llm.errors import LayoutError, Problem, divisors, nearest
 from frontier_llm.schedule import Placement
+from frontier_llm.topology.engine_rules import engine_problems
 from frontier_llm.topology.grid import AXIS_ORDERS, Grid
 from frontier_llm.topology.stages import split_layers
 from frontier_llm.units import plural
@@ -62,7 +61,7 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
         *_tensor_chunk_problems(config),
         *_expert_problems(config, world_size),
         *_pipeline_problems(config),
-        *_engine_problems(config),
+        *engine_problems(config, world_size),
     ]
 
 
@@ -99,12 +98,6 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         zero=parallel.zero,
     )
-
-
-def in_flight(config: RunConfig) -> str:
-    """'one' or 'many' communications of a rank at a time: the run's own word, else that of its machine."""
-    chosen = config.comm.in_flight
-    return load_machine(config.machine).in_flight.mode if chosen == "auto" else chosen
 
 
 def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
@@ -295,56 +288,4 @@ def _pipeline_problems(config: RunConfig) -> list[Problem]:
                 f"give {virtual} entries that sum to {model.layers}, or leave it out",
             )
         )
-    return problems
-
-
-def _engine_problems(config: RunConfig) -> list[Problem]:
-    """What the engines that bring their own data parallelism cannot do, and why."""
-    parallel, precision = config.parallel, config.precision
-    deepspeed, fsdp = config.optimizer.engine == "deepspeed", parallel.data_mode == "fsdp"
-    native = not deepspeed and not fsdp
-    problems: list[Problem] = []
-
-    def refuse(where: str, what: str, fix: str) -> None:
-        problems.append(Problem(where, what, fix))
-
-    if not native and in_flight(config) == "one":
-        who = "fsdp" if fsdp else "deepspeed"
-        what = f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order of its own"
-        fix = "use the native engine with data_mode=zero, or set comm.in_flight=many where many at a time do not hang"
-        refuse("comm.in_flight", what, fix)
-    if deepspeed and parallel.context > 1:
-        fix = "use the native engine, or set parallel.context=1"
-        refuse("optimizer.engine", f"deepspeed with context {parallel.context} was never tried", fix)
-    if fsdp and deepspeed:
-        refuse("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them")
-    if parallel.zero > 1:
-        fix = "set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1"
-        refuse("parallel.zero", f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp", fix)
-    if parallel.zero == 0 and deepspeed:
-        fix = "set parallel.zero=1, or optimizer.engine=native"
-        refuse("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", fix)
-    if fsdp and parallel.pipeline > 1:
-        what = f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per microbatch, and a pipeline needs many"
-        refuse("parallel.pipeline", what, "set parallel.pipeline=1, or data_mode=zero")
-    try:
-        rule = optimizer_rule(config.optimizer.name)
-    except ConfigError as error:
-        problems.extend(error.problems)
-    else:
-        if not native and any(map(rule.whole, model_parameters(config.model).values())):
-            what = f"{rule.name} updates whole matrices, which {'fsdp' if fsdp else 'DeepSpeed'} cuts"
-            refuse("optimizer.name", what, "use the native engine with data_mode=zero")
-    if deepspeed and precision.dtype not in ("fp32", "bf16"):
-        fix = "use bf16 or fp32, or optimizer.engine=native"
-        refuse("precision.dtype", f"{precision.dtype} with the engine deepspeed is not supported", fix)
-    if not native and config.guard.recompute_interval > 0:
-        fix = "set it to 0, or use the native engine with data_mode=zero"
-        refuse("guard.recompute_interval", "only the native engine can compute a step again", fix)
-    if not native and precision.gradient_wire != "full":
-        fix = "set it to full, or use the native engine with data_mode=zero"
-        refuse("precision.gradient_wire", "only the native engine narrows gradients on their way", fix)
-    if config.optimizer.deepspeed_config is not None and not deepspeed:
-        fix = "set optimizer.engine=deepspeed, or leave it out"
-        refuse("optimizer.deepspeed_config", "is given, but the engine is native", fix)
     return problems

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.comm import Mesh
-from frontier_llm.config import RunConfig, RunPhase, phases_of
-from frontier_llm.model import Stage, build_stages, losses
+from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
+from frontier_llm.model import Microbatch, Stage, build_stages, losses
 from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
 from frontier_llm.optim import EngineInputs, GradientSums, GradientSync, LossScaler, Optimizer, build_update, gradient_destination
 from frontier_llm.pipeline import ActivationSpec, Engine
-from frontier_llm.schedule import Schedule, forward_only
+from frontier_llm.schedule import FORWARD_ONLY, Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.tensor_parallel import LayerContext
 from frontier_llm.topology import ParallelPlan
@@ -45,6 +46,9 @@ class TrainState:
     current_step: int = 0
     skipped_steps: int = 0
     best: BestLoss | None = None
+    # with optimizer.validated=after
+    calm: bool = False  # the last step's update was neither skipped nor clipped
+    ahead: Callable[[int], Microbatch] | None = None  # batches of the next step, whose first forwards have been played
     # of the phase that it is in
     config: RunConfig = field(init=False)
     pipeline: Engine = field(init=False)
@@ -65,23 +69,41 @@ class TrainState:
         activation = ActivationSpec((tokens, batch.micro_batch, config.model.hidden), context.dtype, self.device)
 
         def engine(schedule: Schedule) -> Engine:
+            moe = config.model.moe
+            # routers that are told the whole step's load: no forward may run ahead of it
+            told = moe is not None and (moe.selection_bias or moe.balance == "global")
+            runs_ahead = config.optimizer.validated == "after" and not told and schedule.name != FORWARD_ONLY
             overlap = config.comm.overlap_messages
             weights, shapes = losses.weights(config), losses.shapes(config.model)
             return Engine(
-                schedule, self.stages, self.mesh, context.gradients, activation, overlap=overlap, loss_weights=weights, shapes=shapes
+                schedule,
+                self.stages,
+                self.mesh,
+                context.gradients,
+                activation,
+                overlap=overlap,
+                runs_ahead=runs_ahead,
+                loss_weights=weights,
+                shapes=shapes,
             )
 
         schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks)
         self.pipeline, self.evaluator = engine(schedule), engine(forward_only(schedule))
-        self.feed = self.new_feed(source)
+        self.feed, self.ahead = self.new_feed(source), None
         self.feed.left_out_steps = left_out_steps
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether this rank may update before all have ended the step: there is something to gain, the phase goes on, and the update will probably stand."""
+        return self.calm and self.pipeline.runs_ahead and self.current_step + 1 < phase_at(self.phases, self.current_step).end
 
     def new_feed(self, source: BatchSource) -> Feed:
         """Another stream of batches for this rank, e.g. the held-out one."""
         is_end = any(stage.spec.embedding or stage.spec.head for stage in self.stages)
         sequences = self.config.batch.global_batch
         targets = sequences * self.config.model.sequence_length
-        return Feed(source, targets, self.mesh, self.device, is_end, sequences_per_step=sequences)
+        drops = self.config.model.dropout > 0
+        return Feed(source, targets, self.mesh, self.device, is_end, sequences_per_step=sequences, drops=drops)
 
 
 def build_state(
@@ -107,10 +129,20 @@ def build_state(
     ops = select_ops(config.ops, device.type, dtype, needs, attention=shape)
     gradients = gradient_destination(config)
     context = LayerContext(
-        mesh.tp, plan.sequence_parallel, ops, gradients, dtype, config.comm.tensor_chunks, mesh.cp, mesh.ep, plan.grid.etp, way
+        mesh.tp,
+        plan.sequence_parallel,
+        ops,
+        gradients,
+        dtype,
+        config.comm.tensor_chunks,
+        mesh.cp,
+        mesh.ep,
+        plan.grid.etp,
+        way,
+        config.train.seed,
     )
     specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
-    stages = build_stages(model, specs, context, device, config.train.recompute, terms, recompute_every=config.train.recompute_every)
+    stages = build_stages(model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
     state = TrainState(
         phases=phases,

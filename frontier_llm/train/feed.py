@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,9 @@ class BatchSource(Protocol):
     def microbatch(self, step: int, index: int) -> SampleBatch:
         """Microbatch `index` of step `step` of this data-parallel rank."""
 
+    def sample_ids(self, step: int, index: int) -> range:
+        """The numbers of its samples in the run's data."""
+
 
 class Feed:
     """One rank's batches on its device. Stages between the ends of the pipeline read nothing, unless documents cut attention."""
@@ -38,20 +42,32 @@ class Feed:
         is_end: bool = True,
         *,
         sequences_per_step: int = 0,
+        drops: bool = False,
     ) -> None:
-        """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds or has the head."""
+        """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds or has the head.
+
+        `drops`: the model drops features in training.
+        """
         self._sequences_per_step = sequences_per_step
         self.left_out_steps = 0  # of data, by a rewind: step k is fed what would have been step k + left_out_steps
         self._source, self._targets_per_step, self._mesh, self._device = source, targets_per_step, mesh, device
-        self._reads = is_end or source.reset_at_documents
+        self._reads, self._drops = is_end or source.reset_at_documents, drops
 
     def step(self, step: int) -> Callable[[int], Microbatch]:
-        """The microbatches of a step by number. Collective over the replicas where documents are masked."""
+        """The microbatches of a training step by number. Collective over the replicas where documents are masked."""
         targets = self.count_targets(step)
-        return lambda index: self.microbatch(step, index, targets)
+
+        def microbatch(index: int) -> Microbatch:
+            batch = self.microbatch(step, index, targets)
+            if not self._drops:
+                return batch
+            ids = self._source.sample_ids(step + self.left_out_steps, index)
+            return replace(batch, samples_B=self._tensor(np.array(ids, np.int64)))
+
+        return microbatch
 
     def microbatch(self, step: int, index: int, global_targets: int | Tensor) -> Microbatch:
-        """The microbatch with the sequence first."""
+        """The microbatch with the sequence first, of which nothing is dropped."""
         if not self._reads:
             return Microbatch(global_targets=global_targets, global_sequences=self._sequences_per_step)
         samples = self._source.microbatch(step + self.left_out_steps, index)

@@ -30,6 +30,7 @@ from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, metrics_of
 from frontier_llm.train.progress import progress_of, restore
 from frontier_llm.train.step import StepResult, local_gradients, train_step
+from frontier_llm.train.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
 
 START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
@@ -74,7 +75,7 @@ class _Session:
         self.drawn = drawn
         self.run_dir, world = Path(self.config.train.run_dir), state.mesh.world
         self.is_first = world.rank == 0
-        self.validation = _validation(state)
+        self.validation, self.tasks = _validation(state), open_tasks(config)
         self.metrics: Metrics | None = None  # of rank 0
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
@@ -204,14 +205,21 @@ class _Session:
 
     def _evaluate(self) -> bool:
         """False when a signal or STOP cut it short."""
-        if not self.validation:
-            return True
-        with self.watchdog.section("evaluate"):
-            values = evaluate(self.state, self.validation, self.config.train.eval_samples, self.wishes.stop)
-        if values and self.metrics is not None:
-            self.metrics.event("evaluation", self.state.current_step, values)
-        self._keep_if_best(values)
-        return bool(values)
+        if self.validation:
+            with self.watchdog.section("evaluate"):
+                values = evaluate(self.state, self.validation, self.config.train.eval_samples, self.wishes.stop)
+            if values and self.metrics is not None:
+                self.metrics.event("evaluation", self.state.current_step, values)
+            self._keep_if_best(values)
+            if not values:
+                return False
+        if self.tasks:
+            with self.watchdog.section("evaluate"):
+                accuracies = evaluate_tasks(self.state, self.tasks, self.wishes.stop)
+            if accuracies and self.metrics is not None:
+                self.metrics.event("tasks", self.state.current_step, accuracies)
+            return bool(accuracies)
+        return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
         """Save a step at once whose held-out loss is the lowest so far; BEST names it when it is on disk."""

@@ -28,7 +28,7 @@ def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
 
 def restore(state: TrainState, progress: Progress) -> None:
     """Put the scalars back."""
-    state.current_step, state.skipped_steps = progress.step, progress.skipped_steps
+    state.current_step, state.skipped_steps, state.ahead = progress.step, progress.skipped_steps, None
     state.optimizer.updates = progress.optimizer_updates
     state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps
     state.spikes.restore(progress.policy)

@@ -13,7 +13,7 @@ from torch import Tensor
 from frontier_llm.comm import all_reduce_
 from frontier_llm.failpoints import hit
 from frontier_llm.model.losses import LOAD
-from frontier_llm.optim import GradientSync, learning_rate
+from frontier_llm.optim import GradientSync, Zero, learning_rate
 from frontier_llm.pipeline.engine import LOSS
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.feed import Feed
@@ -44,33 +44,54 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     """
     optimizer, scaler, config = state.optimizer, state.scaler, state.config.optimizer
 
-    batch = state.feed.step(state.current_step)
+    batch, state.ahead = state.ahead or state.feed.step(state.current_step), None
     state.sync.begin()
     losses = state.pipeline.run(batch, scaler.scale)
     state.sync.finish()
 
-    sums = global_sums(state, losses, optimizer.squared_norm_share(), wish())
+    lr, norm_share = learning_rate(config, state.current_step, state.config.train.steps), optimizer.squared_norm_share()
+    early = step_early(state, lr) if state.steps_early else None
+    sums = global_sums(state, losses, norm_share, wish())
     load = sums[len(sums) - losses[LOAD].numel() :].view_as(losses[LOAD]) if LOAD in losses else None
     # the only time in a step that the host waits for the device
     loss, *further, squared_norm, stop, save = (sums if load is None else sums[: -load.numel()]).tolist()
     norm = math.sqrt(squared_norm) / scaler.scale
-    lr = learning_rate(config, state.current_step, state.config.train.steps)
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     spike = not overflowed and state.spikes.is_spike(loss, norm)
     further_losses = dict(zip([name for name in losses if name not in (LOSS, LOAD)], further, strict=True))
     routing = {} if load is None else summary(load, state.config.model)
     result = StepResult(loss, norm, lr, scaler.scale, overflowed or spike, spike, further_losses, routing, Wish(stop > 0, save > 0))
 
+    clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
+    state.calm = clip == 1.0 and not result.skipped
+    if early:
+        early.validate(stands=state.calm)
+    if not state.calm:
+        state.ahead = None
     if result.skipped:
         state.skipped_steps += 1
-    else:
-        clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
+    elif not (early and state.calm):
         optimizer.step(lr, grad_scale=clip / scaler.scale)
-        if load is not None:
-            tell_routers(state.stages, load)
+    if load is not None and not result.skipped:
+        tell_routers(state.stages, load)
     scaler.update(overflowed=overflowed)
     state.current_step += 1
     return result
+
+
+def step_early(state: TrainState, lr: float) -> Zero:
+    """Update this rank before all have ended the step, as if its gradient were finite and need no clipping, and play the next one's first forwards.
+
+    The sum over the world then comes when the rank that ends last has ended, and finds nobody waiting (optimizer.validated=after; Qi et al. 2023, section 4).
+    If the step does not stand, its update is undone and done again as it should have been, and the forwards are forgotten.
+    """
+    optimizer = state.optimizer
+    assert isinstance(optimizer, Zero)
+    optimizer.keep()
+    optimizer.step(lr, grad_scale=1.0 / state.scaler.scale)
+    state.ahead = state.feed.step(state.current_step + 1)
+    state.pipeline.run_ahead(state.ahead)
+    return optimizer
 
 
 def global_sums(state: TrainState, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> Tensor:

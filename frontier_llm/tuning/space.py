@@ -78,7 +78,7 @@ def make_space(
 ) -> Space:
     """Every legal layout that fits into memory, cut to the `most` best and those predicted `within` the best. Raises ConfigError for none."""
     fixed = {"gradient_wire": config.precision.gradient_wire, **fixed}
-    shared = {"dtype": config.precision.dtype, "optimizer": config.optimizer.name}
+    shared = {"dtype": config.precision.dtype, "optimizer": config.optimizer.name, "validated": config.optimizer.validated}
     layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
     fitting = layouts.where(peak_memory(config.model, layouts, rates) <= rates.memory_bytes) if len(layouts) else layouts
     if not len(fitting):

@@ -1,12 +1,14 @@
-"""One rank of megatron-core 0.16.1 on gloo and the CPU: the same GPT as configs/models/bench-l8-h384.yaml, timed.
+"""One rank of megatron-core 0.16.1 on gloo and the CPU: the same GPT as configs/models/bench-l8-h384.yaml, timed, or with experts.
 
-Started by scripts/bench_peers.py under torchrun. megatron-core expects CUDA; `run_on_cpu` is what it takes to do without, and it
+Started by scripts/bench_peers.py and bench_moe.py under torchrun. megatron-core expects CUDA; `run_on_cpu` is what it takes to do without, and it
 changes no arithmetic. Fused CUDA kernels are switched off because they do not exist here.
 """
 
 import argparse
 import json
 import time
+from contextlib import nullcontext
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -25,11 +27,16 @@ def run_on_cpu() -> None:
     torch.cuda.synchronize = lambda *args: None
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
 
-    class _Generator:
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
+    class _Nothing:
+        """A generator, a stream, an event: whatever it is asked to do is done already."""
 
-    torch.cuda.default_generators = [_Generator()]
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: self
+
+    torch.cuda.default_generators = [_Nothing()]
+    stream = _Nothing()
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: stream
+    torch.cuda.stream = lambda stream: nullcontext()
     tensor_type = torch.Tensor.type
 
     def type_of(self, dtype=None, *args, **kwargs):
@@ -53,10 +60,37 @@ def run_on_cpu() -> None:
         setattr(torch, name, without_cuda(getattr(torch, name)))
 
 
+def experts_on_cpu() -> None:
+    """The same for megatron-core's MoE layer: a function of Transformer Engine is asked for unimported, counts that need no copy stay tensors.
+
+    And sequence parallelism, which experts beside tensor parallelism need, refuses torch's norm, though over a part of the sequence it is the same.
+    """
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+    make_norm = torch_norm.WrappedTorchNorm.__new__
+
+    def norm_of_part(cls, config, *args, **kwargs):
+        alone = copy(config)
+        alone.sequence_parallel = False
+        norm = make_norm(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # its gradient is summed over tensor ranks
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = norm_of_part
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("tp", "pp", "steps", "warmup", "layers", "hidden", "heads", "ffn", "sequence", "vocab", "micro_batch", "global_batch"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    for name, none in (("experts", 0), ("top_k", 1), ("expert_hidden", 0), ("ep", 1)):
+        parser.add_argument(f"--{name}", type=int, default=none)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -71,7 +105,16 @@ def main() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    parallel_state.initialize_model_parallel(args.tp, args.pp, expert_model_parallel_size=args.ep, expert_tensor_parallel_size=1)
+    experts = {}
+    if args.experts:
+        experts_on_cpu()
+        experts = {
+            "num_moe_experts": args.experts, "moe_router_topk": args.top_k, "moe_ffn_hidden_size": args.expert_hidden,
+            "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.01, "expert_model_parallel_size": args.ep, "expert_tensor_parallel_size": 1, "add_bias_linear": False,
+            "sequence_parallel": args.tp > 1,  # megatron-core demands it of experts beside tensor parallelism
+        }  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     bf16 = args.dtype == "bf16"
     config = TransformerConfig(
@@ -92,11 +135,12 @@ def main() -> None:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=False,
+        **experts,
     )
     config.finalize_model_grads_func = finalize_model_grads
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=args.experts or None, moe_grouped_gemm=False),
         vocab_size=args.vocab,
         max_sequence_length=args.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -122,10 +166,10 @@ def main() -> None:
         return output, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
 
     play = get_forward_backward_func()
-    seconds = []
+    seconds, cpu_seconds = [], []
     for step in range(args.warmup + args.steps):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         model.zero_grad_buffer()
         optimizer.zero_grad()
         play(
@@ -139,11 +183,13 @@ def main() -> None:
             forward_only=False,
         )
         optimizer.step()
-        dist.barrier()
+        cpu = torch.tensor(time.process_time() - cpu_begin, dtype=torch.float64)
+        dist.all_reduce(cpu)  # and so a barrier
         if step >= args.warmup:
             seconds.append(time.perf_counter() - begin)
+            cpu_seconds.append(float(cpu))
     if dist.get_rank() == 0:
-        print("RESULT " + json.dumps({"step_s": seconds}), flush=True)
+        print("RESULT " + json.dumps({"step_s": seconds, "cpu_s": cpu_seconds}), flush=True)
     dist.destroy_process_group()
 
 

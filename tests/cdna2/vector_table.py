@@ -85,6 +85,7 @@ TABLE: Final[dict[str, Vector]] = {
     "v_subrev_u32": _op(_U2, lambda a, b: b - a),
     "v_mul_u32_u24": _op(_U2, _low_24),
     "v_mul_lo_u32": _op(_U2, np.multiply),
+    "v_mul_hi_u32": _op(_U2, lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64)) >> np.uint64(32)),
     "v_max_i32": _op(_I2, np.maximum),
     "v_min_i32": _op(_I2, np.minimum),
     "v_lshlrev_b32": _op(_U2, _shifted(np.left_shift, 32)),

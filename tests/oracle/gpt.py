@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracle import moe
+from tests.oracle import dropout, moe
 from tests.oracle.optimizers import Direction
 
 Params = Mapping[str, Tensor]
@@ -178,34 +178,46 @@ def _mlp(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
 
 
 def logits(
-    config: Config, params: Params, tokens_S: Tensor, documents: Sequence[int] | None = None, routers: list[moe.Said] | None = None
+    config: Config,
+    params: Params,
+    tokens_S: Tensor,
+    documents: Sequence[int] | None = None,
+    routers: list[moe.Said] | None = None,
+    sample: int | None = None,
 ) -> Tensor:
     """(S, vocab_size) logits of one sequence; `documents` gives each position's document id (contiguous runs).
 
-    `routers` gets what each layer's router says of the sequence.
+    `routers` gets what each layer's router says of the sequence. `sample` is its number, by which features are dropped; None = none are.
     """
+
+    def dropped(x: Tensor, place: str) -> Tensor:
+        if not config.get("dropout") or sample is None:
+            return x
+        return x * dropout.factors(config["seed"], place, sample, len(x), config["hidden"], config["dropout"])
+
     documents = [0] * len(tokens_S) if documents is None else [int(d) for d in documents]
     positions = [i - documents.index(document) for i, document in enumerate(documents)]
     x = params["embedding.token.weight"][tokens_S] * (math.sqrt(config["hidden"]) if config.get("scaled_embedding") else 1)
     if config["position"] == "learned":
         x = x + params["embedding.position.weight"][positions]
+    x = dropped(x, "embedding")
     for i in range(config["layers"]):
         layer = f"layers.{i}"
         attended = _attention(
             _norm(x, params, f"{layer}.attention_norm", config), params, f"{layer}.attention", config, documents, positions
         )
-        middle = x + _norm(attended, params, f"{layer}.attention_output_norm", config)
+        middle = x + dropped(_norm(attended, params, f"{layer}.attention_output_norm", config), f"{layer}.attention")
         mlp_input = _norm(x if config["parallel_residual"] else middle, params, f"{layer}.mlp_norm", config)
         if f"{layer}.moe.router.weight" not in params:
             fed = _mlp(mlp_input, params, f"{layer}.mlp", config)
-            x = middle + _norm(fed, params, f"{layer}.mlp_output_norm", config)
+            x = middle + dropped(_norm(fed, params, f"{layer}.mlp_output_norm", config), f"{layer}.mlp")
             continue
         mixed, said = moe.mixture(mlp_input, params, f"{layer}.moe", config["moe"])
         if f"{layer}.moe.shared.up.weight" in params:
             beside = _mlp(mlp_input, params, f"{layer}.moe.shared", config)
             gate = params.get(f"{layer}.moe.shared_gate.weight")
             mixed = mixed + (beside if gate is None else beside * torch.sigmoid(mlp_input @ gate.T))
-        x = middle + _norm(mixed, params, f"{layer}.mlp_output_norm", config)
+        x = middle + dropped(_norm(mixed, params, f"{layer}.mlp_output_norm", config), f"{layer}.mlp")
         if routers is not None:
             routers.append(said)
     x = _norm(x, params, "final_norm", config)
@@ -220,8 +232,9 @@ def loss(
     documents_BS1: Tensor | None = None,
     routers: list[list[moe.Said]] | None = None,
     learnt_BS1: Tensor | None = None,
+    first_sample: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:].
+    """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:]; `first_sample` counts the rows, of which features are dropped.
 
     With document ids, a target that belongs to another document than its input does not count; nor does one that is not learnt. `routers` gets a list for each sequence.
     """
@@ -229,7 +242,7 @@ def loss(
     for row, tokens in enumerate(tokens_BS1):
         documents = [0] * len(tokens) if documents_BS1 is None else documents_BS1[row].tolist()
         said: list[moe.Said] = []
-        z = logits(config, params, tokens[:-1], documents[:-1], said)
+        z = logits(config, params, tokens[:-1], documents[:-1], said, None if first_sample is None else first_sample + row)
         if routers is not None:
             routers.append(said)
         for i in range(len(tokens) - 1):
@@ -254,12 +267,17 @@ def output_z(
 
 
 def gradients(
-    config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None, learnt_BS1: Tensor | None = None
+    config: Config,
+    params: Params,
+    tokens_BS1: Tensor,
+    documents_BS1: Tensor | None = None,
+    learnt_BS1: Tensor | None = None,
+    first_sample: int | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradient of each parameter); `config` may have a weight "output_z"."""
     leaves = {name: value.detach().to(torch.float64).requires_grad_() for name, value in params.items()}
     routers: list[list[moe.Said]] = []
-    value = loss(config, leaves, tokens_BS1, documents_BS1, routers, learnt_BS1)
+    value = loss(config, leaves, tokens_BS1, documents_BS1, routers, learnt_BS1, first_sample)
     total = value + moe.losses(routers, config, leaves)
     if weight := config.get("output_z"):
         total = total + weight * output_z(config, leaves, tokens_BS1, documents_BS1, learnt_BS1)
@@ -306,7 +324,7 @@ def train(
     losses, norms = [], []
     for update, batch in enumerate(batches, start=1):
         mask = learnt[update - 1] if learnt else None
-        value, grads = gradients(config, now, batch, documents[update - 1] if documents else None, mask)
+        value, grads = gradients(config, now, batch, documents[update - 1] if documents else None, mask, (update - 1) * len(batch))
         kept = moe.kept(config, now, batch, documents[update - 1] if documents else None, loss)
         norm = global_norm(grads)
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0

@@ -88,7 +88,7 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        return 2 if self.schedule.startswith(("interleaved", "zb-v", "v-")) and self.pp > 1 else 1
+        return 2 if self.schedule.startswith(("interleaved", "zb-v", "v-", "dualpipe")) and self.pp > 1 else 1
 
     def __str__(self) -> str:
         default = Case(self.family)

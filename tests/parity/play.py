@@ -75,11 +75,15 @@ class Source:
         self.reset_at_documents, self._read_only = case.documents, case.read_only
         self.masks_targets = case.documents or case.read_only
 
+    def sample_ids(self, step: int, index: int) -> range:
+        first = step * self._config.batch.global_batch + (index * self._dp + self._dp_rank) * self._size
+        return range(first, first + self._size)
+
     def microbatch(self, step: int, index: int) -> SampleBatch:
         """With document resets, a target in another document than its input does not count."""
         tokens, documents = batch(step, self._config)
-        first = (index * self._dp + self._dp_rank) * self._size
-        rows = slice(first, first + self._size)
+        ids, size = self.sample_ids(step, index), len(tokens)
+        rows = slice(ids.start - step * size, ids.stop - step * size)
         targets = learnt(tokens)[rows, 1:] if self._read_only else None
         if not self.reset_at_documents:
             return SampleBatch(tokens[rows], None, targets)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
@@ -215,6 +216,32 @@ def backward_with_own_logsumexp() -> Iterator[None]:
         return honest(merged, o, logsumexp)[0], logsumexp if merged is None else merged[1]
 
     with patch.object(ring, "merge", merge):
+        yield
+
+
+@sabotage
+def masks_by_own_index() -> Iterator[None]:
+    """Dropout draws by a token's place in the rank's tensors."""
+    honest = Stage._positions
+
+    def positions(self: Stage, batch: Any, rows: int) -> Any:
+        right = honest(self, batch, rows)
+        return replace(right, drawn=right.drawn and right.drawn._replace(positions_S=torch.arange(rows)))
+
+    with patch.object(Stage, "_positions", positions):
+        yield
+
+
+@sabotage
+def masks_by_own_row() -> Iterator[None]:
+    """Dropout draws by a sample's row in the microbatch."""
+    honest = Stage._positions
+
+    def positions(self: Stage, batch: Any, rows: int) -> Any:
+        right = honest(self, batch, rows)
+        return replace(right, drawn=right.drawn and right.drawn._replace(samples_B=torch.arange(len(right.drawn.samples_B))))
+
+    with patch.object(Stage, "_positions", positions):
         yield
 
 

@@ -17,7 +17,7 @@ from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import BackendError
-from frontier_llm.topology import make_plan
+from frontier_llm.topology import make_plan, plan_problems
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.guard import ReplicaCheck
 from frontier_llm.train.step import StepResult, train_step
@@ -35,9 +35,8 @@ ENGINES = ("native", "fsdp", "zero-1")
 def config_of(case: Case, engine: str, dtype: str, deepspeed_config: str | None = None) -> RunConfig:
     config = case.config(dtype)
     parallel, optimizer = config.parallel, config.optimizer
-    if engine == "fsdp":
-        parallel = parallel.model_copy(update={"data_mode": "fsdp"})
-    elif engine != "native":
+    parallel = parallel.model_copy(update={"data_mode": "fsdp"} if engine == "fsdp" else {"data_shard": None})
+    if engine.startswith("zero"):
         optimizer = optimizer.model_copy(update={"engine": "deepspeed", "deepspeed_config": deepspeed_config})
     return config.model_copy(update={"parallel": parallel, "optimizer": optimizer})
 
@@ -107,9 +106,10 @@ def assert_equal_training(
         expected = gathered(ours, kind)
         found = gathered(theirs, kind)
         assert found.keys() == expected.keys()
-        if case.tp * case.pp == 1:  # each element is on one rank alone
+        if case.tp * case.pp == 1:  # each element is on one rank alone, or on one of each copy
             held = sum(piece.values.size for outcome in theirs for piece in outcome.state[kind])
-            assert held == sum(tensor.size for tensor in expected.values())
+            copies = case.dp // (case.config().parallel.data_shard or case.dp)
+            assert held == copies * sum(tensor.size for tensor in expected.values())
         largest = max(np.abs(tensor).max() for tensor in expected.values())
         for name, tensor in expected.items():
             np.testing.assert_allclose(found[name], tensor, rtol=0, atol=state * largest, err_msg=f"{kind} of {name}")
@@ -119,6 +119,7 @@ def assert_equal_training(
     "case",
     [
         Case("llama", tp=2, dp=2, sequence_parallel=True, recompute="full"),
+        Case("gpt", dp=4, settings=("parallel.data_shard=2",)),
         thorough(Case("gpt", dp=2)),
         thorough(Case("gpt", cp=2, dp=2, settings=("model.sequence_length=16",))),
         thorough(Case("mpt", dp=4, schedule="gpipe", documents=True)),
@@ -258,6 +259,27 @@ def test_any_engine_resumes_any_engines_checkpoint(ranks: RankPool, writer: str,
             for name in expected:
                 np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{reader}: {kind} of {name}")
         assert loaded[0].losses[0] == pytest.approx(written[0].losses[2], rel=2e-3), reader
+
+
+def test_a_checkpoint_of_copies_is_that_of_one(ranks: RankPool, tmp_path: Path) -> None:
+    """Of four replicas each two hold everything: one of the copies is written, and each reads all of it."""
+    case = Case("gpt", dp=4, settings=("parallel.data_shard=2",))
+    written = ranks.run(4, save_and_go_on, case, "fsdp", tmp_path)
+    for engine, reader in (("native", LAYOUTS["native"]), ("fsdp", case)):
+        loaded = ranks.run(4, resume, reader, engine, tmp_path)
+        for kind in KINDS:
+            expected, found = gathered(written, kind), gathered(loaded, kind)
+            assert all(np.array_equal(found[name], expected[name]) for name in expected)
+        assert loaded[0].losses[0] == pytest.approx(written[0].losses[2], rel=2e-3)
+
+
+def test_what_cannot_be_shared_out_is_refused_with_what_can(ranks: RankPool) -> None:
+    config = config_of(Case("gpt", dp=4, settings=("parallel.data_shard=3",)), "fsdp", "fp32")
+    assert [problem.fix for problem in plan_problems(config, 4)] == ["use one of [1, 2, 4]"]
+    config = Case("gpt", dp=4, settings=("parallel.data_shard=2",)).config()
+    assert "parallel.data_mode=fsdp" in plan_problems(config, 4)[0].fix
+    config = config_of(Case("gpt", pp=2, dp=2, settings=("parallel.data_shard=2",)), "fsdp", "fp32")
+    assert "a pipeline needs many" in plan_problems(config, 4)[0].what
 
 
 def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, float]:

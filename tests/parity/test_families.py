@@ -52,7 +52,7 @@ def test_the_squared_log_sum_exp_of_the_logits_is_a_loss(ranks: RankPool, case: 
 
 LAYOUTS = [
     Case("olmo2", tp=2, pp=2),
-    Case("gemma2", tp=2, pp=2, sequence_parallel=True, recompute="full", settings=("train.recompute_every=3",)),
+    Case("gemma2", tp=2, pp=2, sequence_parallel=True, recompute="full,none,selective"),
     thorough(Case("gemma2", tp=2, cp=2, pp=2, schedule="zb-h1", documents=True)),
     thorough(Case("gemma2", cp=2, dp=2, recompute="selective", settings=("parallel.context_attention=ring",))),
     thorough(Case("gemma2", tp=4, pp=2, schedule="interleaved", recompute="full")),

@@ -14,12 +14,13 @@ from tests.parity.play import batch, learnt
 def witness(case: Case, initial: Tensors, direction: Direction | None = None) -> Run:
     """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`; AdamW unless another direction is given."""
     config = case.config()
-    model, optimizer = {**config.model.model_dump(), "output_z": config.train.loss_weights.get("output-z")}, config.optimizer
+    further = {"output_z": config.train.loss_weights.get("output-z"), "seed": config.train.seed}
+    model, optimizer = {**config.model.model_dump(), **further}, config.optimizer
     params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
     batches = [tuple(map(torch.from_numpy, batch(step, config))) for step in range(STEPS)]
     documents = [ids if case.documents else None for _, ids in batches]
     masks = [learnt(tokens) if case.read_only else None for tokens, _ in batches]
-    _, gradients = gpt.gradients(model, params, batches[0][0], documents[0], masks[0])
+    _, gradients = gpt.gradients(model, params, batches[0][0], documents[0], masks[0], 0)
     losses, norms, final = gpt.train(
         model,
         params,

@@ -26,9 +26,9 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_length: int) -> dict[str, str
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return _huggingface(tokenizer, sequence_length)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        content, eos = _sentencepiece(Path(tokenizer.name))
+        content, eos = _sentencepiece(tokenizer.path)
         config = tokenizer_config(eos, sequence_length)
-        return {TOKENIZER: content, TOKENIZER_CONFIG: config, "tokenizer.model": Path(tokenizer.name)}
+        return {TOKENIZER: content, TOKENIZER_CONFIG: config, "tokenizer.model": tokenizer.path}
     if isinstance(tokenizer, ByteTokenizer):
         return {TOKENIZER: _bytes(), TOKENIZER_CONFIG: tokenizer_config(END_OF_DOCUMENT, sequence_length)}
     raise DataError(f"a {type(tokenizer).__name__} cannot be written for transformers", where=tokenizer.name)
@@ -44,7 +44,7 @@ def tokenizer_config(eos_token: str, sequence_length: int) -> str:
 
 
 def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[str, str | Path]:
-    path = Path(tokenizer.name)
+    path = tokenizer.path
     files: dict[str, str | Path] = {name: path.with_name(name) for name in _ALONG if path.with_name(name).is_file()}
     for name in files:
         real, home = path.with_name(name).resolve(), path.parent.resolve()

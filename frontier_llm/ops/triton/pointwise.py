@@ -1,4 +1,4 @@
-"""RoPE, SwiGLU and GELU with its bias; each reads its inputs once and writes its outputs once."""
+"""RoPE, SwiGLU, GELU with its bias and dropout with its residual; each reads its inputs once and writes its outputs once."""
 
 import triton
 import triton.language as tl
@@ -99,3 +99,35 @@ def gelu_backward(
         bias_sum += dx
     if has_bias:
         tl.store(partial_bias + strip * columns.to(tl.int64) + column, bias_sum, mask=inside)
+
+
+@triton.jit
+def _drop_one(x, residual, out, at, inside, drawn, limit, scale, has_residual):
+    """One feature of each of the lanes: its 16 bits are the upper ones of `drawn`, the rate those of `limit`; what is below counts for nothing."""
+    value = tl.where(drawn >= limit, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale, 0.0)
+    if has_residual:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def drop(
+    x: "*T:16", residual: "*T:16", samples: "*i64", positions: "*i64", out: "*T:16", key: "i64", threshold: "i32", scale: "fp32",
+    batch: "i32", columns: "i32:16", blocks: "i32:16", has_residual: "i32", BLOCK: tl.constexpr
+):  # fmt: skip
+    """out = residual + x with features dropped: a lane draws one block of Philox for eight features, `blocks` apart (ops/dropout.py)."""
+    row = tl.program_id(0)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sample, zero = tl.load(samples + row % batch), tl.zeros([BLOCK], tl.int32)
+    position = tl.load(positions + row // batch).to(tl.int32) + zero
+    low, high = sample.to(tl.int32) + zero, (sample >> 32).to(tl.int32) + zero
+    w0, w1, w2, w3 = tl.philox(key, lane, position, low, high)
+    at, limit = row.to(tl.int64) * columns + lane, threshold.to(tl.uint32) << 16
+    _drop_one(x, residual, out, at, (lane < blocks) & (lane < columns), w0 << 16, limit, scale, has_residual)
+    _drop_one(x, residual, out, at + blocks, (lane < blocks) & (lane + blocks < columns), w0, limit, scale, has_residual)
+    _drop_one(x, residual, out, at + 2 * blocks, (lane < blocks) & (lane + 2 * blocks < columns), w1 << 16, limit, scale, has_residual)
+    _drop_one(x, residual, out, at + 3 * blocks, (lane < blocks) & (lane + 3 * blocks < columns), w1, limit, scale, has_residual)
+    _drop_one(x, residual, out, at + 4 * blocks, (lane < blocks) & (lane + 4 * blocks < columns), w2 << 16, limit, scale, has_residual)
+    _drop_one(x, residual, out, at + 5 * blocks, (lane < blocks) & (lane + 5 * blocks < columns), w2, limit, scale, has_residual)
+    _drop_one(x, residual, out, at + 6 * blocks, (lane < blocks) & (lane + 6 * blocks < columns), w3 << 16, limit, scale, has_residual)
+    _drop_one(x, residual, out, at + 7 * blocks, (lane < blocks) & (lane + 7 * blocks < columns), w3, limit, scale, has_residual)

@@ -219,8 +219,7 @@ def _published_run(row: Row) -> PublishedRun | None:
         model=model_of(row, shape),
         layout=replace(
             layout,
-            recompute="full" if half or recompute.startswith("full") else "selective" if recompute.startswith("selective") else "none",
-            recompute_every=2 if half else 1,
+            recompute="full,none" if half else next((mode for mode in ("full", "selective") if recompute.startswith(mode)), "none"),
             gradient_wire="fp32" if "fp32 grad" in precision else "full",
         ),
         seconds=seconds,

@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from frontier_llm.blueprint.layout import RECOMPUTE, Layout
+from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
-from frontier_llm.config import ModelConfig
+from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.costs.memory import memory_by_rank, total
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates

@@ -12,8 +12,10 @@ from frontier_llm.blueprint.work import block_work
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config.load import build, load_model
 from frontier_llm.config.schema import RunConfig
+from frontier_llm.costs.memory import held
 from frontier_llm.costs.memory import kept_bytes as kept_by_the_list
 from frontier_llm.data.loader import SampleBatch
+from frontier_llm.machine import load_machine, rates
 from frontier_llm.topology import make_plan
 from frontier_llm.train.build import build_state
 
@@ -23,6 +25,9 @@ class Source:
 
     def __init__(self, config: RunConfig) -> None:
         self.shape = (config.batch.micro_batch, config.model.sequence_length + 1)
+
+    def sample_ids(self, step: int, index: int) -> range:
+        return range(self.shape[0])
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         return SampleBatch(np.zeros(self.shape, dtype=np.int64), None, None)
@@ -88,11 +93,17 @@ def test_a_layer_whose_weight_gradients_wait_keeps_all_but_the_attention_core(re
 
 
 def test_of_every_second_layer_recomputed_the_others_keep_everything() -> None:
-    both = [config_of(layers, "full", 1) for layers in (4, 2)]
-    both = [one.model_copy(update={"train": one.train.model_copy(update={"recompute_every": 2})}) for one in both]
-    measured = (kept_bytes(both[0]) - kept_bytes(both[1])) / 2
+    measured = (kept_bytes(config_of(4, "full,none", 1)) - kept_bytes(config_of(2, "full,none", 1))) / 2
     alone = [listed(config_of(4, mode, 1)) for mode in ("full", "none")]
     assert sum(alone) / 2 == pytest.approx(measured, rel=0.02)
+
+
+def test_layers_that_the_list_does_not_divide_keep_what_the_planner_says() -> None:
+    """Of three layers two are recomputed, not one and a half."""
+    config, whole = (config_of(3, modes, 1) for modes in ("full,none", "none"))
+    priced = [held(one.model, layout_of(one, 1), rates(load_machine("local"))).block * 3 for one in (config, whole)]
+    assert priced[1] - priced[0] == pytest.approx(kept_bytes(whole) - kept_bytes(config), rel=0.02)
+    assert priced[1] - priced[0] == pytest.approx(2 * (listed(whole) - listed(config_of(3, "full", 1))))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -100,6 +111,12 @@ def test_of_every_second_layer_recomputed_the_others_keep_everything() -> None:
 def test_a_layer_keeps_what_the_list_says(recompute: str, micro_batch: int) -> None:
     measured = (kept_bytes(config_of(4, recompute, micro_batch)) - kept_bytes(config_of(2, recompute, micro_batch))) / 2
     assert listed(config_of(4, recompute, micro_batch)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_keeps_no_masks(recompute: str) -> None:
+    measured = (kept_bytes(config_of(4, recompute, 1, dropout=0.1)) - kept_bytes(config_of(2, recompute, 1, dropout=0.1))) / 2
+    assert listed(config_of(4, recompute, 1)) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", [{"norm_placement": "post"}, {"norm_placement": "both", "activation": "geglu_tanh"}], ids=str)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="pip install --no-deps triton")
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import AdamWUpdate, Scores, reference
+from frontier_llm.ops import AdamWUpdate, Mask, Scores, reference
 from frontier_llm.ops.check import against_reference, normal
 from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
@@ -107,6 +107,15 @@ def test_activations(dtype, width):
     for approximate in (False, True):
         compare("gelu", (2 * normal(3, width, dtype=dtype), normal(width, dtype=dtype)), approximate)
         compare("gelu", (2 * normal(3, width, dtype=dtype), None), approximate)
+
+
+@pytest.mark.parametrize("columns", [3, 77, 1100])
+def test_dropout_draws_the_reference_s_masks(columns):
+    mask = Mask(0xFEDCBA9876543210, 1 << 14, torch.tensor([3, (5 << 32) + 7]), torch.arange(5) + 1000)
+    x, residual = (normal(5, 2, columns, seed=seed) for seed in (0, 1))
+    close(gpu.drop(x, residual, mask), reference.drop(x.double(), residual.double(), mask))
+    dropped = gpu.drop(x, None, mask)
+    assert torch.equal(dropped == 0, reference.drop(x, None, mask) == 0) and 0.1 < (dropped == 0).float().mean() < 0.5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -59,6 +59,21 @@ def test_a_rank_holds_one_part_of_weights_gradients_and_state() -> None:
     assert float(lines["communication buffers"]) == pytest.approx(202_383_360 * (2 * 2 + 4))
 
 
+def test_copies_gather_inside_the_node_and_sum_their_shares_across() -> None:
+    """On a network so slow that nothing else counts: of 32 replicas the 8 of a node share out the weights, and 4 nodes sum their eighths, once for 4 microbatches."""
+    slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
+    copies = layout(data_shard=8)
+    gather, backward = (float(one) for one in sharding_s(times(MODEL, copies, slow).block, copies, slow))
+    whole = [float(one) for one in sharding_s(times(MODEL, layout(), slow).block, layout(), slow)]
+    assert gather < 1e-3 * whole[0]
+    wire = slow.node_network_bytes_s * slow.network_efficiency * slow.network_crowding  # of a node, whose 8 devices send at once
+    assert backward == pytest.approx(2 * 3 / 4 * 202_383_360 * 4 / wire / 4, rel=0.05)
+    lines = stage_memory(MODEL, copies, FRONTIER, 0, MODEL.layers, True, True)
+    assert float(lines["optimizer"]) == pytest.approx(12 * total_parameters(MODEL) / 8)
+    table = enumerate_layouts(MODEL, 32, 256, 8, parse_fixed(["data_mode=fsdp", "data_shard=8"]))
+    assert len(table) and set(table.data_shard.tolist()) == {8}
+
+
 def test_simulation_equals_the_closed_form_and_the_breakdown_adds_up() -> None:
     plan = simulate_layout(MODEL, layout(), FRONTIER)
     assert plan.step_s == pytest.approx(plan.closed_form_s, rel=1e-3)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import ModelConfig
 from frontier_llm.config.load import load_model
 from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
@@ -44,6 +46,7 @@ def without_messages(numbers: Rates = FRONTIER) -> Rates:
         ("zb-h1", 4, 1, 250),
         ("zb-h1", 16, 1, 160),
         ("zb-v", 8, 2, 200),
+        ("dualpipe-v", 8, 2, 200),
         ("v-half", 8, 2, 200),
         ("v-min", 4, 2, 150),
     ],
@@ -77,7 +80,7 @@ def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
     assert zero_bubble.bubble_fraction == pytest.approx((4 - 1) * (1 + 1 - 1) / (3 * m))  # (p-1)(F + B - W), Qi et al. 2023
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min"])
 @pytest.mark.parametrize(("model", "pp", "m"), [("gpt-22b", 4, 16), ("gpt-22b", 8, 64), ("gpt-1t", 16, 64)])
 def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str, pp: int, m: int) -> None:
     chunks = 2 if schedule == "interleaved" or one_end(schedule) else 1
@@ -134,3 +137,26 @@ def test_the_last_stage_is_slower_by_its_head() -> None:
     times = pipeline.stage_times(MODEL, layout(), FRONTIER, split_layers(MODEL, 4))
     assert times[-1].backward_s > times[1].backward_s
     assert times[0].forward_s > times[1].forward_s
+
+
+def test_steps_that_overlap_are_shorter_and_keep_a_copy_of_the_state() -> None:
+    untied, one = MODEL.model_copy(update={"tied_embeddings": False}), layout(schedule="zb-h2", microbatches=64, pp=8)
+    overlapping = replace(one, validated="after")
+
+    def saved_s(model: ModelConfig, seconds: Callable[[ModelConfig, Layout], float]) -> float:
+        return seconds(model, one) - seconds(model, overlapping)
+
+    def simulated(model: ModelConfig, layout: Layout) -> float:
+        return simulate_layout(model, layout, MANY).step_s
+
+    gain_s = saved_s(untied, simulated)
+    assert gain_s > 0.01 * simulated(untied, one)
+    assert saved_s(untied, lambda model, layout: float(step_s(model, layout, MANY))) == pytest.approx(gain_s, rel=0.3)
+    assert abs(saved_s(MODEL, simulated)) < 0.1 * gain_s  # the sum over the first and the last rank's embedding waits for both
+
+    def copied(**changes: str) -> float:
+        return simulate_layout(untied, replace(one, **changes), MANY).memory[0].get("copy of the state", 0.0)
+
+    state = simulate_layout(untied, one, MANY).memory[0]["optimizer"]
+    assert copied() == copied(validated="after") == 0  # it is gone before as many activations are there
+    assert 0 < copied(validated="after", recompute="full") < state  # which here take less

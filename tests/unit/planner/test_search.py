@@ -12,13 +12,15 @@ import pytest
 from frontier_llm.blueprint.layout import SHARDING, Layout, layout_of
 from frontier_llm.config.load import build, load_model
 from frontier_llm.config.schema import RunConfig
-from frontier_llm.costs.memory import peak_memory
+from frontier_llm.costs.layouts import as_table
+from frontier_llm.costs.memory import memory_by_rank, peak_memory
+from frontier_llm.costs.time import step_s
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner.candidates import enumerate_layouts, legal_node_counts, parse_fixed
 from frontier_llm.planner.report import breakdown, layout_words
 from frontier_llm.planner.search import RESOLUTION, default_global_batch, search, simulate_layout, smallest_machine
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology import plan_problems, split_layers
 
 FRONTIER = rates(load_machine("frontier"))
 ORNL = rates(load_machine("frontier"), "megatron-deepspeed")
@@ -34,12 +36,27 @@ def speed(model: str, numbers: Rates = ORNL, **changes: Any) -> float:
 
 def test_recomputing_every_second_layer_is_priced_between_all_and_none() -> None:
     model = load_model("gpt-22b")
-    half, all_of_them, none = (layout(**one) for one in ({"recompute_every": 2}, {}, {"recompute": "none"}))
+    half, all_of_them, none = (layout(**one) for one in ({"recompute": "full,none"}, {}, {"recompute": "none"}))
     memory = [float(peak_memory(model, one, FRONTIER)) for one in (all_of_them, half, none)]
     seconds = [simulate_layout(model, one, FRONTIER).step_s for one in (none, half, all_of_them)]
     assert memory == sorted(set(memory)) and seconds == sorted(set(seconds))
-    asked = enumerate_layouts(model, 64, 64, 8, parse_fixed(["recompute_every=2"]))
-    assert set(zip(asked.recompute.tolist(), asked.recompute_every.tolist(), strict=True)) == {("none", 1), ("selective", 1), ("full", 2)}
+    asked = enumerate_layouts(model, 64, 64, 8, parse_fixed(["recompute=full,none"]))
+    assert set(asked.recompute.tolist()) == {"full,none"}
+
+
+def test_modes_that_repeat_are_priced_by_each_stage_s_own_layers() -> None:
+    """Of three layers two are recomputed, of two one; one layout is priced as it is in a table."""
+    model = load_model("gpt-22b", {"layers": 5})
+    stages = split_layers(model, 2, (3, 2))
+    mixed, full, none = (layout(pp=2, recompute=modes) for modes in ("full,none", "full", "none"))
+    activations = [[lines["activations"] for lines in memory_by_rank(model, one, FRONTIER, stages)] for one in (mixed, full, none)]
+    backward = [[one.backward_s for one in simulate_layout(model, one, FRONTIER, (3, 2)).played.stage_times] for one in (mixed, full, none)]
+    for part, all_of_it, nothing in (activations, backward):
+        assert part[0] == pytest.approx((2 * all_of_it[0] + nothing[0]) / 3)
+        assert part[1] == pytest.approx((all_of_it[1] + nothing[1]) / 2)
+    table = as_table([mixed, full, layout(pp=1, recompute="full,none")])
+    assert peak_memory(model, table, FRONTIER)[0] == pytest.approx(float(peak_memory(model, mixed, FRONTIER)))
+    assert step_s(model, table, FRONTIER)[0] == pytest.approx(float(step_s(model, mixed, FRONTIER)))
 
 
 # --------------------------------------------------------------------------------------------- lessons

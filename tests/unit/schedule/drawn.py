@@ -16,7 +16,7 @@ from frontier_llm.schedule import (
     with_messages,
 )
 
-V_SHAPED = ("zb-v", "v-half", "v-min")
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 SHIPPED = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", *V_SHAPED)
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 

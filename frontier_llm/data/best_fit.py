@@ -1,0 +1,147 @@
+"""Samples of whole documents: packed best-fit into sequences, and cut only where they are longer than one (arXiv:2404.10830).
+
+A sequence has S + 1 tokens, S of them inputs. A document that fits is one piece; a longer one is cut into pieces of S + 1 tokens that overlap by one,
+so that each of its tokens is a target once. The pieces, in the order of a permutation keyed by the seed, are taken in windows of 65,536; each window
+is packed for itself, the longest piece first, into the sequence where it leaves the least room (csrc/sample_index.cpp). What room is left is
+padding: the sequence's last token repeated, never learnt. What is packed with what is the same in every epoch; an epoch has an
+order of its own, of windows and of the sequences inside each. So sample k is a pure function of (seed, k), on any layout, and a
+rank keeps one window: 2 MB, and 0.125 byte per document.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontier_llm.data.cache import cached_array
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.native import ABI, FAILURES, call, permute
+from frontier_llm.data.samples import BLOCK, CACHE_FROM_DOCUMENTS, MAXIMUM_THREADS, check_readable, derive_key
+from frontier_llm.errors import DataError
+
+WINDOW = 1 << 16  # pieces that are packed together; packing one takes a tenth of a second, once per rank and epoch
+
+
+class _Window(NamedTuple):
+    """The pieces of a window's sequences: those of sequence i are starts[i] … starts[i + 1] − 1."""
+
+    starts: NDArray[np.int64]
+    offsets: NDArray[np.int64]  # in their documents
+    lengths: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # where they begin in .bin
+
+
+class PackedSamples:
+    """Samples of one indexed dataset, packed."""
+
+    masked = True  # padding, and the token that a cut repeats
+
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, source: int = 0, cache_dir: Path | None = None) -> None:
+        """As DocumentSamples."""
+        check_readable(dataset)
+        self.dataset, self.sequence_length = dataset, sequence_length
+        self.key = derive_key("best-fit", seed, source)
+        self._cache_dir = cache_dir or Path(dataset.prefix).parent / "index_cache"
+        self._threads = min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
+        self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
+
+    @functools.cached_property
+    def _corpus(self) -> tuple[object, ...]:
+        """What the compiled functions ask of the documents."""
+        dataset = self.dataset
+        if not dataset.scanned:
+            dataset.scan()
+        return dataset.sequence_lengths, None if dataset.one_sequence_per_document else dataset.document_indices
+
+    @functools.cached_property
+    def _pieces(self) -> NDArray[np.uint64]:
+        """Pieces before every 64th document; u64[ceil(documents / 64) + 1]."""
+        documents = self.dataset.document_count
+        return self._cached("pieces", -(-documents // BLOCK) + 1, "fl_count_pieces", *self._corpus, documents, self.sequence_length, BLOCK)
+
+    @functools.cached_property
+    def packed(self) -> NDArray[np.uint64]:
+        """Sequences of each window."""
+        documents, windows = self.dataset.document_count, -(-int(self._pieces[-1]) // WINDOW)
+        order = (documents, self.sequence_length, BLOCK, self._pieces, self.key, WINDOW)
+        return self._cached("packed", windows, "fl_count_packed", *self._corpus, *order)
+
+    @property
+    def piece_count(self) -> int:
+        """Whole documents, and pieces of those that are cut."""
+        return int(self._pieces[-1])
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Sequences that all documents are packed into."""
+        return int(self.packed.sum())
+
+    def _cached(self, purpose: str, length: int, function: str, *arguments: object) -> NDArray[np.uint64]:
+        def build(out: NDArray[np.uint64]) -> None:
+            call(function, *arguments, self._threads, out, where=self.dataset.prefix)
+
+        if self.dataset.document_count < CACHE_FROM_DOCUMENTS:
+            table = np.empty(length, np.uint64)
+            build(table)
+            return table
+        identity = f"{self.dataset.digest()}/{self.key}/{self.sequence_length}/{BLOCK}/{WINDOW}/{ABI}"
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
+        return cached_array(self._cache_dir / f"{Path(self.dataset.prefix).name}-{purpose}-{digest}.npy", length, np.uint64, build)
+
+    def _pack(self, number: int) -> _Window:
+        dataset = self.dataset
+        starts, out = np.empty(WINDOW + 1, np.int64), np.empty((4, WINDOW), np.int64)
+        lengths, documents = self._corpus
+        tables = (lengths, documents, dataset.sequence_pointers, dataset.document_count)
+        order = (self.sequence_length, BLOCK, self._pieces, self.key, WINDOW, number)
+        made = call("fl_pack", *tables, *order, starts, *out, where=dataset.prefix)
+        if made != self.packed[number]:
+            raise DataError(FAILURES[-2], where=dataset.prefix, fix="delete the cache directory named in data.cache_dir")
+        _, offsets, sizes, document_bytes = out
+        return _Window(starts, offsets, sizes, document_bytes // dataset.dtype.itemsize + offsets)
+
+    def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(The windows in the epoch's order, samples of the epoch before each)."""
+        order = permute(self.packed.size, derive_key("windows", self.key, epoch), np.arange(self.packed.size, dtype=np.uint64)).astype(
+            np.int64
+        )
+        return order, np.concatenate([[0], np.cumsum(self.packed[order].astype(np.int64))])
+
+    def prepare(self, samples: int) -> None:
+        """See DatasetSamples."""
+        _ = self.packed
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """(window, sequence within it) of sample k."""
+        epoch, place = divmod(k, self.samples_per_epoch)
+        order, before = self._epoch(epoch)
+        turn = int(np.searchsorted(before, place, side="right")) - 1
+        window = int(order[turn])
+        inside = np.array([place - int(before[turn])], np.uint64)
+        return window, int(permute(int(self.packed[window]), derive_key("sequences", self.key, epoch, window), inside)[0])
+
+    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+        """See SampleStream; padding counts as a piece of its own."""
+        number, sequence = self.locate(k)
+        window = self._window(number)
+        filled, lengths = 0, []
+        for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
+            start, length = int(window.tokens[piece]), int(window.lengths[piece])
+            tokens_S1[filled : filled + length] = self.dataset.read(start, length)
+            if learnt_S1 is not None:
+                learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
+                learnt_S1[filled] &= window.offsets[piece] == 0  # else the last target of the piece before
+            filled += length
+            lengths.append(length)
+        if filled < tokens_S1.size:
+            tokens_S1[filled:] = tokens_S1[filled - 1]
+            lengths.append(tokens_S1.size - filled)
+            if learnt_S1 is not None:
+                learnt_S1[filled:] = False
+        return np.array(lengths, np.int64)

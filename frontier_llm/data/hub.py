@@ -1,0 +1,104 @@
+"""The Hugging Face Hub by name: a dataset's files through `datasets`, a tokenizer's through huggingface_hub. Nothing of theirs is executed.
+
+dataset://OWNER/NAME?subset=S&split=train&revision=R      an input; also a directory of this machine
+hf://OWNER/NAME@REVISION                                  a tokenizer
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import parse_qsl, unquote
+
+from frontier_llm.bounds import LIFT, lifted
+from frontier_llm.data.inputs import DATASET
+from frontier_llm.data.remote import UnreachableError, without_secrets
+from frontier_llm.data.tokenizer import MAXIMUM_BYTES
+from frontier_llm.errors import DataError, FrontierError, not_installed, suggest
+from frontier_llm.units import format_bytes
+
+HUB = "hf://"
+FILES, CONFIG = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"), "tokenizer_config.json"
+PARTS = ("subset", "split", "revision")
+
+
+def dataset_files(url: str) -> list[str]:
+    """The paths and URLs of a split's files, at the commit that `revision` is now.
+
+    `datasets` says which files a subset and a split have; our own readers read them, within our bounds. Raises DataError for a split or subset
+    that is not there, UnreachableError where the Hub cannot be asked.
+    """
+    try:
+        from datasets import load_dataset_builder
+    except ModuleNotFoundError:
+        raise FrontierError(not_installed("datasets", where=url)) from None
+    name, _, query = url.removeprefix(DATASET).partition("?")
+    chosen = dict(parse_qsl(query, keep_blank_values=True))
+    if unknown := [key for key in chosen if key not in PARTS]:
+        raise DataError(f"{unknown[0]!r} is no part of a dataset", where=url, fix=suggest(unknown[0], PARTS))
+    subset, split, revision = chosen.get("subset"), chosen.get("split", "train"), chosen.get("revision")
+    local = Path(unquote(name)).expanduser()
+    try:
+        builder = load_dataset_builder(str(local) if local.is_dir() else name, subset, revision=revision)
+        splits = builder.config.data_files or {}
+    except ValueError as error:
+        raise DataError(f"cannot be opened: {str(error).splitlines()[0]}", where=url, fix="choose another subset: ?subset=NAME") from None
+    except Exception as error:  # its own, huggingface_hub's and the network library's have no common base
+        reason = without_secrets(str(error).splitlines()[0] if str(error) else repr(error))
+        fix = f"{name} is no directory here; of the Hub: check the name, the network, and HF_TOKEN where it is private or gated"
+        raise UnreachableError(f"cannot be opened: {reason}", where=url, fix=fix) from None
+    if split not in splits:
+        raise DataError(f"has no split {split!r}", where=url, fix=suggest(split, map(str, splits)))
+    return [str(file) for file in splits[split]]
+
+
+def tokenizer_directory(spec: str) -> Path:
+    """Where the files of a tokenizer of the Hub lie, in its client's cache.
+
+    The Hub is asked only where they are not there yet, so a compute node needs no network; a revision that moved is noticed by the digest of what
+    it made. Raises UnreachableError where it cannot be asked, DataError for a repository without a tokenizer.
+    """
+    if (cached := cached_tokenizer(spec)) is not None and (cached / CONFIG).is_file():
+        return cached
+    hub = _client(spec)
+    name, revision = _named(spec)
+    try:
+        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if file.rfilename in (*FILES, CONFIG)}
+        if not sizes.keys() & set(FILES):
+            raise DataError(f"has none of {', '.join(FILES)}", where=spec, fix="name a repository with a tokenizer")
+        if max(sizes.values()) > lifted(MAXIMUM_BYTES):
+            raise DataError(f"has a file of more than {format_bytes(lifted(MAXIMUM_BYTES))}, which no tokenizer has", where=spec, fix=LIFT)
+        paths = [hub.hf_hub_download(name, file, revision=revision) for file in sizes]
+        return Path(paths[0]).parent
+    except DataError:
+        raise
+    except Exception as error:  # of its network library, which depends on its version, and its own
+        if cached is not None:
+            return cached
+        reason = without_secrets(str(error).splitlines()[0] if str(error) else repr(error))
+        fix = "check the name, the network, and HF_TOKEN where it is private or gated; without a network, fetch it elsewhere into this HF_HOME"
+        raise UnreachableError(
+            f"cannot be fetched: {reason}", where=spec, fix=f"{fix} (`frontier-llm data tokenize` and `hf download` do)"
+        ) from None
+
+
+def cached_tokenizer(spec: str) -> Path | None:
+    """The directory of a tokenizer that was fetched before."""
+    name, revision = _named(spec)
+    paths = [_client(spec).try_to_load_from_cache(name, file, revision=revision) for file in FILES]
+    return next((Path(path).parent for path in paths if isinstance(path, str)), None)
+
+
+def _named(spec: str) -> tuple[str, str | None]:
+    """(OWNER/NAME, the revision)."""
+    name, _, revision = spec.removeprefix(HUB).partition("@")
+    return name, revision or None
+
+
+def _client(spec: str) -> ModuleType:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError:
+        raise FrontierError(not_installed("huggingface_hub", where=spec)) from None

@@ -1,0 +1,186 @@
+"""Files named by URL (s3://, gs://, hf://, https://, …), read in place through fsspec, with as much of pathlib's face as our readers use.
+
+What such a URL may carry to be let in (USER:SECRET@, a signed query) is used and never shown: not in messages, records or digests. Credentials
+come from where each client looks for them by itself (AWS_*, HF_TOKEN, …).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+from frontier_llm.errors import FrontierError, Problem, not_installed
+
+BUFFER_BYTES = 1 << 20  # handed on at a time; fsspec itself asks for 5 MiB
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
+AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
+# what stores call the mark of a content, the strictest first; of several the first
+VERSIONS = ["sha256", "Content-MD5", "md5Hash", "md5", "ETag", "etag", "blob_id", "generation", "crc32c", "checksum"]
+VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"]
+
+
+class UnreachableError(FrontierError):
+    """What lies elsewhere and cannot be read now. Never damage: --skip-damaged must not leave data out because a network failed."""
+
+
+class Stat(NamedTuple):
+    """Of a remote file; `version` marks its content as far as its place tells."""
+
+    st_size: int
+    version: str
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether an input is named by a URL."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
+
+
+def without_secrets(text: str) -> str:
+    """The text with what may let somebody in cut out of its URLs: USER:SECRET@, and a query's values."""
+    text = re.sub(r"(?<!hf:)//[^/@\s'\"]*@", "//", text)
+    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
+
+
+class RemoteFile:
+    """One file by its URL. Raises UnreachableError for whatever its client raises."""
+
+    def __init__(self, url: str, size_bytes: int | None = None, version: str = "") -> None:
+        """The size and version as a listing gave them; None: asked for when they are needed."""
+        self.url, self._stat = url, None if size_bytes is None else Stat(size_bytes, version)
+        self.name = PurePosixPath(str(self)).name
+
+    def __str__(self) -> str:
+        return without_secrets(self.url)
+
+    @property
+    def suffix(self) -> str:
+        """As pathlib's."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        """As pathlib's."""
+        return PurePosixPath(self.name).stem
+
+    def stat(self) -> Stat:
+        """Its size and version."""
+        if self._stat is None:
+            with _reached(self.url):
+                files, path = _file_system(self.url)
+                self._stat = _stat(str(self), files.info(path))
+        return self._stat
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        """For reading, at any place."""
+        assert mode == "rb"
+        with _reached(self.url):
+            files, path = _file_system(self.url)
+            return io.BufferedReader(_Content(self.url, files.open(path, "rb")), BUFFER_BYTES)
+
+
+class _Content(io.RawIOBase):
+    """An fsspec file whose errors are UnreachableError, so that no reader takes a lost connection for damage."""
+
+    def __init__(self, url: str, content: Any) -> None:
+        self._url, self._content = url, content
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._content.tell())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with _reached(self._url):
+            return int(self._content.seek(offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        with _reached(self._url):
+            data = self._content.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._content.close()
+        super().close()
+
+
+def located(path: str | Path | RemoteFile) -> Path | RemoteFile:
+    """A file of this machine, or one elsewhere."""
+    if isinstance(path, RemoteFile):
+        return path
+    return RemoteFile(str(path)) if is_url(path) else Path(path)
+
+
+def identity_of(path: Path | RemoteFile) -> tuple[str, int, int | str]:
+    """What a plan says of an input's content: its name, its size, and when it changed or its store's mark of the content."""
+    stat = path.stat()
+    return str(path), stat.st_size, stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
+
+
+def remote_files(url: str) -> list[RemoteFile]:
+    """The file of a URL, every file below it, or those of a pattern with `*`, sorted by path. Over http a URL is one file."""
+    with _reached(url):
+        files, path = _file_system(url)
+        if "*" in path:
+            listing = files.glob(path, detail=True)
+        else:
+            info = files.info(path)
+            if info["type"] != "directory":
+                return [RemoteFile(url, *_stat(without_secrets(url), info))]
+            listing = files.find(path, detail=True)
+        inside = sorted((files.unstrip_protocol(name), info) for name, info in listing.items() if info["type"] == "file")
+        return [RemoteFile(name, *_stat(name, info)) for name, info in inside]
+
+
+def _stat(name: str, info: dict[str, Any]) -> Stat:
+    if info.get("size") is None:
+        raise UnreachableError("its server does not say how large it is", where=name, fix="download it first, and give its path")
+    marks = (info[key] for key in VERSIONS if info.get(key) is not None)
+    return Stat(int(info["size"]), str(next(marks, "")))
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path there."""
+    try:
+        from fsspec.core import url_to_fs
+    except ModuleNotFoundError:
+        raise FrontierError(not_installed("fsspec", where=without_secrets(url))) from None
+    protocol = url.partition("://")[0].lower()
+    if "::" in url:
+        what = "is a chain of URLs: what is unpacked inside of fsspec has no bounds"
+        raise FrontierError(what, where=without_secrets(url), fix="give the file itself; gzip and zstd are unpacked here")
+    try:
+        files, path = url_to_fs(url)
+    except ImportError:
+        raise FrontierError(
+            not_installed(PACKAGES.get(protocol, f"the fsspec client of {protocol}://"), where=without_secrets(url))
+        ) from None
+    except ValueError as error:
+        raise FrontierError(without_secrets(str(error)), where=without_secrets(url), fix=f"known: {', '.join(PACKAGES)}") from None
+    return files, str(path)
+
+
+@contextmanager
+def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
+    """Clients raise OSError, their network library's own errors, or ValueError."""
+    try:
+        yield
+    except FrontierError:
+        raise
+    except FileNotFoundError:
+        raise UnreachableError("no such file or directory there, or it may not be read", where=without_secrets(url), fix=fix) from None
+    except Exception as error:
+        if "range requests" in str(error):
+            fix = "its server cannot give parts of a file: download it first, and give its path"
+        reason = without_secrets((str(error) or repr(error)).splitlines()[0])
+        raise UnreachableError(Problem(without_secrets(url), f"cannot be read: {reason}", fix)) from None

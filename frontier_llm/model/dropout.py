@@ -1,0 +1,42 @@
+"""Dropout of what is added to the residual stream, by masks that no layout changes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.ops import Mask, Ops, stream_key
+from frontier_llm.tensor_parallel import LayerContext
+
+
+class Drawn(NamedTuple):
+    """By what a microbatch's masks are drawn: the tokens between blocks that this rank holds."""
+
+    samples_B: Tensor
+    positions_S: Tensor
+
+
+class Dropout(nn.Module):
+    """residual + x, of x some features dropped while training; nothing of the mask is kept for backward, which draws it again."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:
+        super().__init__()
+        self.ops, self.key, self.threshold = context.ops, stream_key(context.seed, f"{name}.dropout"), round(model.dropout * 2**16)
+
+    def forward(self, x_SBH: Tensor, residual_SBH: Tensor | None, drawn: Drawn) -> Tensor:
+        """(S or s, B, H) → the same."""
+        return _Drop.apply(x_SBH, residual_SBH, Mask(self.key, self.threshold, *drawn), self.ops)
+
+
+class _Drop(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, mask: Mask, ops: Ops) -> Tensor:
+        ctx.has_residual, ctx.mask, ctx.ops = residual is not None, mask, ops
+        return ops.drop(x, residual, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ops.drop(grads[0], None, ctx.mask), grads[0] if ctx.has_residual else None, None, None

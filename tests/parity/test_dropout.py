@@ -1,0 +1,54 @@
+"""Dropout by counted masks: whoever computes a token, in whatever order and however often, drops the same of it, and so does the oracle."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.marks import thorough
+from tests.parity.cases import Case
+from tests.parity.compare import differences
+from tests.parity.test_layouts import RunCase, run_case
+from tests.parity.witness import witness
+
+__all__ = ["run_case"]
+
+DROPS = ("model.dropout=0.25", "model.sequence_length=16")
+
+
+@pytest.mark.parametrize("family", ["gpt", thorough("neox"), thorough("mixtral")])
+def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> None:
+    """Also the evaluation behind its steps, in which nothing is dropped."""
+    case = Case(family, settings=DROPS)
+    serial = run_case(case)
+    assert differences(serial, witness(case, serial.initial)) == []
+    assert differences(serial, run_case(Case(family, settings=DROPS[1:]))) != []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full", micro_batch=2),
+        Case("gpt", tp=2, cp=2, dp=2, recompute="selective", schedule="1f1b"),
+        Case("gpt", cp=2, pp=4, sequence_parallel=False, schedule="zb-h1", documents=True),
+        thorough(Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp")),
+        thorough(Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=("parallel.expert=2",))),
+    ],
+    ids=str,
+)
+def test_every_layout_drops_the_same(run_case: RunCase, case: Case) -> None:
+    case = Case(**{**vars(case), "settings": (*DROPS, *case.settings)})
+    assert differences(run_case(case), run_case(case.serial())) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        ("masks-by-own-index", Case("gpt", tp=2, sequence_parallel=True, settings=DROPS)),
+        ("masks-by-own-index", Case("gpt", cp=2, settings=DROPS)),
+        ("masks-by-own-row", Case("gpt", dp=2, settings=DROPS)),
+    ],
+    ids=str,
+)
+def test_masks_by_where_a_token_lies_turn_the_comparison_red(run_case: RunCase, mistake: str, case: Case) -> None:
+    found = differences(run_case(case, mistake), run_case(case.serial()))
+    assert any("losses" in line for line in found), found
