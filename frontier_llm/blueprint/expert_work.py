@@ -8,14 +8,15 @@ each makes top_k x etp rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import comb
 from typing import NamedTuple
 
-from frontier_llm.blueprint.items import ADDING, FULL, Collective, Item, Keep, Pass, Phase, Product, Software, rank_tokens
+from frontier_llm.blueprint.items import ADDING, FULL, Collective, Item, Keep, Pass, Phase, Product, Software, Under, rank_tokens
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.config import ModelConfig
 
 ROUTING, EXPERTS, DISPATCH = "router", "experts' products", "tokens to experts and back"
-COUNT_BYTES = 8
+COUNT_BYTES, CHOICE_BYTES = 8, 4
 
 
 class Rows(NamedTuple):
@@ -24,13 +25,26 @@ class Rows(NamedTuple):
     sent: float
     received: float  # of which the experts compute `computed`
     computed: float
+    # where they go in two stages: over how many nodes, and rows along the rail; those above are then the node's
+    nodes: int = 1
+    to_nodes: float = 0
+    from_nodes: float = 0
+
+
+def nodes_of_a_token(experts: int, top_k: int, nodes: int) -> float:
+    """How many nodes have one of a token's experts, on average, where each choice is equally likely."""
+    return nodes * (1 - comb(experts - experts // nodes, top_k) / comb(experts, top_k))
 
 
 def even_rows(model: ModelConfig, layout: Layout) -> Rows:
     """Where every expert is chosen equally often; the busiest rank's with `layout.imbalance`."""
     assert model.moe is not None
-    rows = rank_tokens(model, layout) / layout.tp * model.moe.top_k * layout.etp
-    return Rows(rows, rows * layout.imbalance, rows * layout.imbalance)
+    tokens, nodes, busy = rank_tokens(model, layout) / layout.tp, layout.expert_nodes, layout.imbalance
+    rows = tokens * model.moe.top_k * layout.etp
+    if nodes == 1:
+        return Rows(rows, rows * busy, rows * busy)
+    travelling = tokens * nodes_of_a_token(model.moe.experts, model.moe.top_k, nodes)
+    return Rows(rows, rows * busy, rows * busy, nodes, travelling, travelling)
 
 
 def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Rows | None = None) -> Iterator[Item]:
@@ -41,8 +55,23 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     T, H, E, size, wide = rank_tokens(model, layout), model.hidden, moe.experts, *_sizes(layout)
     t, f, local = T // layout.tp, model.expert_hidden // layout.etp, E * layout.etp // ranks
 
-    def send(phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep") -> Item:
-        return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes)), again)
+    def send(
+        phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep", under: Under = Under.NOTHING
+    ) -> Item:
+        return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes), under), again)
+
+    def there_and_back(axis: str, sent: float, received: float, numbers: int, weights: int, chosen: int = 0) -> Iterator[Item]:
+        """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the shared expert, and its gradients'."""
+        under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.NOTHING
+        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
+        yield send(Phase.F, "all_to_all", sent * size * H, FULL, axis, under)
+        yield send(Phase.F, "all_to_all", sent * weights * wide, FULL, axis)
+        if chosen:
+            yield send(Phase.F, "all_to_all", sent * chosen * CHOICE_BYTES, FULL, axis)
+        yield send(Phase.F, "all_to_all", received * size * H, axis=axis)
+        yield send(Phase.I, "all_to_all", sent * size * H, axis=axis)
+        yield send(Phase.I, "all_to_all", received * size * H, axis=axis, under=under)
+        yield send(Phase.I, "all_to_all", received * weights * wide, axis=axis)
 
     for axis in () if moe.balance == "global" else ("tp", "cp"):  # the load of whole sequences
         if getattr(layout, axis) > 1:
@@ -55,16 +84,12 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.W, ROUTING, Product(E, H, t))
     yield Item(Phase.F, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12), FULL)
     yield Item(Phase.I, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12))
-    if ranks > 1:
-        yield send(Phase.F, "all_to_all", E * layout.etp * COUNT_BYTES, FULL)
-        yield send(Phase.F, "all_to_all", rows.sent * size * H, FULL)
-        yield send(Phase.F, "all_to_all", rows.sent * wide, FULL)
-        yield send(Phase.F, "all_to_all", rows.received * size * H)
-        yield send(Phase.I, "all_to_all", rows.sent * size * H)
-        yield send(Phase.I, "all_to_all", rows.received * size * H)
-        yield send(Phase.I, "all_to_all", rows.received * wide)
+    if rows.nodes > 1:
+        yield from there_and_back("ep.rail", rows.to_nodes, rows.from_nodes, rows.nodes, moe.top_k, moe.top_k)
+    if ranks > rows.nodes:
+        yield from there_and_back("ep" if rows.nodes == 1 else "ep.node", rows.sent, rows.received, E * layout.etp // rows.nodes, 1)
     # rows are gathered where they leave, put in order where they arrive, and the other way round when they come back and are summed
-    moved = size * H * (2 * rows.sent + 2 * rows.received)
+    moved = size * H * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
     yield Item(Phase.F, DISPATCH, Pass(2 * moved, 8), FULL)
     yield Item(Phase.I, DISPATCH, Pass(2 * moved, 8))
     m, up = round(rows.computed / local), f * (1 + model.gated)

@@ -51,6 +51,7 @@ class Under(Enum):
     GRADIENT = "another gradient's product, about as long"
     HEAD = "the head's product, which is far longer"
     ATTENTION = "attention to what is there already"
+    SHARED = "the shared expert"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Layout:
     dp: int = 1
     ep: int = 1  # ranks that share out the experts, folded out of tp · dp
     etp: int = 1  # ranks that split each expert's width
+    expert_nodes: int = 1  # over which rows go to experts in two stages: once to a node, and on inside it; 1 = in one
     imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
     chunks: int = 1  # virtual stages per pipeline rank
     schedule: str = "1f1b"

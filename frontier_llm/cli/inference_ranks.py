@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from frontier_llm.inference.open import OpenedModel
 
 
-_FLAGS = {"parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline", "train.device=": "--device "}
+_FLAGS = {"parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline", "parallel.expert": "--expert", "train.device=": "--device "}
 
 
 MODEL_OPTIONS = (
@@ -27,6 +27,9 @@ MODEL_OPTIONS = (
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda is also ROCm's name in torch (default: auto)"),
     option("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel degree (default: 1)"),
     option("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (default: 1)"),
+    option(
+        "--expert", type=positive, default=1, metavar="N", help="tensor ranks that share out a mixture's experts (default: 1, each has all)"
+    ),
 )
 
 
@@ -44,7 +47,7 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
         from frontier_llm.inference.model import inference_plan
         from frontier_llm.inference.open import open_model
 
-        inference_plan(open_model(args.model).source.model, args.tensor, args.pipeline, world_size)
+        inference_plan(open_model(args.model).source.model, args.tensor, args.pipeline, world_size, args.expert)
     from frontier_llm.cluster.local import run_local_ranks
 
     with TemporaryDirectory(prefix="frontier-llm-") as logs:
@@ -60,7 +63,7 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
     from frontier_llm.train.join import joined
 
     place = discover()
-    run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device)
+    run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert)
     with joined(run, place) as (plan, mesh, device):
         model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
         yield model, mesh.world.rank == 0

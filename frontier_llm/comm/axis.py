@@ -28,6 +28,7 @@ class Axis:
     # where it spans nodes evenly: the same collectives in two stages, on how many nodes, and for which calls
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
     nodes: int = 1
+    levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)  # where rows go in two stages: its node, its rail
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where only one communication may be in flight
 

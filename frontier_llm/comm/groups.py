@@ -83,15 +83,23 @@ class _Groups:
         self._made: list[tuple[str, tuple[int, ...], Group]] = []
         self.ledger = Ledger()
 
-    def axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        """The axis over `ranks`; collective over them and over nobody else."""
+    def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
+        """The axis over `ranks`; collective over them and over nobody else.
+
+        `apart` > 0: rows go in two stages where it spans nodes, each of which then has a multiple of so many of its ranks.
+        """
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
         rank = ranks.index(self._global_rank)
         flat = Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger, turns=self._turns)
-        node, rail = self._levels(name, ranks)
+        if not apart and (name not in LEVELLED or not self._algorithms.rules):
+            return flat
+        node, rail = self._levels(name, ranks, apart)
         if rail.size == 1:
             return flat
+        if apart:
+            self._log(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; rows go once to each node")
+            return replace(flat, nodes=rail.size, levels=(node, rail))
         self._log(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms")
         return replace(flat, hierarchical=HierarchicalGroup(node, rail), nodes=rail.size, algorithms=self._algorithms)
 
@@ -104,9 +112,9 @@ class _Groups:
             _new_group(ranks, self._timeout_s)
         return self.axis(name, ranks)
 
-    def _levels(self, name: str, ranks: tuple[int, ...]) -> tuple[Axis, Axis]:
+    def _levels(self, name: str, ranks: tuple[int, ...], multiple: int) -> tuple[Axis, Axis]:
         """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two axes of one rank."""
-        if self._ranks_per_node is None or not self._algorithms.rules or name not in LEVELLED:
+        if self._ranks_per_node is None:
             return single(name, self._global_rank), single(name, self._global_rank)
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
@@ -114,7 +122,9 @@ class _Groups:
         nodes = list(by_node.values())
         node: tuple[int, ...] = (self._global_rank,)
         rail = node
-        even = len({len(members) for members in nodes}) == 1 and list(chain(*nodes)) == list(ranks)
+        even = (
+            len({len(members) for members in nodes}) == 1 and list(chain(*nodes)) == list(ranks) and len(nodes[0]) % max(multiple, 1) == 0
+        )
         if len(nodes) > 1 and even:  # not so for all groups of an axis where nodes are no multiple of them
             node = tuple(by_node[self._global_rank // self._ranks_per_node])
             place = node.index(self._global_rank)
@@ -188,6 +198,7 @@ def build_mesh(
     ranks_per_node: int | None = None,
     *,
     experts: bool = False,
+    by_node: bool = False,
 ) -> Mesh:
     """Every axis that `global_rank` belongs to, of `experts` too if there are any, each used once. Collective over the first `grid.world_size` ranks.
 
@@ -196,6 +207,7 @@ def build_mesh(
     of the placement has a communicator of its own, on which a pair has a single writer.
     `comm.timeouts_s` has other time-outs than `timeout_s` for single axes. Axes that span several nodes of `ranks_per_node` consecutive
     ranks take the algorithm that `comm.algorithms` gives for each call.
+    `by_node`: rows go to experts in two stages where those span nodes.
     With `comm.in_flight: one` each of this rank's communications ends before the next begins; "auto", which is the machine's matter, is many here.
     Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it, RankFailure where the first use of a group does not end.
     """
@@ -214,7 +226,7 @@ def build_mesh(
         tied=tied,
         channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
         ledger=groups.ledger,
-        ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,)),
+        ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,), grid.etp if by_node else 0),
         etp=groups.axis("etp", grid.split_experts_group(global_rank) if experts else (global_rank,)),
         edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
     )

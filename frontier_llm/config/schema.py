@@ -26,6 +26,7 @@ class ParallelConfig(Section):
     context_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # how they attend to each other (since 0.2)
     expert: PositiveInt = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
     expert_tensor: PositiveInt = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
+    expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"  # to nodes: a row per expert, or one per node (since 0.2)
     chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
     schedule: str = "1f1b"  # see docs/schedules.md: 1f1b, interleaved, zb-h1, zb-v, v-half, …, or what was registered
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence

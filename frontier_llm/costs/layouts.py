@@ -37,6 +37,7 @@ class Layouts:
     data_shard: np.ndarray
     axis_order: np.ndarray
     context_attention: np.ndarray
+    expert_nodes: np.ndarray
     dtype: str = "bf16"
     gradient_wire: str = "full"
     optimizer: str = "adamw"
@@ -104,6 +105,7 @@ def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also
     for column in (
         layouts.tp,
         layouts.ep,
+        layouts.expert_nodes,
         layouts.cp,
         layouts.context_attention,
         layouts.micro_batch,

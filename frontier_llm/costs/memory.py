@@ -62,7 +62,7 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: in
         return block_work(model, part, rates, layer=layer), head_work(model, part, rates)
 
     def of_layer(layer: int, layout: Layout) -> Held:
-        fields = ("tp", "cp", "context_attention", "ep", "etp", "imbalance", "micro_batch", "sequence_parallel")
+        fields = ("tp", "cp", "context_attention", "ep", "etp", "expert_nodes", "imbalance", "micro_batch", "sequence_parallel")
         part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
         (block, head), modes = lists(layer, part), mode_shares(model, layout, layers)
         return Held(

@@ -12,12 +12,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from frontier_llm.blueprint.expert_work import DISPATCH
 from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, Item, Keep, Phase, Product, Under, Work
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.costs.collectives import fabric_bandwidth, message_s, node_s
+from frontier_llm.costs.experts import experts_inside, experts_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split, stage_length
@@ -44,8 +46,8 @@ def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
         elif isinstance(work, FlashCore):
             prices[key] = flash_s(work, rates)
         elif isinstance(work, Collective):
-            by_axis = {"cp": context_s, "ep": experts_s}
-            prices[key] = tensor_s(work, layout, rates) if work.axis == "tp" else by_axis[work.axis](work, layout, rates)
+            by_axis = {"tp": tensor_s, "cp": context_s, "ep": experts_s}
+            prices[key] = by_axis[work.axis.split(".")[0]](work, layout, rates)
         else:
             prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
     return prices[key]
@@ -107,31 +109,6 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     return (1 - beside) * float(collective_s(rates, cp, inside, sharing, collective.size_bytes, collective.operation))
 
 
-def experts_inside(layouts: Layout | Layouts, rates: Rates) -> Number:
-    """Ranks of ep, and of etp in it, that share a node: they follow tp and cp, and then the replicas, which a pipeline may stand between."""
-    inner, node = layouts.tp * layouts.cp, rates.node_devices
-    apart = np.where(layouts.axis_order == "tp-pp-dp", np.maximum(inner * layouts.pp, 1), inner)
-    together = np.minimum(node, inner * np.maximum(node // apart, 1))
-    return np.minimum(layouts.ep * layouts.etp, together)
-
-
-def experts_s(collective: Collective, layout: Layout, rates: Rates) -> float:
-    """An all-to-all of rows, nothing beside it. Its ranks fill nodes: what stays inside takes the fabric while the rest takes this rank's NICs.
-
-    Every rank has a message for every other; those that are small pay for their number.
-    """
-    ranks, node, inside = layout.ep * layout.etp, rates.node_devices, int(experts_inside(layout, rates))
-    near_s = collective.size_bytes * (inside - 1) / ranks / float(fabric_bandwidth(rates, inside)) + rates.fabric_latency_s
-    near_s += (inside - 1) * rates.fabric_hop_s
-    if ranks <= inside:
-        return near_s
-    nic_bytes_s = rates.node_network_bytes_s * rates.network_efficiency * rates.network_crowding / node
-    far_s = (
-        collective.size_bytes * (ranks - inside) / ranks / nic_bytes_s + rates.network_latency_s + (ranks - inside) * rates.network_hop_s
-    )
-    return max(near_s, far_s)
-
-
 def by_cause(
     items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices | None = None, modes: Mapping[str, float] | None = None
 ) -> dict[str, tuple[float, float]]:
@@ -141,14 +118,22 @@ def by_cause(
     """
     prices, modes = {} if prices is None else prices, modes or shares(layout.recompute.split(","))
     causes: dict[str, list[float]] = {}
-    again, meetings = 0.0, [0, 0]
+    again, meetings, rows_s, shared_s = 0.0, [0, 0], [0.0, 0.0], [0.0, 0.0]
     for item in items:
         if item.cause == SHARDS:
             continue
         side, seconds = int(item.phase is not Phase.F), work_s(item.work, layout, rates, prices)
         causes.setdefault(item.cause, [0.0, 0.0])[side] += seconds
         meetings[side] += item.cause == SENDING
+        if isinstance(item.work, Collective) and item.work.under is Under.SHARED:
+            rows_s[side] += seconds
+        elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
+            shared_s[side] += seconds
         again += seconds * item.repeats(modes)
+    if any(rows_s) and not rates.host_executes:  # rows are on their way while the shared expert computes
+        hidden_s = [min(rows * rates.dp_overlap, shared) for rows, shared in zip(rows_s, shared_s, strict=True)]
+        causes[DISPATCH] = [shown - hidden for shown, hidden in zip(causes[DISPATCH], hidden_s, strict=True)]
+        again -= hidden_s[0] * modes.get("full", 0.0)
     if (rates.meeting_s or rates.spread) and SENDING in causes:
         computing = [sum(pair[side] for cause, pair in causes.items() if cause != SENDING) for side in (0, 1)]
         waits = [waiting_s(number, one, rates) for number, one in zip(meetings, computing, strict=True)]

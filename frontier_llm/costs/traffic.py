@@ -109,8 +109,8 @@ def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
     for number, rows in enumerate(routed):
         mode = modes[number // plan.microbatches]  # which rows are of which layer counts only where rows are not even
         for item in expert_work(model, layout, Software(), rows):
-            if isinstance(item.work, Collective) and item.work.axis == "ep":
-                traffic.add("ep", item.work.operation, item.work.size_bytes, 2 if mode in item.repeated_by else 1)
+            if isinstance(item.work, Collective) and item.work.axis.startswith("ep"):
+                traffic.add(item.work.axis, item.work.operation, item.work.size_bytes, 2 if mode in item.repeated_by else 1)
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:

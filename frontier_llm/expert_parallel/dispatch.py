@@ -83,31 +83,35 @@ def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1, dr
     return Dispatch(axis, rows, ends_E, sent, received, source[order], place, arrival, experts_Nk.shape[1] * etp, dropped_A)
 
 
-class _Travel:
+class Travel:
     """Rows on their way to the ranks of their experts, or back."""
 
     def __init__(self, rows: Tensor, plan: Dispatch, back: bool) -> None:
         counts = (plan.sent, plan.received) if back else (plan.received, plan.sent)
-        self._arriving = rows
+        self.leaving = self.arriving = rows
         self._pending: Pending = DONE
         if plan.axis.size > 1:
-            self._arriving, self._pending = start_all_to_all_rows(rows, *counts, plan.axis)
+            self.arriving, self._pending = start_all_to_all_rows(rows, *counts, plan.axis)
 
     def end(self) -> Tensor:
         """What has arrived."""
         self._pending.wait()
-        return self._arriving
+        return self.arriving
 
 
-def _leave(x: Tensor, plan: Dispatch, fan: int) -> _Travel:
-    """Each of x's entries stands for `fan` rows; a rank that has none sends rows that nobody reads."""
-    rows = x[plan.source // fan] if len(x) else x.new_zeros(len(plan.source), *x.shape[1:])
-    return _Travel(rows, plan, back=False)
+def leave(x: Tensor, plan: Dispatch) -> Travel:
+    """Each of x's entries stands for as many rows as all others; a rank that has none sends rows that nobody reads."""
+    rows = x[plan.source // _fan(x, plan)] if len(x) else x.new_zeros(len(plan.source), *x.shape[1:])
+    return Travel(rows, plan, back=False)
 
 
-def _return(y: Tensor, plan: Dispatch) -> _Travel:
+def _fan(x: Tensor, plan: Dispatch) -> int:
+    return max(len(plan.place), 1) // max(len(x), 1)
+
+
+def _return(y: Tensor, plan: Dispatch) -> Travel:
     rows = y.new_zeros(sum(plan.received), *y.shape[1:])
-    return _Travel(rows.index_copy_(0, plan.arrival, y), plan, back=True)
+    return Travel(rows.index_copy_(0, plan.arrival, y), plan, back=True)
 
 
 def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
@@ -121,20 +125,55 @@ def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
     return rows.sum(1, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
 
 
-class _Dispatch(Function):
-    @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.shape = plan, weights_Nk.shape
-        ctx.part = plan.fan // weights_Nk.shape[1]
-        travels = _leave(x_NH, plan, plan.fan), _leave(weights_Nk.flatten(), plan, ctx.part)
-        x_MH, weights_M = (travel.end()[plan.arrival] for travel in travels)
-        return x_MH, weights_M
+class _Depart(Function):
+    """The half of a dispatch that begins forward and ends backward; autograd runs in between what forward has computed in between."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        travels = [_return(grad, ctx.plan) for grad in grads]
-        grad_x, grad_weights = (_add_up(travel.end(), ctx.plan, fan) for travel, fan in zip(travels, (ctx.plan.fan, ctx.part), strict=True))
-        return grad_x, grad_weights.view(ctx.shape), None
+    def forward(ctx: Any, departure: Departure, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.departure, ctx.fans = departure, [_fan(x, departure.plan) for x in tensors]
+        departure.travels = [leave(x, departure.plan) for x in tensors]
+        return tuple(travel.arriving for travel in departure.travels)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        departure = ctx.departure  # `grads` are the rows that have left, see _Arrive
+        return None, *(_add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True))
+
+
+class _Arrive(Function):
+    """The other half: ends forward and begins backward."""
+
+    @staticmethod
+    def forward(ctx: Any, departure: Departure, *arriving: Tensor) -> tuple[Tensor, ...]:
+        ctx.departure = departure
+        arrived = tuple(travel.end()[departure.plan.arrival] for travel in departure.travels)
+        departure.travels = []
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        departure = ctx.departure
+        departure.travels = [_return(grad, departure.plan) for grad in grads]
+        return None, *(
+            travel.leaving for travel in departure.travels
+        )  # autograd wants tensors of the arriving ones' shapes; these have to live anyway
+
+
+class Departure:
+    """Rows that have left for their experts; whatever is computed before they are waited for runs beside them, and so does its backward."""
+
+    travels: list[Travel]  # under way
+
+    def __init__(self, plan: Dispatch, *tensors: Tensor) -> None:
+        """Each tensor has one or more entries for each token."""
+        self.plan = plan
+        self._arriving = _Depart.apply(self, *tensors)
+
+    def arrive(self) -> tuple[Tensor, ...]:
+        """Of each tensor the rows of this rank's experts, in their order."""
+        arrived: tuple[Tensor, ...] = _Arrive.apply(self, *self._arriving)
+        del self._arriving
+        return arrived
 
 
 class _Combine(Function):
@@ -145,12 +184,13 @@ class _Combine(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _leave(grads[0], ctx.plan, ctx.plan.fan).end()[ctx.plan.arrival], None
+        return leave(grads[0], ctx.plan).end()[ctx.plan.arrival], None
 
 
 def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:
     """(x_MH, weights_M): the rows that this rank's experts work on, in their order, and what each row's output counts."""
-    return _Dispatch.apply(x_NH, weights_Nk, plan)
+    x_MH, weights_M = Departure(plan, x_NH, weights_Nk.flatten()).arrive()
+    return x_MH, weights_M
 
 
 def combine(y_MH: Tensor, plan: Dispatch) -> Tensor:

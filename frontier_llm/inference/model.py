@@ -11,6 +11,7 @@ from torch import Tensor
 from frontier_llm.checkpoint.source import WeightSource, load_weights
 from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
+from frontier_llm.errors import ConfigError, divisors, nearest
 from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
 from frontier_llm.model import Microbatch, Stage, build_stages
 from frontier_llm.ops import AttentionNeeds, select_ops, statistics_dtype, working_dtype
@@ -19,16 +20,19 @@ from frontier_llm.topology import ParallelPlan, make_plan
 
 
 def inference_run(
-    model: ModelConfig, tensor: int, pipeline: int, world_size: int, device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: ModelConfig, tensor: int, pipeline: int, world_size: int, device: Literal["auto", "cpu", "cuda"] = "auto", expert: int = 1
 ) -> RunConfig:
-    """A run whose layout is that of inference; data-parallel replicas share the requests."""
-    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    """A run whose layout is that of inference; data-parallel replicas share the requests. Raises ConfigError for experts that replicas would share."""
+    if tensor % expert:
+        what = f"{expert} does not divide tensor {tensor}: tensor ranks share out the experts, since replicas work for themselves"
+        raise ConfigError(what, f"use one of {nearest(expert, divisors(tensor))}", "parallel.expert")
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
     return RunConfig(model=model, parallel=parallel, batch=BatchConfig(global_batch=world_size), train=TrainConfig(device=device))
 
 
-def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: int) -> ParallelPlan:
+def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: int, expert: int = 1) -> ParallelPlan:
     """The layout. Raises LayoutError as training does."""
-    return make_plan(inference_run(model, tensor, pipeline, world_size), world_size)
+    return make_plan(inference_run(model, tensor, pipeline, world_size, expert=expert), world_size)
 
 
 @dataclass

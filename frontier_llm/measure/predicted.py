@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from frontier_llm.blueprint.layout import layout_of
+from frontier_llm.costs.experts import run_layout
 from frontier_llm.errors import DataError
 from frontier_llm.machine import Rates
 from frontier_llm.measure.run_record import read_run
@@ -40,7 +40,7 @@ def beside_prediction(directory: Path, numbers: Rates) -> MeasuredRun:
     times = [float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row]
     if not times:
         raise DataError("holds no step times", where=str(directory), fix=MISSING)
-    layout = layout_of(record.config, last.plan.grid.world_size)
+    layout = run_layout(record.config, last.plan.grid.world_size, numbers)
     plan = simulate_layout(record.config.model, layout, numbers, record.config.parallel.stage_layers)
     return MeasuredRun(directory, layout_words(plan), median(times[1:] or times), plan.step_s)
 

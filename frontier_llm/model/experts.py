@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from frontier_llm.comm import all_reduce_
 from frontier_llm.config import ModelConfig
 from frontier_llm.expert_parallel import (
+    Departure,
+    Dispatch,
     GroupedLinear,
+    ToNodes,
     beyond_capacity,
     combine,
     dispatch,
@@ -22,6 +26,8 @@ from frontier_llm.expert_parallel import (
     weighted_activation,
 )
 from frontier_llm.tensor_parallel import Declared, LayerContext
+
+Beside = TypeVar("Beside")
 
 
 class Routed(NamedTuple):
@@ -99,11 +105,26 @@ class Experts(nn.Module):
         self.context, self.experts, self.gated, self.activation = context, model.moe.experts, model.gated, model.activation
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
-    def forward(self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, dropped_Nk: Tensor | None = None) -> Tensor:
-        """(N, H) → (N, H)."""
-        plan = plan_dispatch(experts_Nk, self.experts, self.context.ep, self.context.etp, dropped_Nk)
-        x_MH, weights_M = dispatch(x_NH, weights_Nk, plan)
-        return combine(self.down(weighted_activation(self.up(x_MH, plan.ends_E), weights_M, self._activation), plan.ends_E), plan)
+    def forward(
+        self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, dropped_Nk: Tensor | None, meanwhile: Callable[[], Beside]
+    ) -> tuple[Tensor, Beside]:
+        """(N, H) → (N, H); and what is computed `meanwhile`, beside the rows' way to their experts, and in backward beside their gradients' way home."""
+        ep, etp = self.context.ep, self.context.etp
+        if ep.levels is None:
+            plan = plan_dispatch(experts_Nk, self.experts, ep, etp, dropped_Nk)
+            departure = Departure(plan, x_NH, weights_Nk.flatten())
+            beside = meanwhile()
+            return combine(self._outputs(plan, *departure.arrive()), plan), beside
+        node, rail = ep.levels
+        to_nodes = ToNodes(x_NH, experts_Nk, weights_Nk, self.experts, rail, dropped_Nk)
+        beside = meanwhile()
+        x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
+        plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, etp, elsewhere_Mk)
+        y_MH = combine(self._outputs(plan, *dispatch(x_MH, weights_Mk, plan)), plan)
+        return combine(y_MH, to_nodes.plan), beside
+
+    def _outputs(self, plan: Dispatch, x_MH: Tensor, weights_M: Tensor) -> Tensor:
+        return self.down(weighted_activation(self.up(x_MH, plan.ends_E), weights_M, self._activation), plan.ends_E)
 
     def _activation(self, x: Tensor) -> Tensor:
         ops = self.context.ops
@@ -113,7 +134,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router and experts, and an MLP that every token passes beside them.
 
-    Each tensor rank routes its own part of the sequence, which without sequence parallelism it cuts out.
+    Each tensor rank routes its own part of the sequence, which without sequence parallelism it cuts out. What is too short to be cut evenly, as a
+    generated token, each of them routes whole.
     """
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, shared: nn.Module | None) -> None:
@@ -125,12 +147,17 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
         """(S or s, B, H) → (S or s, B, H)."""
-        tp, cut = self.context.tp, not self.context.sequence_parallel
-        beside = None if self.shared is None else self.shared(x)
-        if beside is not None and self.shared_gate is not None:
-            beside = beside * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
+        tp = self.context.tp
+        cut = not self.context.sequence_parallel and len(x) % tp.size == 0
         x_sBH = take_part(x, tp) if cut else x
         *choice, routed = self.router(x_sBH)
-        y_sBH = self.experts(x_sBH.flatten(0, 1), *choice).view(x_sBH.shape)
+        y_NH, beside = self.experts(x_sBH.flatten(0, 1), *choice, lambda: self._of_all_tokens(x))
+        y_sBH = y_NH.view(x_sBH.shape)
         y = gather_sequence(y_sBH, tp) if cut else y_sBH
         return y if beside is None else y + beside, routed
+
+    def _of_all_tokens(self, x: Tensor) -> Tensor | None:
+        beside: Tensor | None = None if self.shared is None else self.shared(x)
+        if beside is not None and self.shared_gate is not None:
+            beside = beside * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
+        return beside

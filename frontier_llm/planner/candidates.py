@@ -32,6 +32,7 @@ FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
     "data": ("dp", None),
     "expert": ("ep", None),
     "imbalance": ("imbalance", None),
+    "expert_all_to_all": ("expert_all_to_all", {name: name for name in ("auto", "flat", "hierarchical")}),
     "chunks": ("chunks", None),
     "micro_batch": ("micro_batch", None),
     "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
@@ -150,6 +151,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
     columns["data_shard"] = np.where(columns["sharding"] == "weights", fixed.get("data_shard", 0), 0)
     columns["microbatches"] = per_replica // columns["micro_batch"]
+    columns["expert_nodes"] = np.ones_like(columns["ep"])  # two stages are the search's to price
     return columns
 
 

@@ -74,6 +74,7 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
         parallel["context_attention"] = layout.context_attention
     if layout.ep > 1:
         parallel["expert"] = layout.ep
+        parallel["expert_all_to_all"] = "hierarchical" if layout.expert_nodes > 1 else "flat"
     if layout.chunks > 1:
         parallel["chunks"] = layout.chunks
     if layout.sequence_parallel:

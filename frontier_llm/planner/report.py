@@ -59,6 +59,7 @@ def layout_words(plan: Plan) -> str:
     parts = [
         f"TP{layout.tp}{context} PP{layout.pp}{chunks} DP{layout.dp}",
         f"EP{layout.ep} EDP{layout.edp}" if layout.ep > 1 else "",
+        "once to each node" if layout.expert_nodes > 1 else "",
         f"microbatch {layout.micro_batch} x {layout.microbatches}",
         f"attention by {layout.context_attention}" if layout.cp > 1 else "",
         layout.schedule if layout.pp > 1 else "",

@@ -11,6 +11,7 @@ import numpy as np
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import RECOMPUTE, ModelConfig
+from frontier_llm.costs.experts import over_nodes
 from frontier_llm.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.costs.layouts import Layouts
 from frontier_llm.costs.memory import memory_by_rank, peak_memory
@@ -124,6 +125,7 @@ def search(
 
     def legal(tp_max: int) -> Layouts:
         layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
+        layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
         if rates.one_in_flight and "sharding" not in fixed:  # topology.plan refuses FSDP there: it issues communication of its own
             layouts = layouts.where(layouts.sharding != "weights")
         return layouts

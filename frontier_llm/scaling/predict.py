@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.costs.experts import run_layout
 from frontier_llm.errors import Problem
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import simulate_layout
@@ -37,7 +37,7 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
     numbers = rates(load_machine(machine))
     phases = phases_of(config)
     configs = [phase.config for phase in phases]
-    plans = [simulate_layout(each.model, layout_of(each, devices), numbers, each.parallel.stage_layers) for each in configs]
+    plans = [simulate_layout(each.model, run_layout(each, devices, numbers), numbers, each.parallel.stage_layers) for each in configs]
     fullest = max(plans, key=lambda plan: plan.peak_bytes)
     seconds = sum(phase.steps * plan.step_s for phase, plan in zip(phases, plans, strict=True))
     tokens = sum(phase.steps * phase.tokens_per_step for phase in phases)

@@ -6,6 +6,7 @@ import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,9 +19,10 @@ from frontier_llm.cluster.rank_env import adopt, environ
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
 from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.costs.experts import run_layout
 from frontier_llm.data.loader import open_phase
 from frontier_llm.errors import FrontierError
-from frontier_llm.machine import load_machine
+from frontier_llm.machine import load_machine, rates
 from frontier_llm.machine.env import MACHINES, ONE_QUEUE, PRIVATE
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.machine.precision import FLUSHING, fp16_note
@@ -180,6 +182,14 @@ def _take_gpu(job: _Job, properties: Any) -> None:
     _LOCKS[path] = lock
 
 
+def _by_node(config: RunConfig, place: RankEnv) -> bool:
+    """Whether rows go to experts in two stages, on nodes of this job's size."""
+    if config.model.moe is None:
+        return False
+    numbers = replace(rates(load_machine(config.machine)), node_devices=place.local_world_size)
+    return run_layout(config, place.world_size, numbers).expert_nodes > 1
+
+
 def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, device: torch.device) -> Mesh:
     if job is None or job.place.world_size == 1:
         return serial_mesh()
@@ -200,4 +210,5 @@ def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, device: torch
         comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
         ranks_per_node=place.local_world_size,
         experts=config.model.moe is not None,
+        by_node=_by_node(config, place),
     )

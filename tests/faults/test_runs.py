@@ -44,6 +44,21 @@ def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run,
     same_course(run, undisturbed)
 
 
+@pytest.mark.thorough
+def test_a_mixture_of_experts_is_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
+    """Experts over two ranks, their optimizer state over none; selection biases and the load of the step before are in the checkpoint."""
+    router = ("model.moe.score=sigmoid", "model.moe.selection_bias=true", "model.moe.balance=global", "model.moe.balance_weight=0.1")
+    settings = (*TWO, "model.base=moe-tiny", "parallel.expert=2", "guard.replica_check_interval=2", *router)
+    whole, run = (Run(tmp_path / name, steps=8, overrides=settings) for name in ("whole", "killed"))
+    code, output, _ = whole.finish()
+    assert code == 0, output
+    code, output, _ = run.finish("train.step@1#6=kill")
+    assert code == 137 and "it failed first" in output
+    code, output, _ = run.finish()
+    assert code == 0 and "resuming after step" in output, output
+    same_course(run, whole)
+
+
 def test_dead_peer_is_named_and_all_others_leave(tmp_path: Path) -> None:
     run = Run(tmp_path, steps=10_000, save_interval=0, overrides=TWO)
     process = run.start()

@@ -79,6 +79,7 @@ class Case:
     overlap_weights: bool = False
     bucket_elements: int = 40_000_000
     tensor_chunks: int = 1
+    ranks_per_node: int | None = None  # pretended
     settings: tuple[str, ...] = ()  # key=value, as on the command line, over all of the above
 
     @property

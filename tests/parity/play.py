@@ -17,7 +17,7 @@ from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.costs.traffic import step_traffic
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.expert_parallel import Dispatch, plan_dispatch
+from frontier_llm.expert_parallel import Dispatch, nodes, plan_dispatch
 from frontier_llm.model import experts
 from frontier_llm.optim import Bucket
 from frontier_llm.topology import ShardSpec, make_plan
@@ -124,7 +124,9 @@ def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
     config = case.config(dtype)
     plan = make_plan(config, case.world_size)
     tied, has_experts = config.model.tied_embeddings, config.model.moe is not None
-    mesh = build_mesh(plan.grid, rank, plan.placement, tied, 60.0, config.comm, experts=has_experts)
+    by_node = config.parallel.expert_all_to_all == "hierarchical"
+    mesh = build_mesh(plan.grid, rank, plan.placement, tied, 60.0, config.comm, case.ranks_per_node, experts=has_experts, by_node=by_node)
+    assert by_node == (mesh.ep.levels is not None)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
 
@@ -160,14 +162,21 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
 def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
     """What this rank's routers have sent and received, once for each layer and microbatch, also where a layer is computed again."""
     rows: list[Rows] = []
+    to_nodes: list[Dispatch] = []
+
+    def noted_to_nodes(*args: Any) -> Dispatch:
+        to_nodes.append(plan_dispatch(*args))
+        return to_nodes[-1]
 
     def noted(*args: Any) -> Dispatch:
         plan = plan_dispatch(*args)
         if plan.axis.ledger is state.mesh.ledger:
-            rows.append(Rows(sum(plan.sent), sum(plan.received), sum(plan.rows)))
+            first = to_nodes.pop() if to_nodes else None
+            along_rail = () if first is None else (first.axis.size, sum(first.sent), sum(first.received))
+            rows.append(Rows(sum(plan.sent), sum(plan.received), sum(plan.rows), *along_rail))
         return plan
 
-    with patch.object(experts, "plan_dispatch", noted):
+    with patch.object(experts, "plan_dispatch", noted), patch.object(nodes, "plan_dispatch", noted_to_nodes):
         yield rows
     if state.config.train.recompute == "full":
         assert sorted(rows)[::2] == sorted(rows)[1::2]

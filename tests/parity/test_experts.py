@@ -69,6 +69,26 @@ def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     assert serial.losses != run(ranks, Case("mixtral")).losses
 
 
+def nodes(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
+    return experts(ep, etp, "parallel.expert_all_to_all=hierarchical", *more)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("olmoe", tp=2, dp=2, settings=nodes(4), ranks_per_node=2),
+        Case("deepseek", dp=4, settings=nodes(4), ranks_per_node=2, recompute="full", micro_batch=2),
+        Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=nodes(2, 2), ranks_per_node=2),
+        Case("olmoe", pp=2, dp=4, settings=nodes(4, 1, "model.moe.capacity=8"), ranks_per_node=1, schedule="zb-h1", order="tp-dp-pp"),
+        Case("deepseek", dp=8, settings=nodes(8, 1, "comm.in_flight=one"), ranks_per_node=4, transport="torch"),
+    ],
+    ids=str,
+)
+def test_a_token_that_goes_once_to_each_node_computes_the_same(ranks: RankPool, case: Case) -> None:
+    """Two nodes and more of pretended ranks; rows along the rail and inside the node are those of the list."""
+    assert differences(run(ranks, case), run(ranks, case.serial())) == []
+
+
 GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that a wrong load shows in the parameters
 
 

@@ -15,7 +15,7 @@ from frontier_llm.optim import Zero
 from frontier_llm.pipeline import Engine
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.train.evaluate import held_out_loss
-from frontier_llm.train.step import StepResult, train_step
+from frontier_llm.train.step import StepResult, local_gradients, train_step
 from tests.harness.pool import RankError, RankPool
 from tests.parity.cases import Case
 from tests.parity.play import Source, build
@@ -54,7 +54,7 @@ def watched(mistake: str) -> Iterator[list[bool]]:
 
 
 def steps(rank: int, case: Case, dtype: str, spoilt: bool = False, mistake: str = "") -> Outcome:
-    """Nine steps, with an evaluation between."""
+    """Nine steps, with an evaluation and a repeated backward between."""
     state = build(rank, case, dtype)
     finish = state.sync.finish
 
@@ -71,6 +71,8 @@ def steps(rank: int, case: Case, dtype: str, spoilt: bool = False, mistake: str 
             results.append(train_step(state))
             bits += [bucket.weights.clone() for bucket in state.optimizer.buckets]
             bits += [values.clone() for states in state.optimizer.states for values in states.values()]
+            if step == 5:  # what looks for wrong arithmetic plays another step in between
+                local_gradients(state, state.feed)
             if step in (2, STEPS - 1):
                 held_out.append(held_out_loss(state, Source(case, state.mesh.dp.rank), 8, lambda: False))
     return Outcome(results, held_out, bits, stood, state.optimizer.updates)

@@ -7,7 +7,7 @@ import torch
 
 from frontier_llm.comm import build_mesh, start_all_to_all_rows
 from frontier_llm.config import CommConfig
-from frontier_llm.expert_parallel import combine, dispatch, plan_dispatch
+from frontier_llm.expert_parallel import ToNodes, combine, dispatch, plan_dispatch
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
@@ -52,6 +52,46 @@ def test_every_row_reaches_its_expert_and_comes_back(ranks: RankPool, size: int,
     for sent, rows, own, right in ranks.run(size, there_and_back, size, etp, kind, transport):
         assert own and right and min(sent) >= 1
         assert kind == "any" or sum(rows) in (0, sum(5 * rank for rank in range(size)), 2 * sum(5 * rank for rank in range(size)))
+
+
+def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tuple[int, bool, bool]:
+    """(fewest rows that a stage has sent, whether a token went once to each node, whether sums and gradients are those of one stage)."""
+    grid = Grid(1, 1, 4, ep=4 // etp, etp=etp)
+    axis = build_mesh(grid, rank, ranks_per_node=per_node, timeout_s=30.0, experts=True, by_node=True).ep
+    assert axis.levels is not None and axis.nodes == 4 // per_node
+    node, rail = axis.levels
+    experts_Nk = chosen(kind, rank, 5 * rank)  # the first rank has no token
+    x_NH = torch.randn(len(experts_Nk), WIDTH, dtype=torch.float64, requires_grad=True)
+    weights_Nk = torch.rand(experts_Nk.shape, dtype=torch.float64, requires_grad=True)
+    dropped_Nk = torch.arange(experts_Nk.numel()).view_as(experts_Nk) % 3 == 0 if drops else None
+    to_nodes = ToNodes(x_NH, experts_Nk, weights_Nk, EXPERTS, rail, dropped_Nk)
+    x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
+    plan = plan_dispatch(experts_Mk, EXPERTS // rail.size, node, etp, elsewhere_Mk)
+    rows_MH, weights_M = dispatch(x_MH, weights_Mk, plan)
+    y_NH = combine(combine(rows_MH * weights_M[:, None] / etp, plan), to_nodes.plan)
+    expected = x_NH * (weights_Nk if dropped_Nk is None else weights_Nk * ~dropped_Nk).sum(-1, keepdim=True)
+    upstream = torch.randn(expected.shape, dtype=torch.float64)
+    ours = torch.autograd.grad(y_NH, (x_NH, weights_Nk), upstream)
+    theirs = torch.autograd.grad(expected, (x_NH, weights_Nk), upstream)
+    kept_Nk = torch.ones_like(experts_Nk, dtype=torch.bool) if dropped_Nk is None else ~dropped_Nk
+    pairs = {
+        (t, int(expert) // (EXPERTS // rail.size))
+        for t, row in enumerate(experts_Nk)
+        for expert, kept in zip(row, kept_Nk[t], strict=True)
+        if kept
+    }
+    empty = rail.size - len({number for _, number in pairs})
+    once = sum(to_nodes.plan.sent) == len(pairs) + empty  # one row that nobody reads to each node that is not needed
+    return min(*to_nodes.plan.sent, *plan.sent), once, torch.allclose(y_NH, expected) and all(map(torch.allclose, ours, theirs))
+
+
+@pytest.mark.parametrize(("per_node", "etp"), [(2, 1), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("kind", "drops"), [("one", False), ("any", False), ("any", True)])
+def test_a_token_goes_once_to_each_node_and_no_stage_sends_nothing(
+    ranks: RankPool, per_node: int, etp: int, kind: str, drops: bool
+) -> None:
+    for fewest, once, right in ranks.run(4, by_nodes, per_node, etp, kind, drops):
+        assert fewest >= (1 if per_node > 1 else 0) and once and right  # a node of one rank sends to nobody
 
 
 def without_a_row(rank: int) -> str:

@@ -33,10 +33,12 @@ class RandomWeights:
         return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
 
 
-def tiny(name: str, dtype: str = "fp64", mesh: Mesh | None = None, tensor: int = 1, pipeline: int = 1, **shape: object) -> InferenceModel:
+def tiny(
+    name: str, dtype: str = "fp64", mesh: Mesh | None = None, tensor: int = 1, pipeline: int = 1, expert: int = 1, **shape: object
+) -> InferenceModel:
     model = load_model(name, shape)
     mesh = mesh or serial_mesh()
-    plan = inference_plan(model, tensor, pipeline, mesh.world.size)
+    plan = inference_plan(model, tensor, pipeline, mesh.world.size, expert)
     return build_inference_model(RandomWeights(model), plan, mesh, torch.device("cpu"), dtype, OpsConfig())
 
 

@@ -104,9 +104,10 @@ def test_impossible_prompts_are_named(bad: list[list[int]], word: str) -> None:
         generate(tiny("llama-tiny"), bad, GREEDY)
 
 
-def _generate_on_layout(rank: int, name: str, tensor: int, pipeline: int) -> list[tuple[int, ...]]:
-    mesh = build_mesh(Grid(tensor, pipeline, 1), rank, tied_embeddings=load_model(name).tied_embeddings)
-    model = tiny(name, "fp64", mesh, tensor, pipeline)
+def _generate_on_layout(rank: int, name: str, tensor: int, pipeline: int, expert: int = 1) -> list[tuple[int, ...]]:
+    config = load_model(name)
+    mesh = build_mesh(Grid(tensor, pipeline, 1, ep=expert), rank, tied_embeddings=config.tied_embeddings, experts=config.moe is not None)
+    model = tiny(name, "fp64", mesh, tensor, pipeline, expert)
     greedy = generate(model, prompts(LENGTHS), GREEDY)
     assert greedy == generate(model, prompts(LENGTHS), GREEDY, use_cache=False)
     return [row.tokens for row in greedy + generate(model, prompts(LENGTHS), SAMPLED)]
@@ -119,3 +120,16 @@ def test_every_layout_generates_the_same(ranks: RankPool, name: str, tensor: int
     serial = tiny(name)
     expected = [row.tokens for sampling in (GREEDY, SAMPLED) for row in generate(serial, prompts(LENGTHS), sampling)]
     assert ranks.run(tensor * pipeline, _generate_on_layout, name, tensor, pipeline) == [expected] * (tensor * pipeline)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "expert"), [(2, 2, 2), (2, 1, 1)])
+def test_tensor_ranks_that_share_out_experts_generate_the_same(ranks: RankPool, tensor: int, pipeline: int, expert: int) -> None:
+    """Prompts that no number of ranks cuts evenly, and single tokens."""
+    serial = tiny("moe-tiny")
+    expected = [row.tokens for sampling in (GREEDY, SAMPLED) for row in generate(serial, prompts(LENGTHS), sampling)]
+    assert ranks.run(tensor * pipeline, _generate_on_layout, "moe-tiny", tensor, pipeline, expert) == [expected] * (tensor * pipeline)
+
+
+def test_experts_that_replicas_would_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 does not divide tensor 4"):
+        inference_plan(load_model("moe-tiny"), 4, 1, 12, 3)
