@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them on two workers. `--all` first: everything, as CI does; without it what is marked
+# Installs what the tests need into .venv and runs them on three workers: tests of Slurm, time-outs and signals mostly wait. `--all` first: everything, as CI does; without it what is marked
 # `thorough` is left out. Further arguments go to pytest, then on one worker: scripts/test.sh tests/unit/schedule
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,5 +11,5 @@ if [[ "${1:-}" == --all ]]; then
   chosen=()
   shift
 fi
-(($#)) || chosen+=(-n 2)
+(($#)) || chosen+=(-n 3)
 exec python -m pytest "${chosen[@]}" "$@"
