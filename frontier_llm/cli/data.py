@@ -152,15 +152,14 @@ def _print_tables(report: dict[str, Any]) -> None:
         text = "  ".join(f"{word:.4f}" if isinstance(word, float) else str(word) for word in words)
         facts.add_row(key.replace("_", " "), escape(printable(text)))
     console.print(facts)
-    if not report["tokens"]:
-        return
     frequent = Table("id", "text", "count", "share", "", title="most frequent tokens")
-    largest = report["top_tokens"][0]["count"]
     for token in report["top_tokens"]:
+        largest = report["top_tokens"][0]["count"]
         share = f"{token['count'] / report['tokens']:.2%}"
         text = "" if token["text"] is None else escape(repr(token["text"]))
         frequent.add_row(str(token["id"]), text, str(token["count"]), share, "█" * max(1, round(20 * token["count"] / largest)))
-    console.print(frequent)
+    if frequent.rows:
+        console.print(frequent)
     for sample in report["samples"]:
         body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
         console.rule(f"document {sample['document']}, {sample['tokens']} tokens")

@@ -67,7 +67,7 @@ class Zero:
             self.settle()
 
     def keep(self) -> None:
-        """Keep a copy of the state, for `roll_back`."""
+        """Keep a copy of the state, for `validate`."""
         self._kept = [{kind: values.clone() for kind, values in state.items()} for state in self.states]
 
     def validate(self, stands: bool) -> None:

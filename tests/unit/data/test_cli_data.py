@@ -46,6 +46,8 @@ def test_tokenizer_tokenize_inspect(corpus: Path, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "[bold] text 0 [/x]" in shown
     assert "most frequent tokens" in shown
+    assert run("inspect", prefix, "--top", 0, "--samples", 0) == 0
+    assert "most frequent tokens" not in capsys.readouterr().out
 
 
 def test_inspect_without_a_record(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
