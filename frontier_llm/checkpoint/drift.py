@@ -7,7 +7,10 @@ keys that choose how the same mathematics is computed (layout, precision, kernel
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from pydantic import ValidationError
@@ -101,11 +104,25 @@ def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> boo
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing."""
+    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing.
+
+    Keys that do not exist any more stay as they are, so that they are compared too.
+    """
+    known, gone = deepcopy(dict(config)), []
     try:
-        return RunConfig.model_validate(config).model_dump(mode="json")
+        RunConfig.model_validate(known)
+    except ValidationError as error:
+        for place in (fault["loc"] for fault in error.errors() if fault["type"] == "extra_forbidden"):
+            *path, key = place
+            section = reduce(getitem, path, known)
+            gone.append((path, key, section.pop(key)))
+    try:
+        complete = RunConfig.model_validate(known).model_dump(mode="json")
     except ValidationError:
-        return config  # of a version with other keys: compared as it is
+        return config  # of a version in which other values were allowed: compared as it is
+    for path, key, value in gone:
+        reduce(getitem, path, complete)[key] = value
+    return complete
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True, step: int = 0) -> list[Change]:

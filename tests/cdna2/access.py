@@ -19,6 +19,7 @@ from tests.cdna2.state import LANES, Array, Waves
 _SIZES: Final[dict[str, tuple[Any, int]]] = {"ushort": (np.uint16, 1), "short": (np.uint16, 1), "dword": (np.uint32, 1), "dwordx2": (np.uint32, 2),
                  "dwordx3": (np.uint32, 3), "dwordx4": (np.uint32, 4)}  # fmt: skip
 _LOCAL_SIZES: Final[dict[str, tuple[Any, int]]] = {
+    "u8": (np.uint8, 1),  # read alone: a write of half a cell would look like a race
     "u16": (np.uint16, 1),
     "b16": (np.uint16, 1),
     "b32": (np.uint32, 1),

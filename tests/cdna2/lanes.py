@@ -12,7 +12,7 @@ from tests.cdna2.state import LANES, Array, Waves
 
 _LANE: Final = np.arange(LANES)
 _ROW: Final = _LANE // 16
-_PARTS: Final = {"DWORD": (0, 32), **{f"WORD_{i}": (16 * i, 16) for i in range(2)}, **{f"BYTE_{i}": (8 * i, 8) for i in range(4)}}
+PARTS: Final = {"DWORD": (0, 32), **{f"WORD_{i}": (16 * i, 16) for i in range(2)}, **{f"BYTE_{i}": (8 * i, 8) for i in range(4)}}
 
 
 def _in_row(place: Array) -> Array:
@@ -72,9 +72,9 @@ class FromOtherLanes:
 
 def part(source: Operand, selection: str, kind: str, read: Read) -> Read:
     """SDWA: a byte or a half of the register, zero-extended; `read` gives its 32 bits."""
-    if selection not in _PARTS or source.negate or source.absolute:
+    if selection not in PARTS or source.negate or source.absolute:
         raise Unknown(f"selection {selection} of {source.text}")
-    first, width = _PARTS[selection]
+    first, width = PARTS[selection]
     if width == 32 and kind != "f16":
         return lambda waves: read(waves).view(kind_dtype(kind))
     mask = np.uint32((1 << min(width, 16 if kind == "f16" else 32)) - 1)

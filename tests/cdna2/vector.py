@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 import numpy as np
 
 from tests.cdna2.arithmetic import fma
 from tests.cdna2.disassembly import Descriptor, Instruction
-from tests.cdna2.lanes import FromOtherLanes, part
+from tests.cdna2.lanes import PARTS, FromOtherLanes, part
 from tests.cdna2.masks import OTHERS, compare, lanes_of, readers, write
 from tests.cdna2.operands import Operand, Read, Unknown, operand, reader, split, writable
 from tests.cdna2.scalar import Step
 from tests.cdna2.state import Array, Waves
 from tests.cdna2.vector_table import COMPARE, PACKED, TABLE
-
-_SDWA_DEFAULTS: Final = {"dst_sel": "DWORD", "dst_unused": "UNUSED_PAD"}
 
 
 def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
@@ -48,9 +45,10 @@ def _simple(instruction: Instruction, operands: list[Operand]) -> Step:
         kinds = [op.result if kind == "dst" else kind for kind in op.sources]
     destination, *sources = operands if function is None or "dst" not in op.sources else [operands[0], *operands]
     writable(destination, result)
-    modifiers, dpp = dict(instruction.modifiers), None
+    modifiers, dpp, place = dict(instruction.modifiers), None, "DWORD"
     if instruction.encoding == "sdwa":
-        if any(modifiers.pop(name, default) != default for name, default in _SDWA_DEFAULTS.items()):
+        place = modifiers.pop("dst_sel", place)
+        if modifiers.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD" or (place != "DWORD" and result != "u32"):
             raise Unknown(f"modifiers {instruction.modifiers}")
         reads = [
             part(source, modifiers.pop(f"src{place}_sel"), kind, reader(source, "u32", per_lane=True))
@@ -64,10 +62,15 @@ def _simple(instruction: Instruction, operands: list[Operand]) -> Step:
     if modifiers:
         raise Unknown(f"modifiers {modifiers}")
 
+    first, width = PARTS[place]
+
     def run(waves: Waves) -> None:
         values = [read(waves) for read in reads]
         value = np.where(choice(waves), values[1], values[0]) if function is None else function(*values)
-        write(waves, destination, split(value, result), dpp.written(waves) if dpp else None)
+        words = split(value, result)
+        if width < 32:  # SDWA: a byte or a half of the result, in its place among zeros
+            words = [(words[0] & np.uint32((1 << width) - 1)) << np.uint32(first)]
+        write(waves, destination, words, dpp.written(waves) if dpp else None)
 
     return run
 

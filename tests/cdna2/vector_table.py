@@ -92,6 +92,7 @@ TABLE: Final[dict[str, Vector]] = {
     "v_lshrrev_b32": _op(_U2, _shifted(np.right_shift, 32)),
     "v_ashrrev_i32": _op(_I2, _shifted(np.right_shift, 32)),
     "v_lshlrev_b64": _op("u64 = u32 u64", _shifted(np.left_shift, 64)),
+    "v_lshlrev_b16": _op(_U2, lambda by, x: (x & 0xFFFF) << (by & 15) & 0xFFFF),  # the upper half is set to 0
     "v_add3_u32": _op(_U3, lambda a, b, c: a + b + c),
     "v_xad_u32": _op(_U3, lambda a, b, c: (a ^ b) + c),
     "v_or3_b32": _op(_U3, lambda a, b, c: a | b | c),

@@ -181,6 +181,9 @@ def test_parts_of_registers():
     same(lanes(after(text, {0: x}), 2, np.float32), (x >> 16).astype(np.uint16).view(np.float16).astype(np.float32))
     with pytest.raises(Unknown):
         after(text.replace("dst_sel:DWORD", "dst_sel:WORD_1"), {0: x})
+    text = "v_or_b32_sdwa v2, v0, v1 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD"
+    assert np.array_equal(lanes(after(text, {0: x, 1: y}), 2), (x | y) << 16)
+    assert np.array_equal(lanes(after("v_lshlrev_b16_e32 v2, 8, v0", {0: x}), 2), (x & 0xFF) << 8)
 
 
 def test_halves_are_rounded_to_the_nearest_even():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontier_llm.checkpoint.drift import check_allowed, config_changes
+from frontier_llm.checkpoint.drift import check_allowed, config_changes, with_defaults
 from frontier_llm.config import load_run
 from frontier_llm.errors import CheckpointError
 
@@ -61,3 +61,12 @@ def test_a_flag_is_not_offered_where_it_cannot_work(change: str, fits: bool) -> 
     else:
         with pytest.raises(CheckpointError, match="the saved weights have other shapes"):
             check_allowed(changes, ["model"], "step_10")
+
+
+def test_keys_that_came_or_went_since_are_no_change_of_the_mathematics() -> None:
+    current = load_run("quickstart").model_dump(mode="json")
+    saved = load_run("quickstart").model_dump(mode="json")
+    del saved["model"]["dropout"], saved["data"]["packing"]
+    saved["train"]["recompute_every"] = 1
+    changes = config_changes(with_defaults(saved), current, step=10)
+    assert [(change.key, change.mathematics) for change in changes] == [("train.recompute_every", False)]
