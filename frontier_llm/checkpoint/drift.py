@@ -6,12 +6,10 @@ keys that choose how the same mathematics is computed (layout, precision, kernel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -108,21 +106,27 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Keys that do not exist any more stay as they are, so that they are compared too.
     """
-    known, gone = deepcopy(dict(config)), []
+    known: Any = deepcopy(dict(config))
+    gone: list[tuple[list[Any], Any, Any]] = []
     try:
         RunConfig.model_validate(known)
     except ValidationError as error:
         for place in (fault["loc"] for fault in error.errors() if fault["type"] == "extra_forbidden"):
             *path, key = place
-            section = reduce(getitem, path, known)
-            gone.append((path, key, section.pop(key)))
+            gone.append((path, key, _section(known, path).pop(key)))
     try:
-        complete = RunConfig.model_validate(known).model_dump(mode="json")
+        complete: Any = RunConfig.model_validate(known).model_dump(mode="json")
     except ValidationError:
         return config  # of a version in which other values were allowed: compared as it is
     for path, key, value in gone:
-        reduce(getitem, path, complete)[key] = value
-    return complete
+        _section(complete, path)[key] = value
+    return cast("Mapping[str, Any]", complete)
+
+
+def _section(config: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        config = config[key]
+    return config
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True, step: int = 0) -> list[Change]:
