@@ -1,6 +1,6 @@
 """Muon against AdamW: the overhead of a step, predicted and measured, and the loss of small models, with seeds and a sweep of learning rates.
 
-Resumable: a finished run is only read. Writes the measured part of docs/optimizers.md.
+Resumable: a finished run is only read. Writes the measured part of docs/optimizers.md, results/muon.json and figures/muon.png beside it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from convergence import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
 from measured_page import write_measured
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "optimizers.md"
-OPTIMIZERS, FACTORS = ("adamw", "muon"), (0.5, 1.0, 2.0)
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "optimizers.md"
+FACTORS = {
+    "adamw": (0.5, 1.0, 2.0),
+    "muon": (0.5, 1.0, 2.0, 4.0),
+}  # of the rule's learning rate
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One run: held-out loss in nats per byte, and seconds of its steps."""
+    """One run: held-out loss in nats per byte, and its training loss step by step."""
 
     recipe: Recipe
     optimizer: str
@@ -45,7 +53,6 @@ class Trained:
     seed: int
     loss: float
     curve: tuple[float, ...]
-    seconds: float
 
 
 def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: argparse.Namespace) -> Trained | None:
@@ -71,7 +78,7 @@ def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: arg
         rows = read(folder)
     steps = {row["step"]: row for row in rows if row["kind"] == "step"}
     curve = tuple(steps[step]["loss"] for step in sorted(steps))
-    return Trained(chosen, optimizer, factor, seed, final(rows, chosen) or 0.0, curve, sum(row["step_time_s"] for row in steps.values()))
+    return Trained(chosen, optimizer, factor, seed, final(rows, chosen) or 0.0, curve)
 
 
 def read(folder: Path) -> list[dict]:
@@ -91,38 +98,99 @@ def steps_to(curve: tuple[float, ...], loss: float) -> float:
     return float(below[0] + 20) if len(below) else float("inf")
 
 
-def convergence_lines(trained: list[Trained]) -> list[str]:
+def step_costs(chosen: Recipe, data: Path, rounds: int = 3) -> dict[str, float]:
+    """Processor's seconds of a step under each optimizer, the best of `rounds` medians taken in turns: what a shared machine leaves comparable."""
+    best = dict.fromkeys(FACTORS, float("inf"))
+    for _, optimizer in product(range(rounds), FACTORS):
+        command = [
+            sys.executable, "-m", "frontier_llm.cli.main", "bench", "step", "convergence", f"model={chosen.model}",
+            f"batch.global_batch={chosen.global_batch}", f"batch.micro_batch={MICRO_BATCH}", f"optimizer.name={optimizer}", f"data.train=[{{path: {data}/train}}]",
+            f"data.validation=[{{path: {data}/validation}}]", "--steps", "8", "--json",
+        ]  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            ended = subprocess.run(
+                [*command, f"train.run_dir={folder}"], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True
+            )
+        output = ended.stdout.decode()
+        result = json.loads(output[output.index("{") : output.rindex("}") + 1])
+        best[optimizer] = min(best[optimizer], median(result["cpu_times_s"]))
+    return best
+
+
+def at_best_rate(trained: Sequence[Trained], model: str, optimizer: str) -> tuple[dict[float, float], list[Trained]]:
+    """(mean held-out loss by learning rate, the seeds at the best of them)."""
+    runs = [one for one in trained if one.recipe.model == model and one.optimizer == optimizer]
+    by_rate = {factor: [one for one in runs if one.factor == factor] for factor in sorted({one.factor for one in runs})}
+    means = {factor: float(np.mean([one.loss for one in ones])) for factor, ones in by_rate.items()}
+    return means, by_rate[min(means, key=lambda factor: means[factor])]
+
+
+def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
+    """By model and optimizer: losses by learning rate, of the best one by seed with its mean curve, a step's cost; and when Muon is where AdamW ends."""
+    result: dict[str, Any] = {}
+    for model in dict.fromkeys(one.recipe.model for one in trained):
+        best = {optimizer: at_best_rate(trained, model, optimizer) for optimizer in FACTORS}
+        costs = step_costs(best["adamw"][1][0].recipe, data)
+        rows = {
+            optimizer: {
+                "loss_by_rate": means,
+                "losses": [one.loss for one in ones],
+                "curve": np.mean([one.curve for one in ones], axis=0).round(4).tolist(),
+                "step_cpu_s": costs[optimizer],
+            }
+            for optimizer, (means, ones) in best.items()
+        }
+        ends = (float(np.mean(one.curve[-20:])) for one in best["adamw"][1])
+        reached = [steps_to(ours.curve, end) / len(ours.curve) for ours, end in zip(best["muon"][1], ends, strict=False)]
+        result[model] = {**rows, "share_of_tokens": float(np.mean(reached)), "cost": costs["muon"] / costs["adamw"]}
+    return result
+
+
+def convergence_lines(result: dict[str, Any]) -> list[str]:
     """Best learning rate of each optimizer, loss by seed, and how soon Muon is where AdamW ends."""
     lines = [
-        "| model | optimizer | learning rates tried, times the rule's: mean held-out loss | seeds at the best | mean ± s.d. | seconds per step |",
-        "|---|---|---|--:|--:|--:|",
+        "| model | optimizer | learning rates tried, times the rule's: mean held-out loss | seeds at the best | mean ± s.d. |",
+        "|---|---|---|--:|--:|",
     ]
-    for model in dict.fromkeys(one.recipe.model for one in trained):
-        best: dict[str, list[Trained]] = {}
-        for optimizer in OPTIMIZERS:
-            runs = [one for one in trained if one.recipe.model == model and one.optimizer == optimizer]
-            by_rate = {factor: [one for one in runs if one.factor == factor] for factor in sorted({one.factor for one in runs})}
-            means = {factor: float(np.mean([one.loss for one in ones])) for factor, ones in by_rate.items()}
-            if not means:
-                continue
-            chosen = by_rate[min(means, key=lambda factor: means[factor])]
-            best[optimizer] = chosen
-            losses = [one.loss for one in chosen]
+    for model, row in result.items():
+        for optimizer in FACTORS:
+            losses = row[optimizer]["losses"]
             spread = f" ± {np.std(losses, ddof=1):.4f}" if len(losses) > 1 else ""
-            tried = ", ".join(f"{factor:g}: {mean:.4f}" for factor, mean in means.items())
-            per_step = np.median([one.seconds / len(one.curve) for one in chosen])
-            lines.append(f"| {model} | {optimizer} | {tried} | {len(losses)} | {np.mean(losses):.4f}{spread} | {per_step:.3f} |")
-        if len(best) == 2:
-            reached = []
-            for ours, theirs in zip(best["muon"], best["adamw"], strict=False):
-                end = float(np.mean(theirs.curve[-20:]))
-                reached.append(steps_to(ours.curve, end) / len(theirs.curve))
-            slower = np.median([one.seconds for one in best["muon"]]) / np.median([one.seconds for one in best["adamw"]])
-            share = float(np.mean(reached))
-            lines.append(
-                f"| {model} | | Muon is where AdamW's training loss ends after {100 * share:.0f} % of the tokens | | | x {slower:.2f} |"
-            )
+            tried = ", ".join(f"{factor:g}: {mean:.4f}" for factor, mean in row[optimizer]["loss_by_rate"].items())
+            lines.append(f"| {model} | {optimizer} | {tried} | {len(losses)} | {np.mean(losses):.4f}{spread} |")
+    lines += [
+        "",
+        "| model | tokens after which Muon's training loss is where AdamW's ends | a step's processor seconds over AdamW's | seconds |",
+        "|---|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {model} | {row['share_of_tokens']:.0%} | {row['cost']:.2f} | {row['share_of_tokens'] * row['cost']:.0%} |"
+        for model, row in result.items()
+    ]
     return lines
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Training loss against the share of the tokens, and against processor's seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, len(result), figsize=(4 * len(result), 6), squeeze=False)
+    for (model, row), (by_tokens, by_seconds) in zip(result.items(), panels.T, strict=True):
+        for optimizer in FACTORS:
+            smooth = np.convolve(row[optimizer]["curve"], np.ones(20) / 20, mode="valid")
+            steps = np.arange(20, 20 + len(smooth))
+            by_tokens.plot(steps / steps[-1], smooth, label=f"{optimizer}: {np.mean(row[optimizer]['losses']):.3f} held out")
+            by_seconds.plot(steps * row[optimizer]["step_cpu_s"], smooth)
+        by_tokens.set(title=model, xlabel="share of the tokens", yscale="log")
+        by_seconds.set(xlabel="processor seconds", yscale="log")
+        by_tokens.legend(fontsize=8)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("training loss, nats per byte")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
 
 
 def overhead_lines() -> list[str]:
@@ -183,17 +251,21 @@ def main() -> None:
         subprocess.run(command, check=True)
     trained: list[Trained] = []
     # every learning rate with the first seed, then the other seeds
-    for model, seed, factor, optimizer in product(options.ladder, range(1, options.seeds + 1), FACTORS, OPTIMIZERS):
+    rates = [(optimizer, factor) for optimizer, factors in FACTORS.items() for factor in factors]
+    for model, seed, (optimizer, factor) in product(options.ladder, range(1, options.seeds + 1), rates):
         run = train(recipe(model, 20.0), optimizer, factor, seed, options)
         if run is not None:
             trained.append(run)
+    result = study(trained, options.data)
+    (DOCS / "results" / "muon.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, DOCS / "figures" / "muon.png")
     sizes = {model: sum(one.numel for one in model_parameters(load_model(model)).values()) for model in options.ladder}
     lines = [
         "## Measured: loss", "",
         "`scripts/muon.py`: the ladder of [convergence](convergence.md) (20 bytes per parameter, the same data, batch and decay; "
         + ", ".join(f"{model} has {size:,} parameters" for model, size in sizes.items())
-        + "), Muon for matrices, three learning rates, seeds for weights and sample order alike. Nats per byte.", "",
-        *convergence_lines(trained), "",
+        + "), Muon for matrices, seeds for weights and sample order alike. Nats per byte. Steps were timed by the processor's seconds, one thread, in turns.", "",
+        *convergence_lines(result), "", "![Muon against AdamW](figures/muon.png)", "",
         "## Measured: the update", "", f"One thread of a shared {os.uname().machine} processor, bf16:", "", *overhead_lines(), "",
     ]  # fmt: skip
     write_measured(PAGE, __file__, "\n".join(lines))
