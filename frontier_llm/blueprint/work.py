@@ -68,9 +68,8 @@ def block_work(
     items += expert_work(model, layout, software) if moe is not None else ()
     forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
-    if (
-        model.dropout
-    ):  # in the pass that adds the residual, but for one that a norm would share; backward, of the gradient, in one of its own
+    if model.dropout:
+        # in the pass that adds the residual, but for one that a norm would share; backward, of the gradient, in one of its own
         items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)  # inputs of the norms, and the masks of two dropouts

@@ -124,14 +124,16 @@ def _embedding(dtype: torch.dtype, columns: int, ops: GpuOps) -> list[Pair]:
     return [(table, wide)]
 
 
-def _grouped(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: GpuOps) -> list[Pair]:
+def grouped_products(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: Any) -> list[Pair]:
+    """Forward and input gradient over groups of rows that end at `ends`."""
     rows, groups = int(ends[-1]), len(ends)
     x, grad, weight = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype), normal(groups, outputs, inputs, dtype=dtype)
     pairs = (ops.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
     return [pairs, (ops.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends))]
 
 
-def _grouped_gradient(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: GpuOps) -> list[Pair]:
+def grouped_gradient(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: Any) -> list[Pair]:
+    """The weights' gradient of the same, added to what is there."""
     rows, main = int(ends[-1]), normal(len(ends), outputs, inputs)
     x, grad, expected = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype), main.double()
     reference.accumulate_grouped_gradient_(expected, grad.double(), x.double(), ends)
@@ -185,8 +187,8 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
             # groups of no, few and more rows than a block has; depth and width in whole blocks and in parts
             ends, depth, width = torch.tensor((0, 5, 135, 135, 168), dtype=torch.int32), 80 - odd, 144 - odd
             shape = f"168 rows of 5 groups x {depth} x {width}"
-            yield case("grouped_linear, grouped_input_gradient", shape, partial(_grouped, dtype, ends, depth, width))
-            yield case("accumulate_grouped_gradient", shape, partial(_grouped_gradient, dtype, ends, depth, width), 32.0)  # into fp32
+            yield case("grouped_linear, grouped_input_gradient", shape, partial(grouped_products, dtype, ends, depth, width))
+            yield case("accumulate_grouped_gradient", shape, partial(grouped_gradient, dtype, ends, depth, width), 32.0)  # into fp32
         extras, bounded = "ALiBi, documents", "ALiBi, documents, soft cap, window"
         for sequence, heads, kv_heads, head_dim, kinds in (
             (131, 4, 2, 64, ("", extras)),

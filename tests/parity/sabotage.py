@@ -219,29 +219,28 @@ def backward_with_own_logsumexp() -> Iterator[None]:
         yield
 
 
-@sabotage
-def masks_by_own_index() -> Iterator[None]:
-    """Dropout draws by a token's place in the rank's tensors."""
+def _drawn_by(change: Callable[[Any, int], Any]) -> AbstractContextManager[Any]:
+    """By what masks are drawn, changed for a number of rows."""
     honest = Stage._positions
 
     def positions(self: Stage, batch: Any, rows: int) -> Any:
         right = honest(self, batch, rows)
-        return replace(right, drawn=right.drawn and right.drawn._replace(positions_S=torch.arange(rows)))
+        return replace(right, drawn=right.drawn and change(right.drawn, rows))
 
-    with patch.object(Stage, "_positions", positions):
+    return patch.object(Stage, "_positions", positions)
+
+
+@sabotage
+def masks_by_own_index() -> Iterator[None]:
+    """Dropout draws by a token's place in the rank's tensors."""
+    with _drawn_by(lambda drawn, rows: drawn._replace(positions_S=torch.arange(rows))):
         yield
 
 
 @sabotage
 def masks_by_own_row() -> Iterator[None]:
     """Dropout draws by a sample's row in the microbatch."""
-    honest = Stage._positions
-
-    def positions(self: Stage, batch: Any, rows: int) -> Any:
-        right = honest(self, batch, rows)
-        return replace(right, drawn=right.drawn and right.drawn._replace(samples_B=torch.arange(len(right.drawn.samples_B))))
-
-    with patch.object(Stage, "_positions", positions):
+    with _drawn_by(lambda drawn, rows: drawn._replace(samples_B=torch.arange(len(drawn.samples_B)))):
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frontier_llm.ops import AdamWUpdate, Scores, native, reference
-from frontier_llm.ops.check import against_reference, normal
+from frontier_llm.ops.check import against_reference, grouped_gradient, grouped_products, normal
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -309,14 +309,9 @@ def test_two_threads_give_the_same_as_one():
 def test_products_over_groups(isa, dtype, inputs, outputs):
     """Groups of no, few and many rows; a part of 512 rows and what is left of it."""
     ends = torch.tensor([0, 5, 605, 605, 640], dtype=torch.int32)
-    x, grad, weight = normal(640, inputs, dtype=dtype), normal(640, outputs, dtype=dtype), normal(5, outputs, inputs, dtype=dtype)
-    main = normal(5, outputs, inputs)
-    expected = main.double()
-    reference.accumulate_grouped_gradient_(expected, grad.double(), x.double(), ends)
-    cpu.accumulate_grouped_gradient_(main, grad, x, ends)
-    close(main, expected)
-    close(cpu.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
-    close(cpu.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends))
+    for pairs in (grouped_products, grouped_gradient):
+        for got, expected in pairs(dtype, ends, inputs, outputs, cpu):
+            close(got, expected)
 
 
 def test_groups_that_are_not_all_rows_are_refused():

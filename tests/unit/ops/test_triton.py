@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="pip install --no-deps triton")
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import AdamWUpdate, Mask, Scores, reference
-from frontier_llm.ops.check import against_reference, normal
+from frontier_llm.ops.check import against_reference, grouped_gradient, grouped_products, normal
 from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
 
@@ -70,15 +70,9 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
 def test_products_over_groups(inputs, outputs):
     """Groups of no, few and more rows than a block has, the last ones at the end of a block and past it."""
     for ends in ([0, 5, 135, 135, 168], [128, 256, 256], [0, 0, 1]):
-        groups, rows, ends = len(ends), ends[-1], torch.tensor(ends, dtype=torch.int32)
-        x, grad = normal(rows, inputs, dtype=torch.float16), normal(rows, outputs, dtype=torch.float16)
-        weight, main = normal(groups, outputs, inputs, dtype=torch.float16), normal(groups, outputs, inputs)
-        expected = main.double()
-        reference.accumulate_grouped_gradient_(expected, grad.double(), x.double(), ends)
-        gpu.accumulate_grouped_gradient_(main, grad, x, ends)
-        close(main, expected)
-        close(gpu.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
-        close(gpu.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends))
+        for pairs in (grouped_products, grouped_gradient):
+            for got, expected in pairs(torch.float16, torch.tensor(ends, dtype=torch.int32), inputs, outputs, gpu):
+                close(got, expected)
 
 
 def test_more_groups_than_are_looked_at_together():
