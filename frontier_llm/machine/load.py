@@ -109,6 +109,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         memory_bytes=device.memory_gib.value * GIB,
         hbm_bytes_s=device.memory_gbps.value * 1e9,
         compute_units=int(device.compute_units.value),
+        speed_variation=device.speed_variation.value,
         node_devices=int(node.devices.value),
         one_in_flight=machine.in_flight.mode == "one",
         nodes=int(node.count.value),
@@ -200,6 +201,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "hbm_bytes_s": ("device", "memory_gbps"),
     "memory_bytes": ("device", "memory_gib"),
     "compute_units": ("device", "compute_units"),
+    "speed_variation": ("device", "speed_variation"),
     "node_devices": ("node", "devices"),
     "node_network_bytes_s": ("node", "nic_gbps"),
 }
