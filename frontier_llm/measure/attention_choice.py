@@ -38,8 +38,8 @@ def tune(model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rou
 def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
     """Best seconds by back-end; what could not run, and why."""
     refusals = {name: PROVIDERS[name].refusal("attention", device, shapes.dtype) for name in BACKENDS}
-    cases = {
-        name: CASES[case](SimpleNamespace(attention=PROVIDERS[name].load()["attention"]), shapes) for name in BACKENDS if not refusals[name]
-    }  # type: ignore[arg-type]
-    best, faults = take_turns({name: one.ways()["ours"] for name, one in cases.items()}, rounds, device)
+    faces: dict[str, Any] = {
+        name: SimpleNamespace(attention=PROVIDERS[name].load()["attention"]) for name in BACKENDS if not refusals[name]
+    }
+    best, faults = take_turns({name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()}, rounds, device)
     return best, {name: str(refusal) for name, refusal in refusals.items() if refusal} | faults
