@@ -52,7 +52,7 @@ class Writer:
         self.snapshot = Snapshot(optimizer, mesh.world.rank)
         self._config, self._environment, self._data, self._optimizer = dict(config), dict(environment), dict(data), optimizer.rule.name
         rows = [describe_piece(part) for part in self.snapshot.saved]
-        self._layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.sharded)}
+        self._layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.shards > 1)}
         self._layout |= {"ep": mesh.ep.size} if mesh.ep.size > 1 else {}
         gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.layout(step=0).data_bytes}, mesh.world, self.device)
         self.total_bytes = sum(part["bytes"] for part in gathered)

@@ -68,7 +68,6 @@ def rank_variables(rank: int, num_ranks: int, port: int, threads: int) -> dict[s
     return {
         **{name: str(value) for name, value in names.items()},
         "FRONTIER_LLM_LAUNCHER": "local",
-        "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
