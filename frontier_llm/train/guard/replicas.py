@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from frontier_llm.blueprint.optimizers import STATISTIC
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Axis, Mesh, all_gather, all_gather_json, maximum
 from frontier_llm.errors import Problem
@@ -50,7 +51,10 @@ class ReplicaCheck:
         weights = [(f"weights of {spec.name}", spec, values) for spec, values in optimizer.weights()]
         # the same parameters lie in the same places on all ranks of a stage, without ZeRO on all replicas too: so the rectangles correspond
         state = [(f"{kind} of {part.name}", part.spec, values) for part in optimizer.state() for kind, values in part.tensors.items()]
-        over_replicas = weights if optimizer.sharded else weights + state
+        statistics = [
+            (f"{STATISTIC} of {part.name}", part.spec, part.tensors[STATISTIC]) for part in optimizer.state() if STATISTIC in part.tensors
+        ]
+        over_replicas = weights + (statistics if optimizer.sharded else state)  # every owner of a slice has its bucket's statistics
         self._copies: list[tuple[Axis, list[tuple[str, Tensor]]]] = [
             (axis, [(name, values) for name, spec, values in over_replicas if spec.parameter.replicas == name_of_axis])
             for name_of_axis, axis in (("dp", mesh.replicas), ("edp", mesh.edp))
