@@ -48,8 +48,8 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     except ConfigError as error:
         yield from error.problems
     else:
-        if not native and any(map(rule.whole, model_parameters(config.model).values())):
-            what = f"{rule.name} updates whole matrices, which {'fsdp' if fsdp else 'DeepSpeed'} cuts"
+        if not native and any(rule.whole(one) or rule.statistics(one) for one in model_parameters(config.model).values()):
+            what = f"{rule.name} needs whole matrices or sums over them, which {'fsdp' if fsdp else 'DeepSpeed'} cuts"
             yield Problem("optimizer.name", what, "use the native engine with data_mode=zero")
     if deepspeed and precision.dtype not in ("fp32", "bf16"):
         fix = "use bf16 or fp32, or optimizer.engine=native"
