@@ -39,7 +39,16 @@ struct GeluArgs {
   bool tanh;
 };
 
-// frontier_llm/ops/face.py: AdamWUpdate
+// By what one token's mask is drawn: frontier_llm/ops/dropout.py, Mask.
+struct DropArgs {
+  int64_t columns;
+  uint64_t key, sample;
+  uint32_t position;
+  int32_t threshold;
+  float scale;
+};
+
+// frontier_llm/ops/reference.py: AdamWUpdate
 struct AdamWArgs {
   float step_size, beta1, beta2, eps, keep, root, grad_scale;
 };
@@ -67,6 +76,7 @@ struct Kernels {
   void (*swiglu_backward)(const T* grad, const T* x, T* grad_x, int64_t rows, int64_t columns);
   void (*gelu)(const T* x, const T* bias, T* out, int64_t rows, GeluArgs args);                    // bias may be null
   void (*gelu_backward)(const T* grad, const T* x, const T* bias, T* grad_x, float* grad_bias, int64_t rows, GeluArgs args);
+  void (*drop)(const T* x, const T* residual, T* out, DropArgs args);  // residual may be null
   void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats, int64_t stats_stride,
                               int64_t rows, int64_t columns);
   void (*cross_entropy_backward)(T* logits, int64_t row_stride, const int64_t* targets, int64_t first, const float* logsumexp,
