@@ -25,9 +25,8 @@ class StateRectangle:
     spec: ShardSpec  # of this rank's part of the parameter
     rectangle: Rectangle  # inside that part, in coordinates of the global tensor
     saved: bool  # of all replicas of these elements, the one that goes into checkpoints
-    tensors: Mapping[
-        str, Tensor
-    ]  # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself; of a statistic without master
+    # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself. Of a statistic there is no master
+    tensors: Mapping[str, Tensor]
 
     @property
     def name(self) -> str:
