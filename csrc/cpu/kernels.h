@@ -43,7 +43,16 @@ struct GeluGradSums {
   float *bias, *weights;  // [columns], added to; [rows], written. Either may be null
 };
 
-// frontier_llm/ops/face.py: AdamWUpdate
+// By what one token's mask is drawn: frontier_llm/ops/dropout.py, Mask.
+struct DropArgs {
+  int64_t columns;
+  uint64_t key, sample;
+  uint32_t position;
+  int32_t threshold;
+  float scale;
+};
+
+// frontier_llm/ops/reference.py: AdamWUpdate
 struct AdamWArgs {
   float step_size, beta1, beta2, eps, keep, root, grad_scale;
 };
@@ -74,6 +83,7 @@ struct Kernels {
   void (*gelu_backward)(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums, int64_t rows, GeluArgs args);
   // out[row] = the sum of the rows of x that places [rows][fan] name; a negative place names none.
   void (*gather_rows)(const T* x, const int64_t* places, T* out, int64_t rows, int64_t fan, int64_t columns);
+  void (*drop)(const T* x, const T* residual, T* out, DropArgs args);  // residual may be null
   void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats, int64_t stats_stride,
                               int64_t rows, int64_t columns);
   void (*cross_entropy_backward)(T* logits, int64_t row_stride, const int64_t* targets, int64_t first, const float* logsumexp,

@@ -189,6 +189,30 @@ Tensor gather_rows(const Tensor& x_in, const Tensor& places_in) {
   return out;
 }
 
+Tensor drop(const Tensor& x_in, const std::optional<Tensor>& residual_in, int64_t key, int64_t threshold, double scale, const Tensor& samples_in,
+            const Tensor& positions_in) {
+  const Tensor x = x_in.contiguous(), samples = samples_in.contiguous(), positions = positions_in.contiguous();
+  const auto residual = contiguous(residual_in);
+  TORCH_CHECK(x.dim() == 3 && samples.scalar_type() == at::kLong && positions.scalar_type() == at::kLong && samples.numel() == x.size(1) &&
+                  positions.numel() == x.size(0), "drop wants x [S, B, H], samples [B] and positions [S] of int64, not ", x.sizes());
+  if (residual) check_same(x, *residual, "residual");
+  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  const int64_t batch = x.size(1), columns = x.size(2);
+  const Tensor out = at::empty_like(x);
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, x.size(0) * batch, grain(columns), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t at = row * columns, sample = data<int64_t>(samples)[row % batch], position = data<int64_t>(positions)[row / batch];
+        kernels_for<T>().drop(data<T>(x) + at, residual ? data<T>(*residual) + at : nullptr, data<T>(out) + at,
+                              {columns, static_cast<uint64_t>(key), static_cast<uint64_t>(sample), static_cast<uint32_t>(position),
+                               static_cast<int32_t>(threshold), static_cast<float>(scale)});
+      }
+    });
+  });
+  return out;
+}
+
 // ---- cross-entropy ----
 
 void check_logits(const Tensor& logits, const Tensor& targets) {
@@ -320,6 +344,7 @@ TORCH_LIBRARY(frontier_llm, m) {
   m.def("gelu(Tensor x, Tensor? bias, bool tanh, Tensor? weights) -> Tensor");
   m.def("gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, Tensor? weights) -> (Tensor, Tensor, Tensor)");
   m.def("gather_rows(Tensor x, Tensor places) -> Tensor");
+  m.def("drop(Tensor x, Tensor? residual, int key, int threshold, float scale, Tensor samples, Tensor positions) -> Tensor");
   m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first_vocab) -> Tensor");
   m.def("cross_entropy_backward_(Tensor(a!) logits, Tensor targets, int first_vocab, Tensor logsumexp, Tensor grad_loss) -> Tensor(a!)");
   m.def("adamw_(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) weights, float step_size, float beta1, "
@@ -340,6 +365,7 @@ TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {
   m.impl("gelu", &gelu);
   m.impl("gelu_backward", &gelu_backward);
   m.impl("gather_rows", &gather_rows);
+  m.impl("drop", &drop);
   m.impl("cross_entropy_stats", &cross_entropy_stats);
   m.impl("cross_entropy_backward_", &cross_entropy_backward_);
   m.impl("adamw_", &adamw_);

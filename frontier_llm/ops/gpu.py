@@ -189,7 +189,7 @@ class GpuOps(DifferentiableOps):
         grid = (sequence * batch, _blocks(blocks, self.kernels.block("drop", "any", "BLOCK")), 1)
         self.kernels.launch(
             "drop", x.dtype, "any", grid, x=x, residual=residual, samples=mask.samples_B, positions=mask.positions_S.contiguous(), out=out,
-            key=mask.key - (mask.key >> 63 << 64), threshold=mask.threshold, scale=mask.scale, batch=batch, columns=columns, blocks=blocks,
+            key=mask.signed_key, threshold=mask.threshold, scale=mask.scale, batch=batch, columns=columns, blocks=blocks,
             has_residual=int(residual is not None),
         )  # fmt: skip
         return out

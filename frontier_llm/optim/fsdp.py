@@ -55,11 +55,11 @@ class FullySharded:
         """Shard the stage, which is on the meta device, and give it its initial weights. Collective over dp."""
         (self._stage,) = inputs.stages  # there is no pipeline
         config, mesh, device = inputs.config, inputs.mesh, inputs.device
-        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.replicas.size > 1
+        self.rule, self.updates, self.device = inputs.rule, 0, device
         self._formula, self._mesh, self._ops = slice_update(config.optimizer, inputs.ops), mesh, inputs.ops
         working, seed = working_dtype(config.precision.dtype), config.train.seed
         shards, copies = _shards_and_copies(mesh.replicas, config.parallel.data_shard)
-        self._is_first_copy, self._has_copies = copies.rank == 0, copies.size > 1
+        self.shards, self._is_first_copy, self._has_copies = shards.size, copies.rank == 0, copies.size > 1
         self._microbatches, self._forwards = inputs.plan.microbatches, 0
         self._stage.register_forward_pre_hook(self._before_forward)
         specs = _widen(self._stage)

@@ -65,8 +65,8 @@ class Optimizer(Protocol):
     updates: int  # steps that were not skipped: what Adam's bias correction counts; set on resume
 
     @property
-    def sharded(self) -> bool:
-        """Each dp rank has its own share of the state; otherwise all have all of it."""
+    def shards(self) -> int:
+        """Neighbouring replicas that share out the state, and so many apart hold copies of it; 1 where each has all of it."""
 
     @property
     def device(self) -> torch.device:

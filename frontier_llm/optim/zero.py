@@ -87,9 +87,9 @@ class Zero:
             bucket.settle()
 
     @property
-    def sharded(self) -> bool:
+    def shards(self) -> int:
         """See Optimizer."""
-        return any(bucket.owner.size > 1 for bucket in self.buckets)
+        return max(bucket.owner.size for bucket in self.buckets)
 
     @property
     def device(self) -> torch.device:

@@ -9,10 +9,10 @@ from frontier_llm.blueprint import ParameterKind, rank_parameters
 from frontier_llm.blueprint.optimizers import _RULES, OptimizerRule
 from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
-from frontier_llm.costs.traffic import buckets, step_traffic
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology import make_plan
 from tests.harness.pool import RankPool
+from tests.harness.traffic import buckets, step_traffic
 
 
 def config_of(model: str, parallel: dict, batch: dict, recompute: str = "none", dtype: str = "fp32") -> RunConfig:

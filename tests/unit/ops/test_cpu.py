@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.ops import AdamWUpdate, Scores, native, reference
+from frontier_llm.ops import AdamWUpdate, Mask, Scores, native, reference
 from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
 
 missing = native.load_cpu_library()
@@ -210,6 +210,15 @@ def test_activations_at_the_ends(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 9, 77, 384, 2175])
+def test_dropout_draws_the_reference_s_masks(isa, dtype, columns):
+    x, residual = (normal(5, 2, columns, dtype=dtype, seed=seed) for seed in (0, 1))
+    mask = Mask(0xFEDCBA9876543210, 1 << 14, torch.tensor([3, (5 << 32) + 7]), torch.arange(5) + 1000)
+    assert torch.equal(cpu.drop(x, None, mask), reference.drop(x, None, mask))
+    close(cpu.drop(x, residual, mask), reference.drop(x.double(), residual.double(), mask))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 77, 512])
 def test_cross_entropy(isa, dtype, columns):
     logits = 3 * normal(6, columns, dtype=dtype)
@@ -303,6 +312,8 @@ def test_wrong_shapes_and_types_are_refused():
         cpu.attention(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), Scores(1.0))
     with pytest.raises(RuntimeError, match="weight has 3 elements"):
         cpu.rms_norm(torch.ones(2, 4), torch.ones(3), 1e-5)
+    with pytest.raises(RuntimeError, match="drop wants"):
+        cpu.drop(torch.ones(2, 3, 4), None, Mask(1, 1, torch.arange(2), torch.arange(2)))
     with pytest.raises(RuntimeError, match="cannot run"):
         torch.ops.frontier_llm.use_instruction_set("avx1024")
     assert torch.ops.frontier_llm.instruction_set() in ISAS
