@@ -39,6 +39,10 @@ struct GeluArgs {
   bool tanh;
 };
 
+struct GeluGradSums {
+  float *bias, *weights;  // [columns], added to; [rows], written. Either may be null
+};
+
 // By what one token's mask is drawn: frontier_llm/ops/dropout.py, Mask.
 struct DropArgs {
   int64_t columns;
@@ -46,10 +50,6 @@ struct DropArgs {
   uint32_t position;
   int32_t threshold;
   float scale;
-};
-
-struct GeluGradSums {
-  float *bias, *weights;  // [columns], added to; [rows], written. Either may be null
 };
 
 // frontier_llm/ops/reference.py: AdamWUpdate
