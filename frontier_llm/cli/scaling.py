@@ -158,7 +158,7 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
 
     account = args.account or submit.default_account()
     minutes = parse_walltime(args.time) if args.time else None
-    if problems := submission_problems(points, site, account, args.partition, minutes):
+    if problems := list(submission_problems(points, site, account, args.partition, minutes)):
         raise ConfigError(problems)
     priced = forecasts(with_walltime(points, site, args.partition, minutes, _own_steps(args, config)))
     requests = [

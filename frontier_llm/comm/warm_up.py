@@ -23,7 +23,7 @@ _REMEDY = (
 )
 
 
-def within(limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]) -> None:
+def first_use(limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]) -> None:
     """Do the first communication of a group. Raises RankFailure naming it where that takes longer than `limit_s`.
 
     It is done in a thread, because making a communicator blocks the host where nothing can interrupt it.
@@ -48,4 +48,4 @@ def within(limit_s: float, name: str, ranks: Sequence[int], device: torch.device
 def warm_up(name: str, ranks: Sequence[int], group: Group, device: torch.device, timeout_s: float) -> None:
     """One element summed over the group."""
     one = torch.zeros(1, device=device)
-    within(min(LIMIT_S, 0.9 * timeout_s), name, ranks, device, lambda: group.start_all_reduce_(one, "sum").wait())
+    first_use(min(LIMIT_S, 0.9 * timeout_s), name, ranks, device, lambda: group.start_all_reduce_(one, "sum").wait())

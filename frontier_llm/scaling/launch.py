@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from frontier_llm.cluster.attempt import start_ranks
 from frontier_llm.cluster.doctor import examine
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.probe import Settings
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.rank_env import environ, environment, with_this_package
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
@@ -167,9 +166,8 @@ class LocalRanks:
         run.directory.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
         words = [sys.executable, "-P", "-m", "frontier_llm.cli.main", "train", *run.words]
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), environ("PYTHONPATH"))))
         with (run.directory / "ranks.log").open("wb") as text:
-            process = subprocess.Popen(words, env=environment() | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
+            process = subprocess.Popen(words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
             in_time = True
             try:
                 process.wait(limit_s)
