@@ -26,6 +26,7 @@ Number = Any  # int, or a numpy array of ints: degrees of many layouts at once
 class How(Enum):
     """How the ranks of an axis share a parameter that is not split over them."""
 
+    REPLICATED = "replicated"  # the same tensor and the same gradient on each rank
     PARTIAL = "partial"  # the same tensor, and each rank's gradient is a summand
 
 
