@@ -53,7 +53,6 @@ def config_of(tokens: int, ranks: int, way: str, overrides: list[str]) -> RunCon
 def step_of(config: RunConfig, mesh: Mesh) -> Callable[[], object]:
     """A training step of this rank."""
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    assert batches is not None
     state = build_state(config, make_plan(config, mesh.cp.size), mesh, torch.device("cpu"), batches)
     return lambda: train_step(state)
 

@@ -14,7 +14,6 @@ from math import prod
 from frontier_llm.errors import ConfigError, suggest
 
 AXES = ("tp", "cp", "dp", "pp")
-FOLDED = ("etp", "ep", "edp")  # innermost first
 AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 
@@ -71,13 +70,6 @@ class Grid:
         place = self.coordinates(global_rank)
         places = product(*(range(self.degree(axis)) for axis in reversed(inner)))
         return tuple(self.global_rank({**place, **dict(zip(reversed(inner), values, strict=True))}) for values in places)
-
-    def folded(self, global_rank: int) -> dict[str, int]:
-        """{'etp': …, 'ep': …, 'edp': …} of a rank."""
-        position, place = self.plane(global_rank).index(global_rank), {}
-        for axis in FOLDED:
-            position, place[axis] = divmod(position, self.degree(axis))
-        return place
 
     def experts_group(self, global_rank: int) -> tuple[int, ...]:
         """The ranks that hold one copy of all experts, etp innermost: tokens travel among them."""
