@@ -33,6 +33,11 @@ class OwnedRange:
     stop: int
     position: int  # of `start` in the slice
 
+    @property
+    def place(self) -> slice:
+        """Of the run in the slice."""
+        return slice(self.position, self.position + self.stop - self.start)
+
 
 @dataclass(eq=False, kw_only=True)
 class Bucket:

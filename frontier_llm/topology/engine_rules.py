@@ -92,8 +92,8 @@ def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[P
     except ConfigError as error:
         yield from error.problems
         return
-    if not native and any(map(rule.whole, model_parameters(config.model).values())):
-        what = f"{rule.name} updates whole matrices, which {who} cuts"
+    if not native and any(rule.whole(one) or rule.statistics(one) for one in model_parameters(config.model).values()):
+        what = f"{rule.name} needs whole matrices or sums over them, which {who} cuts"
         yield Problem("optimizer.name", what, "use the native engine with data_mode=zero")
 
 
