@@ -108,13 +108,3 @@ class Grid:
         place, parts = self.coordinates(global_rank), axis.split(".")
         indices = product(*(range(self.degree(part)) for part in parts))
         return tuple(self.global_rank({**place, **dict(zip(parts, index, strict=True))}) for index in indices)
-
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along an axis; they partition the world."""
-        parts = axis.split(".")
-        others = [other for other in AXES if other not in parts]
-        starts = [
-            self.global_rank({**dict(zip(others, place, strict=True)), **dict.fromkeys(parts, 0)})
-            for place in product(*(range(self.degree(other)) for other in others))
-        ]
-        return tuple(self.group(axis, start) for start in sorted(starts))
