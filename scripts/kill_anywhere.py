@@ -88,7 +88,7 @@ class Attempt:
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 os.environ["FRONTIER_LLM_FAILPOINTS"] = failpoint
-                place = RankEnv(rank, ranks, rank, ranks, 0, socket.gethostname(), "127.0.0.1", port, "local") if ranks > 1 else None
+                place = RankEnv(rank, ranks, rank, ranks, socket.gethostname(), "127.0.0.1", port, "local") if ranks > 1 else None
                 code = train(config, place, signals)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -52,7 +52,8 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     moe = model.moe
     assert moe is not None
     rows, ranks = rows or even_rows(model, layout), layout.ep * layout.etp
-    T, H, E, size, wide = rank_tokens(model, layout), model.hidden, moe.experts, *_sizes(layout)
+    T, H, E = rank_tokens(model, layout), model.hidden, moe.experts
+    size, wide = DTYPE_BYTES[layout.dtype], statistics_bytes(layout.dtype)
     t, f, local = T // layout.tp, model.expert_hidden // layout.etp, E * layout.etp // ranks
 
     def send(
@@ -100,9 +101,5 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
         yield Item(Phase.W, ADDING, Pass(software.accumulate_bytes * local * outputs * inputs, 0))
     yield Item(Phase.F, EXPERTS, Pass(size * rows.computed * (up + f), 2), FULL)
     yield Item(Phase.I, EXPERTS, Pass(size * rows.computed * 2 * (up + f), 5))
-    kept = size * rows.computed * (H + up + f) + wide * (rows.computed + 4 * t * E)
+    kept = size * rows.computed * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (rows.computed + 4 * t * E)
     yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # the router keeps its input too
-
-
-def _sizes(layout: Layout) -> tuple[int, int]:
-    return DTYPE_BYTES[layout.dtype], statistics_bytes(layout.dtype)

@@ -1,7 +1,7 @@
 """What a block, the embedding and the head compute, send and keep on one rank for one microbatch, written once, as lists of items.
 
-FLOPs, seconds, bytes kept and bytes moved are folds over these lists (`costs/`). The recomputed forward is not listed: an item says
-which modes repeat it in backward. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
+FLOPs, seconds and bytes kept are folds over these lists (`costs/`), bytes moved one of the tests' (`tests/harness/traffic.py`). The recomputed
+forward is not listed: an item says which modes repeat it in backward. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
 """
 
 from __future__ import annotations

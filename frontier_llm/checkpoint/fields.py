@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from frontier_llm.config import ModelConfig, build, model_problems
@@ -29,6 +30,10 @@ class Fields:
         """A value, or its default there."""
         value = self.content.get(key)
         return default if value is None else value
+
+    def values(self, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """Our field → the value of their key, where that has no default one that must be there."""
+        return {ours: self.get(*key) if len(key) > 1 else self.need(*key) for ours, key in keys.items()}
 
     def only(self, key: str, *allowed: Any, default: Any = None) -> Any:
         """A value of which only some are computed here."""

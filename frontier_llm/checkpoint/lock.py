@@ -44,11 +44,8 @@ class RunLock:
     def _path(self, incarnation: int) -> Path:
         return self._folder / f"{incarnation:08}.json"
 
-    def _numbers(self) -> list[int]:
-        return incarnations(self._folder)
-
     def _newest(self) -> int:
-        return max(self._numbers(), default=0)
+        return max(incarnations(self._folder), default=0)
 
     def _acquire(self) -> int:
         building = self._folder / f"new.{self._holder.host}.{self._holder.pid}"
@@ -64,7 +61,7 @@ class RunLock:
                     os.link(building, self._path(mine))
                 except FileExistsError:
                     continue  # another start was quicker: look at it
-                for older in self._numbers():  # the last two are enough to see who replaced whom
+                for older in incarnations(self._folder):  # the last two are enough to see who replaced whom
                     if older < newest:
                         self._path(older).unlink(missing_ok=True)
                 return mine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -23,23 +22,10 @@ from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.files import sync_directory
 from frontier_llm.optim import Optimizer, StateRectangle
+from frontier_llm.threads import in_daemon
 from frontier_llm.units import format_bytes
 
 STAGES = ("write", "commit", "audit", "prune")
-
-
-def _in_thread(work: Callable[[], Any], stage: str) -> Future[Any]:
-    """One stage's work of this rank. A daemon, unlike a pool's thread: a write that hangs must not keep the process from ending."""
-    future = Future[Any]()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # whatever it is, it must reach the step loop of every rank
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"checkpoint-{stage}", daemon=True).start()
-    return future
 
 
 class Writer:
@@ -66,7 +52,7 @@ class Writer:
         self.snapshot = Snapshot(optimizer, mesh.world.rank)
         self._config, self._environment, self._data, self._optimizer = dict(config), dict(environment), dict(data), optimizer.rule.name
         rows = [describe_piece(part) for part in self.snapshot.saved]
-        self._layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.sharded)}
+        self._layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.shards > 1)}
         self._layout |= {"ep": mesh.ep.size} if mesh.ep.size > 1 else {}
         gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.layout(step=0).data_bytes}, mesh.world, self.device)
         self.total_bytes = sum(part["bytes"] for part in gathered)
@@ -173,7 +159,7 @@ class Save:
 
     def __init__(self, writer: Writer, progress: Progress) -> None:
         self._writer, self._progress, self._stage = writer, progress, 0
-        self._task = _in_thread(lambda: writer.write_shard(progress.step), "write")
+        self._task: Future[Any] = in_daemon(lambda: writer.write_shard(progress.step), "checkpoint-write")
 
     @property
     def committed(self) -> bool:
@@ -213,7 +199,7 @@ class Save:
             "prune": writer.prune,
         }
         if stage == "audit" or writer.mesh.world.rank == 0:
-            self._task = _in_thread(work[stage], stage)  # the others have the stage before, which is finished
+            self._task = in_daemon(work[stage], f"checkpoint-{stage}")  # the others have the stage before, which is finished
 
     def _fail(self) -> None:
         writer, stage = self._writer, STAGES[self._stage]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from frontier_llm.config import ModelConfig
-from frontier_llm.topology import ShardSpec
+from frontier_llm.tensor_parallel import ShardedParameter
 
 
 class WeightSource(Protocol):
@@ -25,17 +25,7 @@ class WeightSource(Protocol):
         ...
 
 
-class HasSpec(Protocol):
-    """A parameter that knows what it is part of (tensor_parallel.ShardedParameter)."""
-
-    spec: ShardSpec
-
-    def copy_(self, source: Tensor) -> Any:
-        """Take these values."""
-        ...
-
-
-def load_weights(source: WeightSource, parameters: Iterable[HasSpec]) -> None:
+def load_weights(source: WeightSource, parameters: Iterable[ShardedParameter]) -> None:
     """Copy each parameter's rectangle from the source."""
     with torch.no_grad():
         for parameter in parameters:

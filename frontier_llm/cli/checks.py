@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.train import observers
 
     problems = [*_package_problems(config), *plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
-    problems += _profile_problems(config, world_size) + _best_problems(config) + _task_problems(config)
+    problems += [*_profile_problems(config, world_size), *_best_problems(config), *_task_problems(config)]
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
         raise ConfigError(problems)
@@ -49,62 +49,54 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
         log.warn(note)
 
 
-def _package_problems(config: RunConfig) -> list[Problem]:
+def _package_problems(config: RunConfig) -> Iterator[Problem]:
     """Packages that ranks would miss. Events for TensorBoard are left out where it is not there, unless the run itself asks for them."""
-    problems = [] if importlib.util.find_spec("torch") else [not_installed("torch")]
+    if importlib.util.find_spec("torch") is None:
+        yield not_installed("torch")
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         missing = not_installed("tensorboard", "train.tensorboard")
         if "tensorboard" in config.train.model_fields_set:
-            problems.append(replace(missing, fix=f"{missing.fix}, or set train.tensorboard=false"))
+            yield replace(missing, fix=f"{missing.fix}, or set train.tensorboard=false")
         else:
             log.info("tensorboard is not installed: no events are written, metrics.jsonl has the same numbers (pip install tensorboard)")
     for name in {"wandb", "mlflow"}.intersection(config.train.observers):
         if importlib.util.find_spec(name) is None:
-            problems.append(not_installed(name, "train.observers"))
-    return problems
+            yield not_installed(name, "train.observers")
 
 
-def _profile_problems(config: RunConfig, world_size: int) -> list[Problem]:
+def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Steps and ranks that the run does not have, so that no trace would be written."""
     profile, steps = config.train.profile, config.train.steps
     if profile is None:
-        return []
-    problems = []
+        return
     if profile.range[-1] > steps:
-        problems.append(Problem("train.profile.steps", f"{profile.steps} is not over when the run ends after {steps}", f"end at {steps}"))
+        yield Problem("train.profile.steps", f"{profile.steps} is not over when the run ends after {steps}", f"end at {steps}")
     if missing := [rank for rank in profile.ranks if rank >= world_size]:
-        problems.append(Problem("train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}"))
-    return problems
+        yield Problem("train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}")
 
 
-def _best_problems(config: RunConfig) -> list[Problem]:
+def _best_problems(config: RunConfig) -> Iterator[Problem]:
     """A held-out set that is not there, or is looked at only when the run is over."""
     best, sets = config.train.keep_best, list(config.data.held_out)
-    if best is None:
-        return []
-    if best not in sets:
-        return [Problem("train.keep_best", f"{best!r} is no held-out set of this run", suggest(best, sets))]
-    if not config.train.eval_interval:
-        return [
-            Problem("train.keep_best", "there is one evaluation, at the end, and nothing to choose from", "set train.eval_interval=100")
-        ]
-    return []
+    if best is not None and best not in sets:
+        yield Problem("train.keep_best", f"{best!r} is no held-out set of this run", suggest(best, sets))
+    elif best is not None and not config.train.eval_interval:
+        yield Problem("train.keep_best", "there is one evaluation, at the end, and nothing to choose from", "set train.eval_interval=100")
 
 
-def _task_problems(config: RunConfig) -> list[Problem]:
+def _task_problems(config: RunConfig) -> Iterator[Problem]:
     """Files of questions that cannot be read, and questions that nobody can put into tokens."""
     from frontier_llm.inference.tasks import read_task, requests
 
-    tasks, problems = config.train.eval_tasks, list[Problem]()
+    tasks = config.train.eval_tasks
     if tasks and config.data.tokenizer is None:
         fix = "set data.tokenizer to the one that made the data"
-        problems.append(Problem("train.eval_tasks", "questions are text, and the run names no tokenizer", fix))
+        yield Problem("train.eval_tasks", "questions are text, and the run names no tokenizer", fix)
     for name, task in tasks.items():
         try:
             requests(read_task(name, task.path, task.limit), task.shots)
         except FrontierError as error:
-            problems += (replace(problem, where=f"train.eval_tasks.{name}: {problem.where}") for problem in error.problems)
-    return problems
+            yield from (replace(problem, where=f"train.eval_tasks.{name}: {problem.where}") for problem in error.problems)
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
@@ -156,22 +148,20 @@ def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
     deepspeed_settings(config, microbatches)
 
 
-def _named_file_problems(config: RunConfig) -> list[Problem]:
+def _named_file_problems(config: RunConfig) -> Iterator[Problem]:
     """The machine file and the table of algorithms that the run names."""
     from frontier_llm.config.load import find_file
     from frontier_llm.machine import load_machine
 
-    problems: list[Problem] = []
     try:
         load_machine(config.machine)
     except FrontierError as error:
-        problems += error.problems
+        yield from error.problems
     try:
         if config.comm.algorithms not in ("flat", "hierarchical"):
             find_file(config.comm.algorithms, "algorithms")
     except FrontierError as error:
-        problems += [replace(problem, where="comm.algorithms") for problem in error.problems]
-    return problems
+        yield from (replace(problem, where="comm.algorithms") for problem in error.problems)
 
 
 def _run_dir_problems(run_dir: Path) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""One srun of all ranks: its command line, its end, and who failed first."""
+"""One srun of all ranks: its command line, its end, who failed first, and its line in attempts.jsonl."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import IO
 
-from frontier_llm.cluster import hostlist, job_secret, slurm
+from frontier_llm import log
+from frontier_llm.cluster import hostlist, job_secret, run_dir, slurm
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware
+from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, lost_a_peer, read_failure, speaks_of_hardware
 from frontier_llm.units import printable
 
 ENDING_S = 15.0  # what ranks that are told to end may take, before the batch shell goes on
@@ -80,6 +82,52 @@ class Outcome:
         return self.failure.cause if self.failure else "interrupted"
 
 
+def start_ranks(
+    job: BatchJob,
+    nodes: tuple[str, ...],
+    deadline_s: float | None,
+    save_after_s: float = math.inf,
+    progress: Callable[[Path], int] = run_dir.latest_step,
+) -> tuple[Outcome, float]:
+    """(how one srun of all ranks on these nodes ended, its seconds), recorded in attempts.jsonl; nodes that died of it are its failure.
+
+    `progress` says of a run directory how many steps are done.
+    """
+    forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
+    started_s, start_step = time.time(), progress(job.directory)
+    number = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
+    log.info(f"attempt {number}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
+    log_dir = job.directory / "logs" / f"attempt_{number:04}"
+    outcome = run_step(JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s))
+    if outcome.cause == "crash" and (dead := dead_nodes(job, nodes, outcome)):
+        gone = Failure(f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True)
+        outcome = replace(outcome, failure=gone)
+    failure, end_step = outcome.failure, progress(job.directory)
+    ended = run_dir.Attempt(
+        incarnation=number,
+        job_id=job.allocation.job_id,
+        nodes=nodes,
+        start_step=start_step,
+        end_step=end_step,
+        exit_code=outcome.exit_code,
+        cause="finished" if failure is None and (end_step >= job.config.train.steps or not outcome.exit_code) else outcome.cause,
+        detail=failure.describe() if failure else "",
+        failed_host=failure.host if failure and failure.host_suspect and failure.host in nodes else "",
+        started_unix_s=started_s,
+    )
+    run_dir.record(job.directory, ended)
+    log.info(f"attempt {number} ended at step {end_step}: {ended.cause}{', ' + ended.detail if ended.detail else ''}")
+    return outcome, ended.ended_unix_s - started_s
+
+
+def dead_nodes(job: BatchJob, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
+    """Nodes that Slurm calls unhealthy after a crash; when only survivors have spoken, wait until Slurm must have noticed."""
+    deadline_s = time.monotonic() + (job.site.node_timeout_s if outcome.peers_only else 0.0)
+    while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:
+        time.sleep(5.0)
+    return dead
+
+
 def master_address(step: JobStep) -> str:
     """The IPv4 address of the node of rank 0, found once, so that no rank asks DNS. Raises FrontierError."""
     command = [str(root_dir() / "launch" / "address.sh"), step.job.site.interface or ""]
@@ -118,7 +166,7 @@ def run_step(step: JobStep) -> Outcome:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)
-        what = "the ranks were still running when the walltime was about to end; raise --signal's lead time"
+        what = f"the ranks were still running after {step.deadline_s:.0f} s, when their time was over; in a job raise --signal's lead time"
         return Outcome(1, Failure(what, Evidence.ENDS, "walltime"))
     finally:
         reminder.cancel()

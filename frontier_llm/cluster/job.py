@@ -16,11 +16,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
+from frontier_llm.cluster.attempt import Outcome, start_ranks
 from frontier_llm.cluster.doctor import examine
 from frontier_llm.cluster.hand_on import hand_on
 from frontier_llm.cluster.holder import STALE_AFTER_S, living_holder, refuse_second_start
@@ -29,7 +28,7 @@ from frontier_llm.cluster.lead import measured_lead_s
 from frontier_llm.cluster.probe import Settings
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import FILE, Evidence, Failure, forget_failure, write_failure
+from frontier_llm.failure import FILE, write_failure
 
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 LOCK_STALE_S = STALE_AFTER_S + 5.0
@@ -148,42 +147,12 @@ def nothing_to_do(job: BatchJob) -> str:
 
 
 def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
-    """One srun of all ranks, recorded in attempts.jsonl."""
+    """One srun of all ranks, once the last one's lock is stale, and what ended it in failure.json."""
     let_the_lock_go_stale(job, nodes[0])
-    forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
-    started_s, start_step = time.time(), run_dir.latest_step(job.directory)
-    incarnation = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     left_s = slurm.time_left_s(job.allocation.job_id)
-    step = JobStep(
-        job=job,
-        nodes=nodes,
-        log_dir=job.directory / "logs" / f"attempt_{incarnation:04}",
-        variables={"FRONTIER_LLM_INCARNATION": str(incarnation)},
-        deadline_s=None if left_s is None else max(1.0, left_s - RESERVE_S),
-        save_after_s=job.budget_left_s - job.lead_s,
-    )
-    log.info(f"attempt {incarnation}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
-    outcome = run_step(step)
-    if outcome.cause == "crash" and (dead := dead_nodes(job, nodes, outcome)):
-        gone = Failure(f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True)
-        outcome = replace(outcome, failure=gone)
-    failure, end_step = outcome.failure, run_dir.latest_step(job.directory)
-    ended = run_dir.Attempt(
-        incarnation=incarnation,
-        job_id=job.allocation.job_id,
-        nodes=nodes,
-        start_step=start_step,
-        end_step=end_step,
-        exit_code=outcome.exit_code,
-        cause="finished" if failure is None and (end_step >= job.config.train.steps or not outcome.exit_code) else outcome.cause,
-        detail=failure.describe() if failure else "",
-        failed_host=failure.host if failure and failure.host_suspect and failure.host in nodes else "",
-        started_unix_s=started_s,
-    )
-    run_dir.record(job.directory, ended)
-    log.info(f"attempt {incarnation} ended at step {end_step}: {ended.cause}{', ' + ended.detail if ended.detail else ''}")
-    if failure is not None:
-        write_failure(job.directory, failure, complete=True)
+    outcome, _ = start_ranks(job, nodes, None if left_s is None else max(1.0, left_s - RESERVE_S), job.budget_left_s - job.lead_s)
+    if outcome.failure is not None:
+        write_failure(job.directory, outcome.failure, complete=True)
     return outcome
 
 
@@ -202,14 +171,6 @@ def warned(job: BatchJob) -> bool:
     """True when Slurm's warning before the walltime is past: nobody would tell a new attempt to save."""
     left_s = slurm.time_left_s(job.allocation.job_id)
     return left_s is not None and left_s < max(job.lead_s + SLURM_EARLY_S, 2 * RESERVE_S)
-
-
-def dead_nodes(job: BatchJob, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
-    """Nodes that Slurm calls unhealthy after a crash; when only survivors have spoken, wait until Slurm must have noticed."""
-    deadline_s = time.monotonic() + (job.site.node_timeout_s if outcome.peers_only else 0.0)
-    while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:
-        time.sleep(5.0)
-    return dead
 
 
 def main(

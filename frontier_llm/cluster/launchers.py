@@ -30,7 +30,6 @@ class RankEnv:
     world_size: int
     local_rank: int  # among the ranks of this node
     local_world_size: int
-    node_rank: int
     hostname: str
     master_addr: str  # name or address where rank 0 listens
     master_port: int | None  # None: the launcher gave no job identity to derive one from (one rank only)
@@ -73,7 +72,6 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     read = _Reader(env, "torchrun")
     rank, world = read.integer("RANK"), read.integer("WORLD_SIZE")
     local, local_world = read.integer("LOCAL_RANK"), read.integer("LOCAL_WORLD_SIZE", default=world)
-    node = read.integer("GROUP_RANK", default=rank // max(1, local_world))
     port = read.integer("MASTER_PORT")
     if (
         env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -83,7 +81,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         read.problems.append(Problem("MASTER_ADDR", "is not set although RANK and WORLD_SIZE are", "start with torchrun, or set it"))
     read.finish()
     launcher = "local" if env.get("FRONTIER_LLM_LAUNCHER") == "local" else "torchrun"
-    return RankEnv(rank, world, local, local_world, node, socket.gethostname(), env["MASTER_ADDR"], port, launcher)
+    return RankEnv(rank, world, local, local_world, socket.gethostname(), env["MASTER_ADDR"], port, launcher)
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnv:
@@ -95,35 +93,31 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(world))))
     if node >= len(counts):
         raise FrontierError(f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE", where="SLURM_NODEID")
-    return _with_rendezvous(env, "slurm", rank, world, local, counts[node], node)
+    return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
 
 
-# what a launcher calls rank, world size, local rank, local world size and node; the last may be missing
+# what a launcher calls rank, world size, local rank and local world size
 _MPI_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "openmpi": (
         ("OMPI_COMM_WORLD_RANK",),
         ("OMPI_COMM_WORLD_SIZE",),
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        ("OMPI_COMM_WORLD_NODE_ID",),
     ),
     "pmi": (
         ("PALS_RANKID", "PMI_RANK"),
         ("PMI_SIZE",),
         ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
         ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
-        ("PALS_NODEID",),
     ),
 }
 
 
 def _from_mpi(launcher: str, env: Mapping[str, str]) -> RankEnv:
     read = _Reader(env, launcher)
-    *others, node_names = _MPI_NAMES[launcher]
-    rank, world, local, local_world = (read.integer(*names) for names in others)
-    node = read.integer(*node_names, default=rank // max(1, local_world))
+    rank, world, local, local_world = (read.integer(*names) for names in _MPI_NAMES[launcher])
     read.finish()
-    return _with_rendezvous(env, launcher, rank, world, local, local_world, node)
+    return _with_rendezvous(env, launcher, rank, world, local, local_world)
 
 
 def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
@@ -138,16 +132,13 @@ def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
         ) from error
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    leaders = world.allgather(world.rank if node.rank == 0 else -1)
-    leader = node.bcast(world.rank, root=0)
-    node_rank = sorted(rank for rank in leaders if rank >= 0).index(leader)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if node.size == world.size else socket.gethostbyname(socket.gethostname()))
     port = int(env["MASTER_PORT"]) if env.get("MASTER_PORT", "").isdigit() else free_port()
     address, port = world.bcast((address, port), root=0)
-    return RankEnv(world.rank, world.size, node.rank, node.size, node_rank, socket.gethostname(), address, port, "mpi4py")
+    return RankEnv(world.rank, world.size, node.rank, node.size, socket.gethostname(), address, port, "mpi4py")
 
 
-def _with_rendezvous(env: Mapping[str, str], launcher: str, rank: int, world: int, local: int, local_world: int, node: int) -> RankEnv:
+def _with_rendezvous(env: Mapping[str, str], launcher: str, rank: int, world: int, local: int, local_world: int) -> RankEnv:
     """The place, and where the ranks meet: MASTER_*, else the first node of the step and a port derived from the job's identity."""
     hostname = env.get("SLURMD_NODENAME") if launcher == "slurm" else None
     address = _address(env, launcher, one_node=world == local_world)
@@ -156,7 +147,7 @@ def _with_rendezvous(env: Mapping[str, str], launcher: str, rank: int, world: in
         raise FrontierError(
             f"{launcher} gives no job identity to derive a port from", "export the same MASTER_PORT for all ranks", "MASTER_PORT"
         )
-    return RankEnv(rank, world, local, local_world, node, hostname or socket.gethostname(), address, port, launcher)
+    return RankEnv(rank, world, local, local_world, hostname or socket.gethostname(), address, port, launcher)
 
 
 def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:

@@ -27,7 +27,7 @@ from typing import IO, BinaryIO
 from frontier_llm.cluster.holder import refuse_second_start
 from frontier_llm.cluster.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.cluster.rank_env import environment
+from frontier_llm.cluster.rank_env import environment, with_this_package
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded, held
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
@@ -68,7 +68,6 @@ def rank_variables(rank: int, num_ranks: int, port: int, threads: int) -> dict[s
     return {
         **{name: str(value) for name, value in names.items()},
         "FRONTIER_LLM_LAUNCHER": "local",
-        "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
@@ -143,15 +142,13 @@ class _Ranks:
         return first.exit_code
 
     def _start(self) -> None:
-        # this package for the ranks too, wherever it was imported from: never one that lies in the working directory (-P)
-        python_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), self.env.get("PYTHONPATH"))))
         port, threads = free_port(), max(1, (os.cpu_count() or 1) // self.num_ranks)
         for rank in range(self.num_ranks):
             log = (self.log_dir / f"rank_{rank}.log").open("wb", buffering=0)
             piped = rank == 0
             process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 self.command,
-                env={**self.env, "PYTHONPATH": python_path, **rank_variables(rank, self.num_ranks, port, threads), VARIABLE: self.secret},
+                env={**with_this_package(self.env), **rank_variables(rank, self.num_ranks, port, threads), VARIABLE: self.secret},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=subprocess.PIPE if piped else subprocess.STDOUT,

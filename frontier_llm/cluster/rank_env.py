@@ -14,7 +14,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from frontier_llm.cluster.launchers import LAUNCHERS, RankEnv
 from frontier_llm.errors import FrontierError, Problem, suggest
@@ -36,6 +37,12 @@ def node_name() -> str:
 def environment() -> dict[str, str]:
     """A copy of the whole environment, to hand to child processes."""
     return dict(os.environ)
+
+
+def with_this_package(variables: Mapping[str, str]) -> dict[str, str]:
+    """For ranks: this package too, wherever it was imported from; never one that lies in the working directory (they are started with -P)."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), variables.get("PYTHONPATH"))))
+    return {**variables, "PYTHONPATH": path}
 
 
 def rank_python() -> str:
@@ -69,24 +76,22 @@ def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
     if launcher not in LAUNCHERS:
         raise FrontierError(f"{launcher!r} is not a launcher", suggest(launcher, LAUNCHERS), "FRONTIER_LLM_LAUNCHER")
     place = LAUNCHERS[launcher](env)
-    problems = _contradictions(place, env)
-    if problems:
+    if problems := list(_contradictions(place, env)):
         raise FrontierError(problems)
     return place
 
 
 def _detect(env: Mapping[str, str]) -> str | None:
     """The innermost launcher: mpirun and torchrun may run inside an srun step whose SLURM_PROCID is not the rank."""
-    if "TORCHELASTIC_RUN_ID" in env:
-        return "torchrun"
-    if "OMPI_COMM_WORLD_RANK" in env:
-        return "openmpi"
-    if _in_slurm_step(env):
-        return "slurm"
-    if "PALS_RANKID" in env or "PMI_RANK" in env:
-        return "pmi"
-    # the plain env:// convention; a lone WORLD_SIZE is often left over in a shell and means nothing
-    return "torchrun" if "RANK" in env and "WORLD_SIZE" in env else None
+    signs = (
+        ("torchrun", "TORCHELASTIC_RUN_ID" in env),
+        ("openmpi", "OMPI_COMM_WORLD_RANK" in env),
+        ("slurm", _in_slurm_step(env)),
+        ("pmi", "PALS_RANKID" in env or "PMI_RANK" in env),
+        # the plain env:// convention; a lone WORLD_SIZE is often left over in a shell and means nothing
+        ("torchrun", "RANK" in env and "WORLD_SIZE" in env),
+    )
+    return next((launcher for launcher, seen in signs if seen), None)
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
@@ -98,7 +103,7 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
     return not interactive
 
 
-def _contradictions(place: RankEnv, env: Mapping[str, str]) -> list[Problem]:
+def _contradictions(place: RankEnv, env: Mapping[str, str]) -> Iterator[Problem]:
     """Values that cannot be true together; each names its variables."""
     rank, world, local, local_world = place.rank, place.world_size, place.local_rank, place.local_world_size
     rules = (
@@ -107,16 +112,15 @@ def _contradictions(place: RankEnv, env: Mapping[str, str]) -> list[Problem]:
         (local_world <= world, "local world size", f"{local_world} of {world}"),
     )
     sources = _sources(place, env)
-    problems = [Problem(where, f"{what} ({sources})", "unset stale variables") for holds, where, what in rules if not holds]
+    yield from (Problem(where, f"{what} ({sources})", "unset stale variables") for holds, where, what in rules if not holds)
     if place.master_port is not None and not 0 < place.master_port < 65536:
-        problems.append(Problem("MASTER_PORT", f"{place.master_port} is not a port", "choose 1024-65535"))
+        yield Problem("MASTER_PORT", f"{place.master_port} is not a port", "choose 1024-65535")
     if place.launcher in ("slurm", "openmpi", "pmi"):
         # a script that exports RANK before srun gives every task the same one
         for name, true in (("RANK", place.rank), ("WORLD_SIZE", place.world_size), ("LOCAL_RANK", place.local_rank)):
             if env.get(name, str(true)) != str(true):
                 what = f"is {env[name]} but {place.launcher} started this process as {true}"
-                problems.append(Problem(name, what, f"unset {name}, or export it inside the step"))
-    return problems
+                yield Problem(name, what, f"unset {name}, or export it inside the step")
 
 
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")

@@ -37,8 +37,6 @@ class JobScript:
     words: tuple[str, ...] = ()  # between the module and the run file
     flags: tuple[str, ...] = ()  # of train, after the run file
     signal_lead_s: int | None = None  # None = the site's
-    output: str = "%x-%j.out"
-    options: tuple[tuple[str, str], ...] = ()  # further sbatch options, over the site's
     committed: bool = True  # in slurm/, for people to queue; else `submit` has made it
 
 
@@ -145,9 +143,8 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
         "requeue": "",
         "open-mode": "append",  # a requeued job goes on writing the same file
         "no-kill": "",  # a dead node ends the step, not the allocation: a spare may take its place
-        "output": job.output,
+        "output": "%x-%j.out",
         **site.sbatch,
-        **dict(job.options),
     }
     bad = [f"--{name}={value}" for name, value in options.items() if not _PLAIN.fullmatch(value) or not re.fullmatch(r"[a-z-]+", name)]
     if bad:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -136,26 +137,23 @@ def longer_jobs(site: Site, nodes: int, minutes: int, partition: str | None) -> 
     return bins
 
 
-def request_problems(site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None) -> list[Problem]:
+def request_problems(site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None) -> Iterator[Problem]:
     """Everything that the site would refuse, each with the limit and the nearest allowed value."""
-    problems = []
     if site.account == "required" and not account:
-        problems.append(Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)"))
+        yield Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)")
     if nodes < 1:
-        problems.append(Problem("--nodes", f"{nodes} nodes", "at least 1"))
+        yield Problem("--nodes", f"{nodes} nodes", "at least 1")
     if minutes is not None and minutes < 1:
-        problems.append(Problem("--time", "no time at all", "leave it out for the longest that the site allows"))
+        yield Problem("--time", "no time at all", "leave it out for the longest that the site allows")
     if partition is not None and site.partitions and partition not in site.partitions:
-        return [*problems, Problem("--partition", f"{site.name} has no partition {partition!r}", suggest(partition, site.partitions))]
+        yield Problem("--partition", f"{site.name} has no partition {partition!r}", suggest(partition, site.partitions))
+        return
     limits, name = site.limits(partition), partition or site.default_partition
     longest = site.max_minutes(nodes, partition)
     if limits and longest is None:
         most = limits[-1].max_nodes
-        problems.append(Problem("--nodes", f"{nodes} nodes; {name} takes at most {most}", f"--nodes {most}"))
+        yield Problem("--nodes", f"{nodes} nodes; {name} takes at most {most}", f"--nodes {most}")
     elif longest is not None and minutes is not None and minutes > longest:
         what = f"{format_walltime(minutes)}; {name} runs jobs of {nodes} nodes for at most {format_walltime(longest)}"
-        elsewhere = longer_jobs(site, nodes, minutes, partition)
-        problems.append(
-            Problem("--time", what, "; ".join([f"--time {format_walltime(longest)}, and let the job continue itself", *elsewhere]))
-        )
-    return problems
+        shorter = f"--time {format_walltime(longest)}, and let the job continue itself"
+        yield Problem("--time", what, "; ".join([shorter, *longer_jobs(site, nodes, minutes, partition)]))

@@ -15,7 +15,8 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
@@ -52,10 +53,6 @@ class JobRequest:
     expected_step_s: float = 0.0  # the planner's; counts until the run has measured its own
     max_node_hours: float | None = None  # after which the chain ends in order
     saves: bool = True  # False: a run that nobody continues needs no time to save
-
-    def with_step_time(self, step_s: float) -> JobRequest:
-        """The same with the time of a step as predicted."""
-        return replace(self, expected_step_s=step_s)
 
     @property
     def directory(self) -> Path:
@@ -99,23 +96,22 @@ class Submission:
         }
 
 
-def _whole_node_problems(request: JobRequest) -> list[Problem]:
+def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
     """Nodes whose ranks cannot be cut into replicas; whoever asks for nodes is answered in nodes."""
     parallel, per_node = request.config.parallel, request.site.tasks_per_node
     model_ranks = parallel.model_ranks
     step = math.lcm(model_ranks, per_node) // per_node
-    if request.nodes % step == 0:
-        return []
-    what = f"{plural(request.nodes, 'node')} of {per_node} ranks are no whole replicas of tensor {parallel.tensor} x pipeline {parallel.pipeline}"
-    valid = nearest(request.nodes, range(step, 2 * request.nodes + step + 1, step))
-    return [Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")]
+    if request.nodes % step:
+        what = f"{plural(request.nodes, 'node')} of {per_node} ranks are no whole replicas of tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+        valid = nearest(request.nodes, range(step, 2 * request.nodes + step + 1, step))
+        yield Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")
 
 
-def problems(request: JobRequest) -> list[Problem]:
+def problems(request: JobRequest) -> Iterator[Problem]:
     """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
-    refusals = request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
+    yield from request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
     if request.nodes >= 1:
-        refusals += _whole_node_problems(request) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
+        yield from list(_whole_node_problems(request)) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
     if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
         what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
         enough = -(-2 * request.lead_s // 60)
@@ -124,21 +120,20 @@ def problems(request: JobRequest) -> list[Problem]:
         if longest is not None and enough > longest:
             elsewhere = longer_jobs(request.site, request.all_nodes, enough, request.partition)
             fix = "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
-        refusals.append(Problem("--time", what, fix))
+        yield Problem("--time", what, fix)
     if request.qos in request.site.unchained_qos and request.continue_with != "never":
         what = f"{request.site.name} forbids jobs under {request.qos} to continue themselves"
-        refusals.append(Problem("--qos", what, "add --continue-with never"))
+        yield Problem("--qos", what, "add --continue-with never")
     if request.spares < 0:
-        refusals.append(Problem("--spares", f"{request.spares} nodes", "0 or more"))
+        yield Problem("--spares", f"{request.spares} nodes", "0 or more")
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
         if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            refusals.append(Problem(flag, f"{value!r} is not a name", "letters, digits, - _ ."))
-    return refusals
+            yield Problem(flag, f"{value!r} is not a name", "letters, digits, - _ .")
 
 
 def prepare(request: JobRequest) -> Submission:
     """The script and the command line. Raises ConfigError with every problem; writes nothing."""
-    if refusals := problems(request):
+    if refusals := list(problems(request)):
         raise ConfigError(refusals)
     directory = request.directory
     job = JobScript(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -63,15 +64,14 @@ def load_algorithms(name_or_path: str) -> AlgorithmTable:
     return AlgorithmTable(tuple(Rule(**row) for row in rows))
 
 
-def _problems(path: Path, number: int, row: Any) -> list[Problem]:
+def _problems(path: Path, number: int, row: Any) -> Iterator[Problem]:
     where, keys = f"{path}: rules[{number}]", {field.name for field in fields(Rule)}
     if not isinstance(row, dict) or set(row) != keys:
-        return [Problem(where, f"must have exactly the keys {', '.join(sorted(keys))}")]
-    checks = (("operation", OPERATIONS), ("algorithm", ALGORITHMS), ("tag", ("measured", "estimated")))
-    unknown = [
-        Problem(f"{where}.{key}", f"{row[key]!r} is unknown", suggest(str(row[key]), valid))
-        for key, valid in checks
-        if row[key] not in valid
-    ]
-    wrong = [key for key in ("nodes_from", "bytes_from") if not isinstance(row[key], int) or row[key] < 0]
-    return unknown + [Problem(f"{where}.{key}", f"{row[key]!r} is not a number of nodes or bytes") for key in wrong]
+        yield Problem(where, f"must have exactly the keys {', '.join(sorted(keys))}")
+        return
+    for key, valid in (("operation", OPERATIONS), ("algorithm", ALGORITHMS), ("tag", ("measured", "estimated"))):
+        if row[key] not in valid:
+            yield Problem(f"{where}.{key}", f"{row[key]!r} is unknown", suggest(str(row[key]), valid))
+    for key in ("nodes_from", "bytes_from"):
+        if not isinstance(row[key], int) or row[key] < 0:
+            yield Problem(f"{where}.{key}", f"{row[key]!r} is not a number of nodes or bytes")

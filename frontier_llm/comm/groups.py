@@ -26,7 +26,7 @@ from frontier_llm.comm.p2p import open_channel
 from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.turns import Turns
-from frontier_llm.comm.warm_up import LIMIT_S, warm_up, within
+from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import Placement, round_robin
@@ -145,7 +145,7 @@ class _Groups:
         for channel in placement.streams:
             axis = channels[channel.value]
             limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
-            within(limit_s, axis.name, axis.ranks, self.device, lambda: open_channel(axis, placement.streams[channel], self.device))  # noqa: B023
+            first_use(limit_s, axis.name, axis.ranks, self.device, lambda: open_channel(axis, placement.streams[channel], self.device))  # noqa: B023
 
     def _limit_s(self, name: str) -> float:
         return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail, dp.cp and pp.forward as their axis

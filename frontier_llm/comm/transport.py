@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from frontier_llm.errors import BackendError, Problem
+from frontier_llm.errors import BackendError
 
 LOG_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}  # what must be set before the first communicator for a log to read
 
+PROVIDER = "cxi"  # libfabric's for Slingshot
 _NETWORK = re.compile(r"Using network (\S.*?)\s*$", re.MULTILINE)
 _PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w;]+)")
 _CHANNEL = re.compile(r"via NET/(\S[^/\n]*)/\d+(\S*)")
@@ -48,30 +49,17 @@ def read_transport(log_text: str) -> TransportInUse:
     )
 
 
-def check_transport(in_use: TransportInUse, host: str, provider: str = "cxi", gpu_rdma: bool = True) -> None:
-    """Raise BackendError, with everything that is wrong, unless collectives between nodes use libfabric's `provider` (and GPU RDMA)."""
-    problems = []
+def check_transport(in_use: TransportInUse, host: str) -> None:
+    """Raise BackendError unless collectives between nodes use libfabric's Slingshot provider and GPU RDMA."""
     if in_use.network in ("Socket", "IB", ""):
         what = f"RCCL uses {in_use.network or 'a network that its log does not name'} between nodes, not libfabric"
-        problems.append(
-            Problem(
-                host, what, "module load rccl-net-plugin (or put aws-ofi-nccl on LD_LIBRARY_PATH); frontier-llm doctor says what is missing"
-            )
-        )
-    elif in_use.provider != provider:
-        problems.append(
-            Problem(
-                host,
-                f"the OFI plugin selected provider {in_use.provider or '(none)'!r}, not {provider!r}",
-                f"export FI_PROVIDER={provider}",
-            )
-        )
-    elif gpu_rdma and in_use.gpu_rdma_channels < in_use.channels:
+        fix = "module load rccl-net-plugin (or put aws-ofi-nccl on LD_LIBRARY_PATH); frontier-llm doctor says what is missing"
+    elif in_use.provider != PROVIDER:
+        what = f"the OFI plugin selected provider {in_use.provider or '(none)'!r}, not {PROVIDER!r}"
+        fix = f"export FI_PROVIDER={PROVIDER}"
+    elif in_use.gpu_rdma_channels < in_use.channels:
         what = f"{in_use.channels - in_use.gpu_rdma_channels} of {in_use.channels} channels between nodes copy through host memory"
-        problems.append(
-            Problem(
-                host, what, "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier export NCCL_NET_GDR_LEVEL=PHB, which hangs on LUMI"
-            )
-        )
-    if problems:
-        raise BackendError(problems)
+        fix = "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier export NCCL_NET_GDR_LEVEL=PHB, which hangs on LUMI"
+    else:
+        return
+    raise BackendError(what, fix, host)

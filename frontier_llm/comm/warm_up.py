@@ -6,14 +6,15 @@ several groups met for the first time at once. Found here, the group has a name.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 
 import torch
 
 from frontier_llm.comm.group import Group, listed
 from frontier_llm.errors import RankFailure
 from frontier_llm.failpoints import hit
+from frontier_llm.threads import in_daemon
 
 LIMIT_S = 180.0  # of one group, or nine tenths of its own time-out: the back-end would end the process then, without naming the group
 _REMEDY = (
@@ -22,36 +23,29 @@ _REMEDY = (
 )
 
 
-def within(limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]) -> None:
+def first_use(limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]) -> None:
     """Do the first communication of a group. Raises RankFailure naming it where that takes longer than `limit_s`.
 
     It is done in a thread, because making a communicator blocks the host where nothing can interrupt it.
     """
-    errors: list[BaseException] = []
     gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread begins with the first
 
     def run() -> None:
-        try:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)
-            hit(f"comm.warm_up.{name}")
-            work()
-            if gpu is not None:
-                torch.cuda.synchronize(gpu)
-        except BaseException as error:
-            errors.append(error)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        hit(f"comm.warm_up.{name}")
+        work()
+        if gpu is not None:
+            torch.cuda.synchronize(gpu)
 
-    thread = threading.Thread(target=run, name=f"warm-up of {name}", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
+    future = in_daemon(run, f"warm-up of {name}")
+    if not wait([future], limit_s).done:
         what = f"the first communication of axis {name} among {listed(ranks)} did not end within {limit_s:.0f} s"
         raise RankFailure(what, fix=_REMEDY.replace("LIMIT", f"a limit of more than {limit_s:.0f} s"))
-    if errors:
-        raise errors[0]
+    future.result()
 
 
 def warm_up(name: str, ranks: Sequence[int], group: Group, device: torch.device, timeout_s: float) -> None:
     """One element summed over the group."""
     one = torch.zeros(1, device=device)
-    within(min(LIMIT_S, 0.9 * timeout_s), name, ranks, device, lambda: group.start_all_reduce_(one, "sum").wait())
+    first_use(min(LIMIT_S, 0.9 * timeout_s), name, ranks, device, lambda: group.start_all_reduce_(one, "sum").wait())

@@ -62,9 +62,7 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
         in_two_s = all_to_all_s(token_bytes * travelling, nodes, 1, rates) + all_to_all_s(rows_bytes, inside, inside, rates)
         possible &= in_two_s < all_to_all_s(rows_bytes, ranks, inside, rates)
     chosen = np.where(possible, nodes, 1)
-    if isinstance(layouts, Layout):
-        return replace(layouts, expert_nodes=int(chosen))
-    return replace(layouts, expert_nodes=chosen)
+    return replace(layouts, expert_nodes=int(chosen) if isinstance(layouts, Layout) else chosen)
 
 
 def run_layout(config: RunConfig, world_size: int, rates: Rates) -> Layout:

@@ -77,7 +77,8 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
     for layer, count in layer_kinds(model):
         held += [one for one in block_parameters(model, layer) if rule.whole(one)] * round(ranks.layers * count / model.layers)
     degrees = ranks.degrees()
-    costs = {one.name: (parameter_s(one, degrees, rates, bytes_each), update_flops(one, degrees)) for one in set_of(held)}
+    each_once = {one.name: one for one in held}
+    costs = {name: (parameter_s(one, degrees, rates, bytes_each), update_flops(one, degrees)) for name, one in each_once.items()}
 
     def shard_of(parameter: Parameter) -> tuple[Parameter, int]:
         return parameter, int(parameter.rank_numel(degrees))
@@ -97,11 +98,6 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
         gathered += 0 if bucket.apart or owners == 1 else bucket.numel
         largest = max(largest, bucket.numel)
     return WholeUpdate(float(busiest[0]), float(busiest[1]), padding, gathered, largest)
-
-
-def set_of(parameters: list[Parameter]) -> list[Parameter]:
-    """Each name once."""
-    return list({one.name: one for one in parameters}.values())
 
 
 def products(matrices: Matrices, tp: int, ep: int = 1) -> list[Product]:

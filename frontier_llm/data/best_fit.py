@@ -11,18 +11,15 @@ rank keeps one window: 2 MB, and 0.125 byte per document.
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.data.cache import cached_array
 from frontier_llm.data.indexed import IndexedDataset
-from frontier_llm.data.native import ABI, FAILURES, call, permute
-from frontier_llm.data.samples import BLOCK, CACHE_FROM_DOCUMENTS, MAXIMUM_THREADS, check_readable, derive_key
+from frontier_llm.data.native import FAILURES, call, permute
+from frontier_llm.data.samples import BLOCK, check_readable, derive_key, documents_of, index_path, index_table, threads
 from frontier_llm.errors import DataError
 
 WINDOW = 1 << 16  # pieces that are packed together; packing one takes a tenth of a second, once per rank and epoch
@@ -48,29 +45,26 @@ class PackedSamples:
         self.dataset, self.sequence_length = dataset, sequence_length
         self.key = derive_key("best-fit", seed, source)
         self._cache_dir = cache_dir or Path(dataset.prefix).parent / "index_cache"
-        self._threads = min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
         self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
 
     @functools.cached_property
-    def _corpus(self) -> tuple[object, ...]:
-        """What the compiled functions ask of the documents."""
-        dataset = self.dataset
-        if not dataset.scanned:
-            dataset.scan()
-        return dataset.sequence_lengths, None if dataset.one_sequence_per_document else dataset.document_indices
+    def _documents(self) -> tuple[object, ...]:
+        return documents_of(self.dataset)
 
     @functools.cached_property
     def _pieces(self) -> NDArray[np.uint64]:
         """Pieces before every 64th document; u64[ceil(documents / 64) + 1]."""
         documents = self.dataset.document_count
-        return self._cached("pieces", -(-documents // BLOCK) + 1, "fl_count_pieces", *self._corpus, documents, self.sequence_length, BLOCK)
+        return self._cached(
+            "pieces", -(-documents // BLOCK) + 1, "fl_count_pieces", *self._documents, documents, self.sequence_length, BLOCK
+        )
 
     @functools.cached_property
     def packed(self) -> NDArray[np.uint64]:
         """Sequences of each window."""
         documents, windows = self.dataset.document_count, -(-int(self._pieces[-1]) // WINDOW)
         order = (documents, self.sequence_length, BLOCK, self._pieces, self.key, WINDOW)
-        return self._cached("packed", windows, "fl_count_packed", *self._corpus, *order)
+        return self._cached("packed", windows, "fl_count_packed", *self._documents, *order)
 
     @property
     def piece_count(self) -> int:
@@ -84,21 +78,15 @@ class PackedSamples:
 
     def _cached(self, purpose: str, length: int, function: str, *arguments: object) -> NDArray[np.uint64]:
         def build(out: NDArray[np.uint64]) -> None:
-            call(function, *arguments, self._threads, out, where=self.dataset.prefix)
+            call(function, *arguments, threads(), out, where=self.dataset.prefix)
 
-        if self.dataset.document_count < CACHE_FROM_DOCUMENTS:
-            table = np.empty(length, np.uint64)
-            build(table)
-            return table
-        identity = f"{self.dataset.digest()}/{self.key}/{self.sequence_length}/{BLOCK}/{WINDOW}/{ABI}"
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
-        return cached_array(self._cache_dir / f"{Path(self.dataset.prefix).name}-{purpose}-{digest}.npy", length, np.uint64, build)
+        parameters = (self.key, self.sequence_length, BLOCK, WINDOW)
+        return index_table(self.dataset, length, lambda: index_path(self.dataset, self._cache_dir, purpose, *parameters), build)
 
     def _pack(self, number: int) -> _Window:
         dataset = self.dataset
         starts, out = np.empty(WINDOW + 1, np.int64), np.empty((4, WINDOW), np.int64)
-        lengths, documents = self._corpus
-        tables = (lengths, documents, dataset.sequence_pointers, dataset.document_count)
+        tables = (*self._documents, dataset.sequence_pointers, dataset.document_count)
         order = (self.sequence_length, BLOCK, self._pieces, self.key, WINDOW, number)
         made = call("fl_pack", *tables, *order, starts, *out, where=dataset.prefix)
         if made != self.packed[number]:

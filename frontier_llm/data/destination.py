@@ -37,21 +37,15 @@ def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
     lock = Path(f"{prefix}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(lock, digest):
-            yield
+        while True:
+            with held(lock, digest) as mine:
+                if mine:
+                    yield
+                    return
+            if is_alive(lock):
+                host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
+                what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
+                raise DataError(what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output")
+            lock.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"cannot write: {error.strerror or error}", where=str(error.filename or prefix), fix=fix) from error
-
-
-@contextlib.contextmanager
-def _alone(lock: Path, digest: str) -> Iterator[None]:
-    while True:
-        with held(lock, digest) as mine:
-            if mine:
-                yield
-                return
-        if is_alive(lock):
-            host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
-            what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
-            raise DataError(what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output")
-        lock.unlink(missing_ok=True)

@@ -76,10 +76,8 @@ def import_tokens(
 
 def _blocks(path: Path | RemoteFile, dtype: str | None, column: str, vocab_size: int, max_bytes: int) -> Iterator[NDArray[Any]]:
     """The file's ids in blocks, all inside the vocabulary."""
-    if path.name.endswith(MDS_SUFFIXES):
-        arrays = read_tokens(path, column, dtype or "int64", max_bytes)
-    else:
-        arrays = _streamed(path, dtype) if isinstance(path, RemoteFile) else iter([_raw(path, dtype)])
+    is_mds = path.name.endswith(MDS_SUFFIXES)
+    arrays = read_tokens(path, column, dtype or "int64", max_bytes) if is_mds else _raw(path, dtype)
     position = 0
     for array in arrays:
         if array.dtype.kind not in "iu":
@@ -94,39 +92,27 @@ def _blocks(path: Path | RemoteFile, dtype: str | None, column: str, vocab_size:
         position += array.size
 
 
-def _streamed(path: RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
-    """A headerless file elsewhere, block by block."""
+def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
+    """A NumPy file of this machine, memory-mapped; or a headerless one of the given type, block by block."""
     with path.open("rb") as content:
-        data = content.read(6)
-        if data == b"\x93NUMPY" or dtype is None:
-            fix = "add --dtype uint16 (or uint32, int32, int64)" if dtype is None else "download it first, and give its path"
-            raise DataError("has a header" if data == b"\x93NUMPY" else "has no header that says its type", where=str(path), fix=fix)
-        wanted = np.dtype(dtype).newbyteorder("<")
-        if path.stat().st_size % wanted.itemsize:
-            raise DataError(
-                f"its {path.stat().st_size} bytes are no whole number of {dtype} tokens", where=str(path), fix="give the right --dtype"
-            )
+        if content.read(6) == b"\x93NUMPY":
+            if isinstance(path, RemoteFile):
+                raise DataError("has a header", where=str(path), fix="download it first, and give its path")
+            try:
+                array = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
+            except Exception as error:  # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
+                raise DataError(f"cannot be read: {error}", where=str(path), fix="copy it again") from error
+            yield array
+            return
+        if dtype is None:
+            raise DataError("has no header that says its type", where=str(path), fix="add --dtype uint16 (or uint32, int32, int64)")
+        wanted, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
+        if size % wanted.itemsize:
+            what = f"its {size} bytes are no whole number of {dtype} tokens"
+            raise DataError(what, where=str(path), fix="give the right --dtype, or copy it again: it may be truncated")
         content.seek(0)
         while data := content.read(BLOCK_TOKENS * wanted.itemsize):
             yield np.frombuffer(data, wanted)
-
-
-def _raw(path: Path, dtype: str | None) -> NDArray[Any]:
-    """A NumPy file, or a headerless one of the given type, memory-mapped."""
-    with path.open("rb") as handle:
-        has_header = handle.read(6) == b"\x93NUMPY"
-    if has_header:
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
-        except Exception as error:  # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
-            raise DataError(f"cannot be read: {error}", where=str(path), fix="copy it again") from error
-    if dtype is None:
-        raise DataError("has no header that says its type", where=str(path), fix="add --dtype uint16 (or uint32, int32, int64)")
-    wanted, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
-    if size % wanted.itemsize:
-        what = f"its {size} bytes are no whole number of {dtype} tokens"
-        raise DataError(what, where=str(path), fix="give the right --dtype, or copy it again: it may be truncated")
-    return np.memmap(path, wanted, "r") if size else np.zeros(0, wanted)
 
 
 def _write(writer: IndexedWriter, block: NDArray[Any], eod: int, unfinished: int) -> int:

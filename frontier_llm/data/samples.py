@@ -15,7 +15,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +59,11 @@ class DatasetSamples(SampleStream, Protocol):
         ...
 
 
+def threads() -> int:
+    """That build a table of documents."""
+    return min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
+
+
 def derive_key(*parts: object) -> int:
     """A 64-bit key from a purpose and its parameters; the same on every machine."""
     text = "/".join(map(str, parts)).encode()
@@ -72,6 +77,34 @@ class Pieces(NamedTuple):
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
+
+
+def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """What the compiled functions ask of a dataset's documents, every entry checked: the sequences' lengths, and where documents begin among them.
+
+    None where document d is sequence d: one random read per document instead of two.
+    """
+    if not dataset.scanned:
+        dataset.scan()
+    return dataset.sequence_lengths, None if dataset.one_sequence_per_document else dataset.document_indices
+
+
+def index_path(dataset: IndexedDataset, cache_dir: Path, purpose: str, *parameters: object) -> Path:
+    """Where a table of the dataset's documents is cached; the name is a digest of all that determines it."""
+    identity = "/".join(map(str, (dataset.digest(), *parameters, ABI)))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
+    return cache_dir / f"{Path(dataset.prefix).name}-{purpose}-{digest}.npy"
+
+
+def index_table(
+    dataset: IndexedDataset, length: int, path: Callable[[], Path], build: Callable[[NDArray[np.uint64]], None]
+) -> NDArray[np.uint64]:
+    """A table that `build` fills: of a large dataset mapped from the file at `path()`, of a small one made in memory."""
+    if dataset.document_count >= CACHE_FROM_DOCUMENTS:
+        return cached_array(path(), length, np.uint64, build)
+    table = np.empty(length, np.uint64)
+    build(table)
+    return table
 
 
 class EpochIndex:
@@ -90,27 +123,16 @@ class EpochIndex:
         return derive_key("documents", self.key, epoch)
 
     def path(self, epoch: int) -> Path:
-        """Where this epoch's index is cached; the name is a digest of all that determines it."""
-        identity = f"{self.dataset.digest()}/{self.order_key(epoch)}/{BLOCK}/{ABI}"
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
-        return self.cache_dir / f"{Path(self.dataset.prefix).name}-epoch{epoch:04}-{digest}.npy"
+        """Where this epoch's index is cached."""
+        return index_path(self.dataset, self.cache_dir, f"epoch{epoch:04}", self.order_key(epoch), BLOCK)
 
     def _prefix(self, epoch: int) -> NDArray[np.uint64]:
         """Tokens before every 64th position of the epoch's document order; u64[ceil(documents / 64) + 1]."""
-        if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
-            return cached_array(self.path(epoch), self._entries, np.uint64, lambda out: self._build(epoch, out))
-        array = np.empty(self._entries, np.uint64)
-        self._build(epoch, array)
-        return array
+        return index_table(self.dataset, self._entries, lambda: self.path(epoch), lambda out: self._build(epoch, out))
 
     def _build(self, epoch: int, out: NDArray[np.uint64]) -> None:
         dataset, started_s = self.dataset, time.monotonic()
-        if not dataset.scanned:
-            dataset.scan()
-        # one random read per document instead of two where sequences and documents are the same thing
-        documents = None if dataset.one_sequence_per_document else dataset.document_indices
-        threads = min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
-        arguments = (dataset.sequence_lengths, documents, dataset.document_count, self.order_key(epoch), BLOCK, threads, out)
+        arguments = (*documents_of(dataset), dataset.document_count, self.order_key(epoch), BLOCK, threads(), out)
         call("fl_build", *arguments, where=dataset.prefix)
         if dataset.document_count >= CACHE_FROM_DOCUMENTS:
             size = f"{format_count(dataset.document_count)} documents in {time.monotonic() - started_s:.1f} s"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.measure.op_cases import CASES, Shapes
-from frontier_llm.measure.timing import kernel_s
+from frontier_llm.measure.timing import take_turns
 from frontier_llm.ops import working_dtype
 from frontier_llm.ops.attention_table import BACKENDS, AttentionRule
 from frontier_llm.ops.driver import architecture_of_device
@@ -36,31 +37,9 @@ def tune(model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rou
 
 def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
     """Best seconds by back-end; what could not run, and why."""
-    best: dict[str, float] = {}
-    faults: dict[str, str] = {}
-    runs = {}
-    for name in BACKENDS:
-        provider = PROVIDERS[name]
-        if refusal := provider.refusal("attention", device, shapes.dtype):
-            faults[name] = str(refusal)
-        else:
-            runs[name] = CASES[case](_Attention(provider.load()["attention"]), shapes).ways()["ours"]  # type: ignore[arg-type]
-    for turn in range(rounds + 1):
-        for name, run in runs.items():
-            if name in faults:
-                continue
-            try:
-                seconds = kernel_s(run, device)
-            except Exception as error:
-                faults[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                best.pop(name, None)
-            else:
-                best[name] = min(best.get(name, float("inf")), seconds) if turn else float("inf")  # the first turn warms up
-    return best, faults
-
-
-class _Attention:
-    """The one op that a case of attention asks of the face."""
-
-    def __init__(self, function: Any) -> None:
-        self.attention = function
+    refusals = {name: PROVIDERS[name].refusal("attention", device, shapes.dtype) for name in BACKENDS}
+    faces: dict[str, Any] = {
+        name: SimpleNamespace(attention=PROVIDERS[name].load()["attention"]) for name in BACKENDS if not refusals[name]
+    }
+    best, faults = take_turns({name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()}, rounds, device)
+    return best, {name: str(refusal) for name, refusal in refusals.items() if refusal} | faults

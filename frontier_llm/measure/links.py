@@ -25,7 +25,7 @@ from frontier_llm.comm.collectives import (
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.p2p import Sends, exchange, post_receive
+from frontier_llm.comm.p2p import Sends, post_receive, start_exchange
 from frontier_llm.measure.timing import median_s, wall_s
 
 ELEMENT_BYTES = 4  # fp32
@@ -97,7 +97,7 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
             continue
         for mode in ("together",) if axis.size == mesh.world.size else ("alone", "together"):
             takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
-            run, whole_bytes = _operation(operation, variant, size, device)
+            run, whole_bytes = operation_on(variant, operation, size, device)
             seconds = slowest_s(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
             measurements.append(LinkTime(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
     return measurements
@@ -110,7 +110,7 @@ def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
         yield "hierarchical", replace(axis, algorithms=HIERARCHICAL)
 
 
-def _operation(operation: str, axis: Axis, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
+def operation_on(axis: Axis, operation: str, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
     """A call of the operation on buffers of its own, and the bytes of the whole tensor after rounding up to equal parts."""
     part = max(1, -(-size_bytes // (ELEMENT_BYTES * axis.size)))
     whole = torch.zeros(part * axis.size, device=device)
@@ -122,7 +122,7 @@ def _operation(operation: str, axis: Axis, size_bytes: int, device: torch.device
         "reduce_scatter": lambda: start_reduce_scatter_into(mine, whole, axis).wait(),
         "all_to_all": lambda: start_all_to_all_into(arriving, whole, axis).wait(),
         "broadcast": lambda: broadcast_(whole, axis, 0),
-        "message": lambda: exchange(whole, after, arriving, before, axis),
+        "message": lambda: start_exchange(whole, after, arriving, before, axis).wait(),
     }
     return calls[operation], whole.numel() * ELEMENT_BYTES
 

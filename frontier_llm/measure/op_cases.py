@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frontier_llm.config.model import ModelConfig
-from frontier_llm.ops import sdpa
+from frontier_llm.ops import Mask, sdpa, stream_key
 from frontier_llm.ops.reference import AdamWUpdate, Ops, Scores
 
 SDPA_BACKENDS = {
@@ -148,6 +148,20 @@ def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Case:
     return Case(ours, eager, inputs, grads, bytes_moved=bytes_moved)
 
 
+def _drop(ops: Ops, shapes: Shapes) -> Case:
+    """Of what is added to the residual stream, which has the same gradient."""
+    B, S, H, rate = shapes.micro_batch, shapes.model.sequence_length, shapes.model.hidden, 0.1
+    mask = Mask(stream_key(0, "bench"), round(rate * 2**16), torch.arange(B, device=shapes.device), torch.arange(S, device=shapes.device))
+    grad = shapes.random(S, B, H)
+
+    def ours(x: Tensor, residual: Tensor) -> None:
+        ops.drop(x, residual, mask)
+        ops.drop(grad, None, mask)
+
+    inputs = [shapes.leaf(S, B, H), shapes.leaf(S, B, H)]
+    return Case(ours, lambda x, residual: residual + F.dropout(x, rate), inputs, [grad], bytes_moved=5 * grad.numel() * shapes.width)
+
+
 def _cross_entropy(ops: Ops, shapes: Shapes) -> Case:
     rows, vocab, device = shapes.rows, shapes.model.vocab_size, shapes.device
     logits, targets, ones = shapes.random(rows, vocab), torch.randint(0, vocab, (rows,), device=device), torch.ones(rows, device=device)
@@ -207,6 +221,7 @@ CASES: dict[str, Callable[[Ops, Shapes], Case]] = {
     "swiglu": _swiglu,
     "gelu": partial(_gelu, approximate="none"),
     "gelu_tanh": partial(_gelu, approximate="tanh"),
+    "drop": _drop,
     "cross_entropy": _cross_entropy,
     **{name: partial(_product, which=name) for name in ("linear", "linear_input_gradient", "weight_gradient")},
     **{name: partial(_flat_buffer, which=name) for name in ("adamw", "sum_of_squares", "accumulate")},

@@ -5,15 +5,16 @@ A way that fails (a back-end that lacks a shape, no memory) is reported with its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from frontier_llm.config.model import ModelConfig
-from frontier_llm.measure.op_cases import CASES, Case, Run, Shapes
-from frontier_llm.measure.timing import kernel_s
+from frontier_llm.measure.op_cases import CASES, Shapes
+from frontier_llm.measure.timing import first_line, kernel_s, take_turns
 from frontier_llm.ops.reference import Ops
 
 
@@ -48,29 +49,10 @@ def compare(
             case = build(ops, shapes)
             ways = case.ways(compiler)
         except (RuntimeError, TypeError) as error:
-            yield Timing(name, "all", float("nan"), 0, 0.0, _first_line(error))
-        else:
-            yield from _take_turns(name, case, ways, rounds, device)
-
-
-def _take_turns(name: str, case: Case, ways: Mapping[str, Run], rounds: int, device: str) -> list[Timing]:
-    best, failed = dict.fromkeys(ways, float("inf")), {}
-    for turn in range(rounds + 1):
-        for way, run in ways.items():
-            if way in failed:
-                continue
-            try:
-                seconds = kernel_s(run, device)
-            except Exception as error:
-                failed[way] = _first_line(error)
-                best[way] = float("nan")
-            else:
-                best[way] = min(best[way], seconds) if turn else best[way]  # the first turn warms up
-    return [Timing(name, way, best[way], case.bytes_moved, case.flops, failed.get(way, "")) for way in ways]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            yield Timing(name, "all", math.nan, 0, 0.0, first_line(error))
+            continue
+        best, faults = take_turns(ways, rounds, device)
+        yield from (Timing(name, way, best.get(way, math.nan), case.bytes_moved, case.flops, faults.get(way, "")) for way in ways)
 
 
 def copy_bandwidth(device: str, size_bytes: int = 256 * 2**20) -> float:
@@ -78,9 +60,3 @@ def copy_bandwidth(device: str, size_bytes: int = 256 * 2**20) -> float:
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size_bytes / min(kernel_s(lambda: target.copy_(source), device) for _ in range(5))
-
-
-def gemm_rate(device: str, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of torch's product of two square matrices of random numbers: the ceiling of the products."""
-    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / min(kernel_s(lambda: left @ right, device) for _ in range(5))

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
-from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh, start_all_gather_into, start_reduce_scatter_into
+from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
 from frontier_llm.measure.calibration import Samples
+from frontier_llm.measure.link_tables import PLANNED
+from frontier_llm.measure.links import operation_on
 from frontier_llm.measure.products import gemm_shapes, operands
 from frontier_llm.measure.timing import cpu_s, median_s, wall_s
 from frontier_llm.ops import AdamWUpdate, Scores, select_ops, working_dtype
@@ -122,7 +125,7 @@ class _Bench:
                 (N, K, M, lambda: self.ops.accumulate_weight_gradient_(total, g, x)),  # noqa: B023
             )
             with torch.no_grad():
-                rows += [(m, n, k, self.kernel_s(product)) for m, n, k, product in products]
+                rows += [(m, n, k, self.kernel_s(multiply)) for m, n, k, multiply in products]
         return rows
 
     def attention(self, B: int, tp: int) -> tuple[int, int, int, int, float, float]:
@@ -176,16 +179,9 @@ class _Bench:
         """Each operation on all groups of tp at once, and on the whole world."""
         axes = {axis.size: axis for axis in (self.mesh.tp, self.mesh.world) if axis.size > 1}
         for size, axis in sorted(axes.items()):
-            for whole_bytes in MESSAGE_BYTES:
-                part = self.zeros(whole_bytes // 4 // size)
-                whole = self.zeros(part.numel() * size)
-                calls: dict[str, Callable[[], object]] = {
-                    "all_reduce": lambda: all_reduce_(whole, axis),  # noqa: B023
-                    "reduce_scatter": lambda: start_reduce_scatter_into(part, whole, axis).wait(),  # noqa: B023
-                    "all_gather": lambda: start_all_gather_into(whole, part, axis).wait(),  # noqa: B023
-                }
-                for operation, call in calls.items():
-                    yield operation, size, whole_bytes, self.wall_s(call)
+            for size_bytes, operation in product(MESSAGE_BYTES, PLANNED):
+                call, _ = operation_on(axis, operation, size_bytes, self.device)
+                yield operation, size, size_bytes, self.wall_s(call)
 
     def step(self, parallel: ParallelConfig, mesh: Mesh, share: float, m: int) -> tuple[int, int, float]:
         """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of `mesh`; all ranks work."""
@@ -193,6 +189,5 @@ class _Bench:
         batch = self.config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * mesh.dp.size})
         config = self.config.model_copy(update={"batch": batch, "parallel": parallel})
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        assert batches is not None
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
         return B, m, (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state))

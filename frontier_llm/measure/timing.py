@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
@@ -45,6 +45,25 @@ def kernel_s(run: Callable[[], object], device: str) -> float:
     end_event.record()
     torch.cuda.synchronize()
     return begin_event.elapsed_time(end_event) / 1e3 / _CALLS_ON_GPU
+
+
+def take_turns(runs: Mapping[str, Callable[[], object]], rounds: int, device: str) -> tuple[dict[str, float], dict[str, str]]:
+    """(best seconds of each, what those that failed ran into): one call of each in every round, because a busy machine moves them all."""
+    best, faults = dict.fromkeys(runs, float("inf")), dict[str, str]()
+    for turn in range(rounds + 1):
+        for name in (name for name in runs if name not in faults):
+            try:
+                seconds = kernel_s(runs[name], device)
+            except Exception as error:
+                faults[name] = first_line(error)
+            else:
+                best[name] = min(best[name], seconds) if turn else best[name]  # the first turn warms up
+    return {name: seconds for name, seconds in best.items() if name not in faults}, faults
+
+
+def first_line(error: Exception) -> str:
+    """'RuntimeError: no viable back-end'."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def median_s(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
-from frontier_llm.ops.dropout import drop
+from frontier_llm.ops.dropout import Mask
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 
 _native: Any = torch.ops.frontier_llm
@@ -24,8 +24,6 @@ FEW_ROWS = 4
 
 class CpuOps(DifferentiableOps):
     """The face's functions over torch.ops.frontier_llm. Attention: 4.8 times as fast as SDPA's CPU kernel in bf16 (docs/ops.md)."""
-
-    drop = staticmethod(drop)  # plain torch's, some 150 small kernels: CPUs drop in tests, GPUs in training
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
         """In blocks of 64 x 64 scores."""
@@ -63,6 +61,11 @@ class CpuOps(DifferentiableOps):
     rotate = staticmethod(_native.rope)
     swiglu_forward, swiglu_backward = staticmethod(_native.swiglu), staticmethod(_native.swiglu_backward)
     gelu_forward, gelu_backward = staticmethod(_native.gelu), staticmethod(_native.gelu_backward)
+
+    def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
+        """residual + x with features dropped, in one pass; the mask is in registers alone."""
+        residual = None if residual_SBH is None else residual_SBH.detach()
+        return _native.drop(x_SBH.detach(), residual, mask.signed_key, mask.threshold, mask.scale, mask.samples_B, mask.positions_S)
 
     def cross_entropy_stats(self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
         """stats_3N of this vocabulary shard, read from the logits in their own type."""
@@ -123,6 +126,10 @@ class CpuOps(DifferentiableOps):
     def accumulate_grouped_gradient_(self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor) -> None:
         """main_grad[e] += gradᵀ @ x."""
         _native.accumulate_grouped_gradient_(main_grad_Eok, grad_Mo.detach(), x_Mk.detach(), ends_E)
+
+    def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
+        """Copies where a row has one place; else its sum stays in registers."""
+        return _native.gather_rows(x_NH.detach(), places_Mf)
 
     def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
         """main_grad += grad, widening as it adds."""

@@ -48,6 +48,11 @@ class Mask:
     positions_S: Tensor  # i64, of the rows that are dropped from, wherever this rank holds them
 
     @property
+    def signed_key(self) -> int:
+        """The same 64 bits as kernels are given them."""
+        return self.key - (self.key >> 63 << 64)
+
+    @property
     def scale(self) -> float:
         """What the others are multiplied by, so that nothing changes on average."""
         return 1 / (1 - self.threshold / 2**16)

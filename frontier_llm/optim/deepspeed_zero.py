@@ -30,7 +30,7 @@ class DeepSpeedZero:
     def __init__(self, inputs: EngineInputs) -> None:
         """Give the stages memory and initial weights, then hand their parameters to DeepSpeed. Collective over the world."""
         mesh = inputs.mesh
-        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, inputs.device, mesh.dp.size > 1
+        self.rule, self.updates, self.device, self.shards = inputs.rule, 0, inputs.device, mesh.dp.size
         self._divided_by, self._is_first = mesh.dp.size, mesh.world.rank == 0
         # our buckets accumulate, and sum over tp and tied; dp is DeepSpeed's
         buckets = build_buckets(inputs.stages, self.rule, single("dp"), 0, inputs.device, inputs.config.comm.bucket_elements)

@@ -55,11 +55,11 @@ class FullySharded:
         """Shard the stage, which is on the meta device, and give it its initial weights. Collective over dp."""
         (self._stage,) = inputs.stages  # there is no pipeline
         config, mesh, device = inputs.config, inputs.mesh, inputs.device
-        self.rule, self.updates, self.device, self.sharded = inputs.rule, 0, device, mesh.replicas.size > 1
+        self.rule, self.updates, self.device = inputs.rule, 0, device
         self._formula, self._mesh, self._ops = slice_update(config.optimizer, inputs.ops), mesh, inputs.ops
         working, seed = working_dtype(config.precision.dtype), config.train.seed
         shards, copies = _shards_and_copies(mesh.replicas, config.parallel.data_shard)
-        self._is_first_copy, self._has_copies = copies.rank == 0, copies.size > 1
+        self.shards, self._is_first_copy, self._has_copies = shards.size, copies.rank == 0, copies.size > 1
         self._microbatches, self._forwards = inputs.plan.microbatches, 0
         self._stage.register_forward_pre_hook(self._before_forward)
         specs = _widen(self._stage)
@@ -93,8 +93,8 @@ class FullySharded:
 
     def finish(self) -> None:
         """See GradientSums. Over dp they are summed already; what is partial over other axes (sequence parallelism) still misses those."""
-        for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.partial_axes):
-            partial = [shard.gradient for shard in self._shards if name in shard.spec.partial_axes]
+        for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.parameter.partial_axes()):
+            partial = [shard.gradient for shard in self._shards if name in shard.spec.parameter.partial_axes()]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.axis(name))
             for gradient, total in zip(partial, flat.split([gradient.numel() for gradient in partial]), strict=True):
                 gradient.copy_(total.view_as(gradient))
@@ -113,7 +113,7 @@ class FullySharded:
         self.updates += 1
         for shard in self._held():
             master, states = shard.master.view(-1), {name: state.view(-1) for name, state in shard.states.items()}
-            part = Slice(master, shard.gradient.view(-1), states, master, shard.spec.decay)
+            part = Slice(master, shard.gradient.view(-1), states, master, shard.spec.parameter.decay)
             self._formula.update(part, lr, self.updates, grad_scale)
 
     def settle(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -16,17 +15,16 @@ from typing import Protocol
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.attempt import JobStep, run_step
+from frontier_llm.cluster.attempt import start_ranks
 from frontier_llm.cluster.doctor import examine
-from frontier_llm.cluster.job import dead_nodes
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.probe import Settings
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.rank_env import environ, environment, with_this_package
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, read_failure
+from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, read_failure
 from frontier_llm.scaling.harvest import step_times_s
 
 OUT_OF_MEMORY = (
@@ -140,26 +138,12 @@ class AllocationRanks:
         # ranks that hang may not hear srun; Slurm itself ends the step then, a minute later
         site = self.site.model_copy(update={"srun": {**self.site.srun, "time": str(math.ceil(limit_s / 60) + 1)}})
         job = BatchJob(run.config, run.words, run.directory, site, self.allocation, continue_with="never")
-        forget_failure(run.directory)
-        start = run_dir.take(run.directory, self.allocation.job_id, self.allocation.batch_host)
-        log_dir = run.directory / "logs" / f"attempt_{start:04}"
-        began_s, began_unix_s = time.monotonic(), time.time()
-        outcome = run_step(JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(start)}, deadline_s=limit_s))
-        failure, in_time = outcome.failure, True
-        if failure is not None and failure.cause == "walltime":
-            failure, in_time = read_failure(run.directory), False
-        elif failure is not None and (dead := dead_nodes(job, nodes, outcome)):
-            failure = Failure(f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True)
+        outcome, seconds = start_ranks(job, nodes, limit_s, progress=lambda directory: len(run_dir.steps(directory)))
+        in_time = outcome.cause != "walltime"
+        failure = outcome.failure if in_time else read_failure(run.directory)
         if failure is not None and failure.host_suspect and failure.host in nodes:
             self._failed.append(failure.host)
-        cause = failure.cause if failure else "walltime" if not in_time else "interrupted" if outcome.exit_code else "finished"
-        detail = failure.describe() if failure else ""
-        steps = len(run_dir.steps(run.directory))
-        ended = run_dir.Attempt(
-            start, self.allocation.job_id, nodes, 0, steps, outcome.exit_code, cause, detail, started_unix_s=began_unix_s
-        )
-        run_dir.record(run.directory, ended)
-        return RunEnd(time.monotonic() - began_s, outcome.exit_code, failure, in_time)
+        return RunEnd(seconds, outcome.exit_code, failure, in_time)
 
     def time_left_s(self) -> float:
         """Of the job's walltime, until Slurm warns the ranks or ending takes what is left."""
@@ -182,9 +166,8 @@ class LocalRanks:
         run.directory.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
         words = [sys.executable, "-P", "-m", "frontier_llm.cli.main", "train", *run.words]
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), environ("PYTHONPATH"))))
         with (run.directory / "ranks.log").open("wb") as text:
-            process = subprocess.Popen(words, env=environment() | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
+            process = subprocess.Popen(words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
             in_time = True
             try:
                 process.wait(limit_s)

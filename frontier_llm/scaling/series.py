@@ -142,16 +142,13 @@ def _node_fix(config: RunConfig, site: Site, nodes: int) -> str:
 
 def submission_problems(
     points: Sequence[Point], site: Site, account: str | None, partition: str | None, minutes: int | None
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """What the site would refuse about the series as a whole, before its first job is queued."""
-    problems: list[Problem] = []
-    for nodes in sorted({point.nodes for point in points}):
-        problems += [problem for problem in request_problems(site, nodes, minutes, account, partition) if problem not in problems]
+    nodes = sorted({point.nodes for point in points})
+    yield from dict.fromkeys(problem for count in nodes for problem in request_problems(site, count, minutes, account, partition))
     if site.max_queued_jobs is not None and len(points) > site.max_queued_jobs:
-        problems.append(
-            Problem("points", f"{len(points)} jobs; {site.name} queues {site.max_queued_jobs} per user", "fewer --nodes or --repeats")
-        )
-    return problems
+        what = f"{len(points)} jobs; {site.name} queues {site.max_queued_jobs} per user"
+        yield Problem("points", what, "fewer --nodes or --repeats")
 
 
 def announce(point: Point) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from frontier_llm.blueprint import model_parameters
 from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.config import RunConfig
@@ -15,68 +17,91 @@ def in_flight(config: RunConfig) -> str:
     return load_machine(config.machine).in_flight.mode if chosen == "auto" else chosen
 
 
-def engine_problems(config: RunConfig, world_size: int) -> list[Problem]:
+def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """What the engines that bring their own data parallelism cannot do, and why."""
     parallel, precision = config.parallel, config.precision
     deepspeed, fsdp = config.optimizer.engine == "deepspeed", parallel.data_mode == "fsdp"
     native = not deepspeed and not fsdp
-    problems: list[Problem] = []
-
-    def refuse(where: str, what: str, fix: str) -> None:
-        problems.append(Problem(where, what, fix))
-
-    if not native and in_flight(config) == "one":
-        who = "fsdp" if fsdp else "deepspeed"
-        what = f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order of its own"
-        fix = "use the native engine with data_mode=zero, or set comm.in_flight=many where many at a time do not hang"
-        refuse("comm.in_flight", what, fix)
-    if deepspeed and parallel.context > 1:
-        fix = "use the native engine, or set parallel.context=1"
-        refuse("optimizer.engine", f"deepspeed with context {parallel.context} was never tried", fix)
-    if fsdp and deepspeed:
-        refuse("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them")
-    if parallel.zero > 1:
-        fix = "set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1"
-        refuse("parallel.zero", f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp", fix)
-    if parallel.zero == 0 and deepspeed:
-        fix = "set parallel.zero=1, or optimizer.engine=native"
-        refuse("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", fix)
-    if fsdp and parallel.pipeline > 1:
-        what = f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per microbatch, and a pipeline needs many"
-        refuse("parallel.pipeline", what, "set parallel.pipeline=1, or data_mode=zero")
+    who, instead = "fsdp" if fsdp else "deepspeed", "use the native engine with data_mode=zero"
+    for broken, where, what, fix in (
+        (
+            not native and in_flight(config) == "one",
+            *(
+                "comm.in_flight",
+                f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order of its own",
+            ),
+            f"{instead}, or set comm.in_flight=many where many at a time do not hang",
+        ),
+        (
+            deepspeed and parallel.context > 1,
+            *("optimizer.engine", f"deepspeed with context {parallel.context} was never tried"),
+            "use the native engine, or set parallel.context=1",
+        ),
+        (
+            fsdp and deepspeed,
+            *("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them"),
+        ),
+        (
+            parallel.zero > 1,
+            *("parallel.zero", f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp"),
+            "set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1",
+        ),
+        (
+            parallel.zero == 0 and deepspeed,
+            *("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", "set parallel.zero=1, or optimizer.engine=native"),
+        ),
+        (
+            fsdp and parallel.pipeline > 1,
+            "parallel.pipeline",
+            f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per microbatch, and a pipeline needs many",
+            "set parallel.pipeline=1, or data_mode=zero",
+        ),
+        (
+            deepspeed and precision.dtype not in ("fp32", "bf16"),
+            *("precision.dtype", f"{precision.dtype} with the engine deepspeed is not supported"),
+            "use bf16 or fp32, or optimizer.engine=native",
+        ),
+        (
+            not native and config.guard.recompute_interval > 0,
+            *("guard.recompute_interval", "only the native engine can compute a step again", f"set it to 0, or {instead}"),
+        ),
+        (
+            not native and precision.gradient_wire != "full",
+            *("precision.gradient_wire", "only the native engine narrows gradients on their way", f"set it to full, or {instead}"),
+        ),
+        (
+            not native and config.optimizer.validated == "after",
+            *("optimizer.validated", "only the native engine can undo an update", f"set it to before, or {instead}"),
+        ),
+        (
+            config.optimizer.deepspeed_config is not None and not deepspeed,
+            *("optimizer.deepspeed_config", "is given, but the engine is native", "set optimizer.engine=deepspeed, or leave it out"),
+        ),
+    ):
+        if broken:
+            yield Problem(where, what, fix)
     if parallel.data_shard is not None:
-        problems += _data_shard_problems(config, parallel.data_shard, world_size)
+        yield from _data_shard_problems(config, parallel.data_shard, world_size)
+    yield from _optimizer_problems(config, native, who)
+
+
+def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[Problem]:
+    """One that nobody knows, or that needs whole what the engine cuts."""
     try:
         rule = optimizer_rule(config.optimizer.name)
     except ConfigError as error:
-        problems.extend(error.problems)
-    else:
-        if not native and any(map(rule.whole, model_parameters(config.model).values())):
-            what = f"{rule.name} updates whole matrices, which {'fsdp' if fsdp else 'DeepSpeed'} cuts"
-            refuse("optimizer.name", what, "use the native engine with data_mode=zero")
-    if deepspeed and precision.dtype not in ("fp32", "bf16"):
-        fix = "use bf16 or fp32, or optimizer.engine=native"
-        refuse("precision.dtype", f"{precision.dtype} with the engine deepspeed is not supported", fix)
-    for where, asked, what, fix in (
-        ("guard.recompute_interval", config.guard.recompute_interval > 0, "can compute a step again", "set it to 0"),
-        ("precision.gradient_wire", precision.gradient_wire != "full", "narrows gradients on their way", "set it to full"),
-        ("optimizer.validated", config.optimizer.validated == "after", "can undo an update", "set it to before"),
-    ):
-        if asked and not native:
-            refuse(where, f"only the native engine {what}", f"{fix}, or use the native engine with data_mode=zero")
-    if config.optimizer.deepspeed_config is not None and not deepspeed:
-        fix = "set optimizer.engine=deepspeed, or leave it out"
-        refuse("optimizer.deepspeed_config", "is given, but the engine is native", fix)
-    return problems
+        yield from error.problems
+        return
+    if not native and any(rule.whole(one) or rule.statistics(one) for one in model_parameters(config.model).values()):
+        what = f"{rule.name} needs whole matrices or sums over them, which {who} cuts"
+        yield Problem("optimizer.name", what, "use the native engine with data_mode=zero")
 
 
-def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> list[Problem]:
+def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> Iterator[Problem]:
     """Replicas that share out the weights, of those that there are."""
     parallel, where = config.parallel, "parallel.data_shard"
-    if parallel.data_mode != "fsdp":
-        return [Problem(where, "shares out the weights, which data_mode=zero keeps whole", "set parallel.data_mode=fsdp, or leave it out")]
     replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))  # of dp x cp
-    if replicas % shard == 0:
-        return []
-    what = f"{shard} does not divide the {replicas} replicas"
-    return [Problem(where, what, f"use one of {nearest(shard, divisors(replicas), 3)}")]
+    if parallel.data_mode != "fsdp":
+        yield Problem(where, "shares out the weights, which data_mode=zero keeps whole", "set parallel.data_mode=fsdp, or leave it out")
+    elif replicas % shard:
+        yield Problem(where, f"{shard} does not divide the {replicas} replicas", f"use one of {nearest(shard, divisors(replicas), 3)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from frontier_llm import schedule
@@ -119,48 +120,31 @@ def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
     return named
 
 
-def _degree_problems(config: RunConfig, world_size: int) -> list[Problem]:
+def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     parallel, batch = config.parallel, config.batch
-    problems = []
     if parallel.axis_order not in AXIS_ORDERS:
-        problems.append(
-            Problem("parallel.axis_order", f"{parallel.axis_order!r} is not an order with tp innermost", f"use one of {list(AXIS_ORDERS)}")
-        )
+        what = f"{parallel.axis_order!r} is not an order with tp innermost"
+        yield Problem("parallel.axis_order", what, f"use one of {list(AXIS_ORDERS)}")
     model_ranks = parallel.model_ranks
-    context = f"context {parallel.context} x " if parallel.context > 1 else ""
     if world_size % model_ranks:
+        context = f"context {parallel.context} x " if parallel.context > 1 else ""
+        what = f"{world_size} is not a multiple of tensor {parallel.tensor} x {context}pipeline {parallel.pipeline} = {model_ranks}"
         valid = nearest(world_size, range(model_ranks, 2 * world_size + model_ranks + 1, model_ranks))
-        problems.append(
-            Problem(
-                "world size",
-                f"{world_size} is not a multiple of tensor {parallel.tensor} x {context}pipeline {parallel.pipeline} = {model_ranks}",
-                f"start {' or '.join(map(str, valid))} ranks, or change the degrees",
-            )
-        )
-        return problems
+        yield Problem("world size", what, f"start {' or '.join(map(str, valid))} ranks, or change the degrees")
+        return
     dp = world_size // model_ranks
     if parallel.data is not None and parallel.data != dp:
-        problems.append(
-            Problem(
-                "parallel.data",
-                f"{parallel.data} x {model_ranks} model ranks is not the world size {world_size}",
-                f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out",
-            )
-        )
+        what = f"{parallel.data} x {model_ranks} model ranks is not the world size {world_size}"
+        yield Problem("parallel.data", what, f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out")
     step = batch.micro_batch * dp
     if batch.global_batch % step:
+        what = f"{batch.global_batch} is not a multiple of micro_batch {batch.micro_batch} x dp {dp} = {step}"
         valid = nearest(batch.global_batch, range(step, 2 * batch.global_batch + step + 1, step))
-        problems.append(
-            Problem(
-                "batch.global_batch",
-                f"{batch.global_batch} is not a multiple of micro_batch {batch.micro_batch} x dp {dp} = {step}",
-                f"set batch.global_batch={' or '.join(map(str, valid))}, or lower batch.micro_batch or parallel.data",
-            )
-        )
-    return problems
+        fix = f"set batch.global_batch={' or '.join(map(str, valid))}, or lower batch.micro_batch or parallel.data"
+        yield Problem("batch.global_batch", what, fix)
 
 
-def _tensor_problems(config: RunConfig) -> list[Problem]:
+def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
     model, tp = config.model, config.parallel.tensor
     rules = [
         ("model.heads", "attention heads", model.heads),
@@ -179,84 +163,88 @@ def _tensor_problems(config: RunConfig) -> list[Problem]:
     common = [
         degree for degree in divisors(tp_limit(model)) if all(size % degree == 0 for *_, size in rules) and every_rank_has_a_token(degree)
     ]
-    problems = [
-        Problem(key, f"{what}, {size}, is not divisible by tensor {tp}", f"set parallel.tensor to one of {nearest(tp, common, 3)}")
-        for key, what, size in rules
-        if size % tp
-    ]
+    for key, what, size in rules:
+        if size % tp:
+            yield Problem(
+                key, f"{what}, {size}, is not divisible by tensor {tp}", f"set parallel.tensor to one of {nearest(tp, common, 3)}"
+            )
     if not every_rank_has_a_token(tp):
         what = f"padding the vocabulary to {model.padded_vocab_size} leaves the last of {tp} tensor ranks no real row"
-        problems.append(Problem("model.vocab_multiple", what, "lower model.vocab_multiple or parallel.tensor"))
-    return problems
+        yield Problem("model.vocab_multiple", what, "lower model.vocab_multiple or parallel.tensor")
 
 
-def _context_problems(config: RunConfig) -> list[Problem]:
+def _context_problems(config: RunConfig) -> Iterator[Problem]:
     """parallel.context cuts each sequence in two chunks per rank, or shares out the key/value heads."""
     cp, length, kv_heads = config.parallel.context, config.model.sequence_length, config.model.num_kv_heads // config.parallel.tensor
     if cp == 1:
-        return []
-    problems = []
+        return
     if config.parallel.context_attention == "heads" and kv_heads % cp:
         what = f"heads, but context {cp} does not go into the {plural(kv_heads, 'key/value head')} that tensor {config.parallel.tensor} leaves a rank"
-        problems.append(Problem("parallel.context_attention", what, "use gather or ring, or another parallel.context"))
-    if length % (2 * cp) == 0:
-        return problems
-    valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
-    what = f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
-    problems.append(Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context"))
-    return problems
+        yield Problem("parallel.context_attention", what, "use gather or ring, or another parallel.context")
+    if length % (2 * cp):
+        valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
+        what = f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
+        yield Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context")
 
 
-def _tensor_chunk_problems(config: RunConfig) -> list[Problem]:
+def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
     """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
     chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
-    if chunks == 1:
-        return []
-    if tp == 1:
-        what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
-        return [Problem("comm.tensor_chunks", what, "set parallel.tensor=2 or comm.tensor_chunks=1")]
     rows = length // config.parallel.context // (tp if config.parallel.sequence_parallel else 1)
-    if rows % chunks:
+    if chunks > 1 and tp == 1:
+        what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
+        yield Problem("comm.tensor_chunks", what, "set parallel.tensor=2 or comm.tensor_chunks=1")
+    elif rows % chunks:
         what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
-        return [Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")]
-    return []
+        yield Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")
 
 
-def _expert_problems(config: RunConfig, world_size: int) -> list[Problem]:
+def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """The experts' own degrees, folded out of the ranks of one pipeline rank; and what models with experts cannot do."""
     model, parallel, moe = config.model, config.parallel, config.model.moe
-    problems: list[Problem] = []
     if moe is None:
         for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
             if degree > 1:
-                problems.append(Problem(key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe"))
-        return problems
+                yield Problem(key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe")
+        return
     plane = max(1, world_size // parallel.pipeline)
     for key, what, size, degree in (
         ("parallel.expert", "experts", moe.experts, parallel.expert),
         ("parallel.expert_tensor", "an expert's width", model.expert_hidden, parallel.expert_tensor),
     ):
         if size % degree:
-            problems.append(Problem(key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}"))
-    ranks = parallel.expert * parallel.expert_tensor
-    if plane % ranks:
-        what = f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the {plane} ranks of a stage (tensor x data)"
-        fix = f"use one of {nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for expert, with expert_tensor=1"
-        problems.append(Problem("parallel.expert", what, fix))
-    if model.sequence_length % parallel.tensor:
-        what = f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part of the sequence"
-        fix = f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}"
-        problems.append(Problem("model.sequence_length", what, fix))
-    if parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed":
-        where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
-        what = f"{who} cuts all weights over the same ranks, and experts have replicas of their own"
-        problems.append(Problem(where, what, "use the native engine with data_mode=zero"))
-    if ranks > 1 and config.guard.recompute_interval > 0:
-        what = "replicas that share out experts have different ones, whose gradients cannot be compared"
-        problems.append(Problem("guard.recompute_interval", what, "set it to 0, or parallel.expert=1 and expert_tensor=1"))
-    if model.bias:
-        problems.append(Problem("model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"))
-    return problems
+            yield Problem(key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}")
+    ranks, cuts = parallel.expert * parallel.expert_tensor, parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
+    where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
+    for broken, key, what, fix in (
+        (
+            plane % ranks,
+            "parallel.expert",
+            f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the {plane} ranks of a stage (tensor x data)",
+            f"use one of {nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for expert, with expert_tensor=1",
+        ),
+        (
+            model.sequence_length % parallel.tensor,
+            "model.sequence_length",
+            f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part of the sequence",
+            f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}",
+        ),
+        (
+            cuts,
+            where,
+            f"{who} cuts all weights over the same ranks, and experts have replicas of their own",
+            "use the native engine with data_mode=zero",
+        ),
+        (
+            ranks > 1 and config.guard.recompute_interval > 0,
+            "guard.recompute_interval",
+            "replicas that share out experts have different ones, whose gradients cannot be compared",
+            "set it to 0, or parallel.expert=1 and expert_tensor=1",
+        ),
+        (model.bias, "model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"),
+    ):
+        if broken:
+            yield Problem(key, what, fix)
 
 
 def tp_limit(model: ModelConfig) -> int:
@@ -264,28 +252,17 @@ def tp_limit(model: ModelConfig) -> int:
     return model.num_kv_heads
 
 
-def _pipeline_problems(config: RunConfig) -> list[Problem]:
+def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     model, parallel = config.model, config.parallel
     virtual = parallel.pipeline * parallel.chunks
-    problems = []
     if virtual > model.layers:
-        problems.append(
-            Problem(
-                "parallel.pipeline",
-                f"{parallel.pipeline} stages{f' x {parallel.chunks} chunks' if parallel.chunks > 1 else ''} = {virtual} pieces for {model.layers} layers",
-                f"at most {model.layers} pieces; lower parallel.pipeline" + (" or parallel.chunks" if parallel.chunks > 1 else ""),
-            )
-        )
-    problems += schedule.problems(parallel.schedule, parallel.chunks)
+        chunks, or_chunks = (f" x {parallel.chunks} chunks", " or parallel.chunks") if parallel.chunks > 1 else ("", "")
+        what = f"{parallel.pipeline} stages{chunks} = {virtual} pieces for {model.layers} layers"
+        yield Problem("parallel.pipeline", what, f"at most {model.layers} pieces; lower parallel.pipeline{or_chunks}")
+    yield from schedule.problems(parallel.schedule, parallel.chunks)
     if parallel.chunks > 1 and parallel.pipeline == 1:
-        problems.append(Problem("parallel.chunks", "chunks without pipeline stages only add work", "set parallel.chunks=1"))
+        yield Problem("parallel.chunks", "chunks without pipeline stages only add work", "set parallel.chunks=1")
     counts = parallel.stage_layers
     if counts is not None and (len(counts) != virtual or sum(counts) != model.layers):
-        problems.append(
-            Problem(
-                "parallel.stage_layers",
-                f"{list(counts)} has {len(counts)} entries summing to {sum(counts)}",
-                f"give {virtual} entries that sum to {model.layers}, or leave it out",
-            )
-        )
-    return problems
+        what = f"{list(counts)} has {len(counts)} entries summing to {sum(counts)}"
+        yield Problem("parallel.stage_layers", what, f"give {virtual} entries that sum to {model.layers}, or leave it out")

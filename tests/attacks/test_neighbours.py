@@ -170,7 +170,7 @@ def _until(capfd: pytest.CaptureFixture[str], line: str) -> None:
 
 
 def _place(rank: int) -> RankEnv:
-    return RankEnv(rank, 2, rank, 2, 0, "n0", "n0", 23456, "torchrun")
+    return RankEnv(rank, 2, rank, 2, "n0", "n0", 23456, "torchrun")
 
 
 def test_the_secret_that_rank_0_writes_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from frontier_llm import log
 from frontier_llm.blueprint.expert_work import Rows
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
-from frontier_llm.costs.traffic import step_traffic
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.expert_parallel import Dispatch, nodes, plan_dispatch
 from frontier_llm.model import experts
@@ -24,6 +23,7 @@ from frontier_llm.topology import ShardSpec, make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.evaluate import held_out_loss
 from frontier_llm.train.step import train_step
+from tests.harness.traffic import step_traffic
 from tests.parity.cases import STEPS, Case
 from tests.parity.sabotage import SABOTAGES
 
@@ -146,7 +146,8 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
             update(lr, grad_scale)
 
         state.optimizer.step = observed  # type: ignore[method-assign]
-        state.mesh.ledger.reset()
+        state.mesh.ledger.calls.clear()
+        state.mesh.ledger.bytes.clear()
         with routed_rows(state) as routed:
             results = [train_step(state)]
         traffic = [] if sabotage else _traffic(state, routed, case.read_only)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.harness.marks import thorough
+from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.compare import differences
 from tests.parity.test_layouts import RunCase, run_case
+from tests.parity.test_own_optimizer import resume, save_and_go_on
 from tests.parity.witness import witness
 
 __all__ = ["run_case"]
@@ -52,3 +56,15 @@ def test_every_layout_drops_the_same(run_case: RunCase, case: Case) -> None:
 def test_masks_by_where_a_token_lies_turn_the_comparison_red(run_case: RunCase, mistake: str, case: Case) -> None:
     found = differences(run_case(case, mistake), run_case(case.serial()))
     assert any("losses" in line for line in found), found
+
+
+def test_a_run_that_stops_and_resumes_drops_what_the_other_would_have(ranks: RankPool, tmp_path: Path) -> None:
+    """Bit-equal on the same layout; on others, whose sums have another order, within what layouts differ by."""
+    case = Case("gpt", tp=2, dp=2, recompute="selective", settings=DROPS)
+    third = ranks.run(4, save_and_go_on, case, tmp_path)[0][2]
+    assert {answer[0] for answer in ranks.run(4, resume, case, tmp_path)} == {third}
+    for layout in (Case("gpt", pp=2, dp=2, micro_batch=2, settings=DROPS), Case("gpt", tp=2, cp=2, sequence_parallel=True, settings=DROPS)):
+        for loss, updates, _ in ranks.run(4, resume, layout, tmp_path):
+            assert loss == pytest.approx(third, rel=1e-12) and updates == 2
+    kept_all = Case("gpt", tp=2, dp=2, recompute="selective", settings=DROPS[1:])
+    assert ranks.run(4, resume, kept_all, tmp_path, "model.dropout")[0][0] != pytest.approx(third, rel=1e-6)

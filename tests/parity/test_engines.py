@@ -17,7 +17,7 @@ from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import BackendError
-from frontier_llm.topology import make_plan, plan_problems
+from frontier_llm.topology import make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.guard import ReplicaCheck
 from frontier_llm.train.step import StepResult, train_step
@@ -259,27 +259,6 @@ def test_any_engine_resumes_any_engines_checkpoint(ranks: RankPool, writer: str,
             for name in expected:
                 np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{reader}: {kind} of {name}")
         assert loaded[0].losses[0] == pytest.approx(written[0].losses[2], rel=2e-3), reader
-
-
-def test_a_checkpoint_of_copies_is_that_of_one(ranks: RankPool, tmp_path: Path) -> None:
-    """Of four replicas each two hold everything: one of the copies is written, and each reads all of it."""
-    case = Case("gpt", dp=4, settings=("parallel.data_shard=2",))
-    written = ranks.run(4, save_and_go_on, case, "fsdp", tmp_path)
-    for engine, reader in (("native", LAYOUTS["native"]), ("fsdp", case)):
-        loaded = ranks.run(4, resume, reader, engine, tmp_path)
-        for kind in KINDS:
-            expected, found = gathered(written, kind), gathered(loaded, kind)
-            assert all(np.array_equal(found[name], expected[name]) for name in expected)
-        assert loaded[0].losses[0] == pytest.approx(written[0].losses[2], rel=2e-3)
-
-
-def test_what_cannot_be_shared_out_is_refused_with_what_can(ranks: RankPool) -> None:
-    config = config_of(Case("gpt", dp=4, settings=("parallel.data_shard=3",)), "fsdp", "fp32")
-    assert [problem.fix for problem in plan_problems(config, 4)] == ["use one of [1, 2, 4]"]
-    config = Case("gpt", dp=4, settings=("parallel.data_shard=2",)).config()
-    assert "parallel.data_mode=fsdp" in plan_problems(config, 4)[0].fix
-    config = config_of(Case("gpt", pp=2, dp=2, settings=("parallel.data_shard=2",)), "fsdp", "fp32")
-    assert "a pipeline needs many" in plan_problems(config, 4)[0].what
 
 
 def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, float]:

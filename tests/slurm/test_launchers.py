@@ -18,7 +18,7 @@ PROGRAM = """
 import os, socket, sys
 from frontier_llm.cluster.rank_env import discover
 place = discover()
-line = f"{place.launcher} {place.rank} {place.world_size} {place.local_rank} {place.local_world_size} {place.node_rank} {place.master_port}"
+line = f"{place.launcher} {place.rank} {place.world_size} {place.local_rank} {place.local_world_size} {place.master_port}"
 os.write(1, (line + "\\n").encode())
 """
 
@@ -47,11 +47,11 @@ def test_srun_and_the_batch_shell(cluster: LocalSlurm, tmp_path: Path) -> None:
     assert "shell None" in text
     rows = parse(text)
     first = [row for row in rows if row[2] == "6"]
-    assert [row[:6] for row in first] == [["slurm", str(rank), "6", str(rank % 2), "2", str(rank // 2)] for rank in range(6)]
+    assert [row[:5] for row in first] == [["slurm", str(rank), "6", str(rank % 2), "2"] for rank in range(6)]
     second = [row for row in rows if row[2] == "4"]
     assert [row[1] for row in second] == ["0", "1", "2", "3"]
     # one port per step, and not the same for both
-    assert len({row[6] for row in first}) == 1 and len({row[6] for row in second}) == 1 and first[0][6] != second[0][6]
+    assert len({row[5] for row in first}) == 1 and len({row[5] for row in second}) == 1 and first[0][5] != second[0][5]
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "mpi4py"])
@@ -65,8 +65,8 @@ def test_mpirun(tmp_path: Path, launcher: str) -> None:
     command = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, str(tmp_path / "who.py")]
     done = subprocess.run(command, capture_output=True, text=True, env={**variables(), **asked}, timeout=120)
     rows = parse(done.stdout)
-    assert [row[:6] for row in rows] == [[launcher, str(rank), "3", str(rank), "3", "0"] for rank in range(3)], done.stderr
-    assert len({row[6] for row in rows}) == 1
+    assert [row[:5] for row in rows] == [[launcher, str(rank), "3", str(rank), "3"] for rank in range(3)], done.stderr
+    assert len({row[5] for row in rows}) == 1
 
 
 def test_torchrun(tmp_path: Path) -> None:
@@ -74,5 +74,5 @@ def test_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(tmp_path / "who.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=variables(), timeout=180)
     rows = parse(done.stdout)
-    assert [row[:6] for row in rows] == [["torchrun", str(rank), "2", str(rank), "2", "0"] for rank in range(2)], done.stderr
-    assert len({row[6] for row in rows}) == 1
+    assert [row[:5] for row in rows] == [["torchrun", str(rank), "2", str(rank), "2"] for rank in range(2)], done.stderr
+    assert len({row[5] for row in rows}) == 1

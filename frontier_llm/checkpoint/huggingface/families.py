@@ -13,11 +13,9 @@ from typing import Any
 from frontier_llm.checkpoint.huggingface.experts import (
     read_dots1,
     read_mixtral,
-    read_olmoe,
     read_qwen3_moe,
     write_dots1,
     write_mixtral,
-    write_olmoe,
     write_qwen3_moe,
 )
 from frontier_llm.checkpoint.huggingface.llama import MISTRAL_DEFAULT_WINDOW, ConfigJson, read_llama_like, read_windowed, write_llama_like
@@ -54,16 +52,27 @@ class Family:
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # our fields of which it can express only these values
     grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
     free: tuple[str, ...] = ()  # our fields of _USUAL of which it can express every value
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # their keys that may only have this value, and are written with it
     routing: Mapping[str, Any] | None = None  # of a family with experts the fields of our moe that it fixes; None = it has none
+    moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # as keys, of the fields of our moe
 
     def read_model(self, f: ConfigJson) -> ModelConfig:
         """Our shape of a config.json. Raises CheckpointError with everything that is missing or has no counterpart."""
-        values = {ours: f.get(*key) if len(key) > 1 else f.need(*key) for ours, key in self.keys.items()}
-        return f.model(**{**self.always, **values, "vocab_size": f.need("vocab_size"), **self.read(f)})
+        f.fixed(**self.fixed)
+        values = {**self.always, **f.values(self.keys), "vocab_size": f.need("vocab_size"), **self.read(f)}
+        if self.routing is not None:
+            # transformers 5 may write another name for the number of experts than 4 did
+            renamed = {"experts": ("num_local_experts",)} if f.get("num_local_experts", 0) else {}
+            values["moe"] = {**self.routing, **f.values({**self.moe_keys, **renamed}), **values.get("moe", {})}
+        return f.model(**values)
 
     def config_json(self, model: ModelConfig) -> dict[str, Any]:
         """The keys of its own."""
-        return {**{key[0]: getattr(model, ours) for ours, key in self.keys.items()}, **self.write(model)}
+        theirs = {key[0]: getattr(model, ours) for ours, key in self.keys.items()}
+        if model.moe is not None:
+            moe = model.moe.model_copy(update={"expert_hidden": model.expert_hidden})
+            theirs |= {key[0]: getattr(moe, ours) for ours, key in self.moe_keys.items()}
+        return {**theirs, **self.fixed, **self.write(model)}
 
     def refusals(self, model: ModelConfig) -> list[str]:
         """Why this architecture cannot be `model`; empty when it can."""
@@ -102,21 +111,6 @@ def _read_llama(f: ConfigJson) -> dict[str, Any]:
     return {**read_llama_like(f), "bias": bias}
 
 
-def _read_qwen2(f: ConfigJson) -> dict[str, Any]:
-    f.fixed(use_sliding_window=False)
-    return read_llama_like(f)
-
-
-def _read_qwen3(f: ConfigJson) -> dict[str, Any]:
-    f.fixed(use_sliding_window=False, attention_bias=False)
-    return read_llama_like(f)
-
-
-def _read_olmo2(f: ConfigJson) -> dict[str, Any]:
-    f.fixed(attention_bias=False)
-    return read_llama_like(f)
-
-
 def _read_phi3(f: ConfigJson) -> dict[str, Any]:
     f.rope("rope_theta", "partial_rotary_factor", 1.0)  # not Llama 3.1's, nor the longrope of its long variants
     return read_windowed(f)
@@ -131,7 +125,7 @@ def _write_phi3(m: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gemma2(f: ConfigJson) -> dict[str, Any]:
-    f.fixed(attention_bias=False, use_bidirectional_attention=None)
+    f.fixed(use_bidirectional_attention=None)
     values = read_llama_like(f, "hidden_activation", "gelu_pytorch_tanh")
     every, kinds = 2, f.get("layer_types", None)
     if kinds is not None:
@@ -150,7 +144,7 @@ def _read_gemma2(f: ConfigJson) -> dict[str, Any]:
 
 def _write_gemma2(m: ModelConfig) -> dict[str, Any]:
     return {
-        **write_llama_like(m), "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        **write_llama_like(m), "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": m.score_width or m.dim_per_head, "sliding_window": m.sliding_window or m.sequence_length,
         "layer_types": [_SLIDING if m.window_of(layer) else _FULL for layer in range(m.layers)],
         **{theirs: getattr(m, ours) for ours, (theirs, _) in _GEMMA2_CAPS.items()},
@@ -168,13 +162,12 @@ def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
 
 
 def _read_neox(f: ConfigJson) -> dict[str, Any]:
-    f.fixed(attention_bias=True)
     return {"activation": f.gelu("hidden_act", "gelu"), **f.rope("rotary_emb_base", "rotary_pct", 0.25)}
 
 
 def _write_neox(m: ModelConfig) -> dict[str, Any]:
     return {
-        "hidden_act": _THEIR_GELU[m.activation], "attention_bias": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "hidden_act": _THEIR_GELU[m.activation], "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "rotary_emb_base": m.rope_theta, "rotary_pct": m.rope_fraction, "rope_theta": m.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction},
     }  # fmt: skip
@@ -239,6 +232,8 @@ _MPT = {
 }  # fmt: skip
 _GELUS = ("gelu", "gelu_tanh")
 _PLAIN = {"score": "softmax", "selection_bias": False, "scale": 1.0, "shared_hidden": 0, "shared_gate": False}
+_QWEN3 = {"use_sliding_window": False, "attention_bias": False}
+_MOE_KEYS = {"experts": ("num_experts",), "top_k": ("num_experts_per_tok",), "normalise": ("norm_topk_prob", False)}
 
 FAMILIES = (
     Family(
@@ -246,8 +241,8 @@ FAMILIES = (
         lambda m: {**write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     Family(
-        "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, _LLAMA_KEYS, _read_qwen2,
-        lambda m: {**write_llama_like(m), "use_sliding_window": False}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, _LLAMA_KEYS, read_llama_like,
+        write_llama_like, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"use_sliding_window": False},
     ),
     # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a Llama
     Family(
@@ -256,14 +251,13 @@ FAMILIES = (
         free=("sliding_window",),
     ),
     Family(
-        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, _read_qwen3,
-        lambda m: {**write_llama_like(m), "use_sliding_window": False, "attention_bias": False}, ("rotary_emb.inv_freq",), "model.",
-        grouped=True,
+        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_llama_like,
+        write_llama_like, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed=_QWEN3,
     ),
     Family(
         "Olmo2ForCausalLM", "olmo2", OLMO2, {**_UNBIASED, "head_dim": None, "qk_norm": "full", "norm_placement": "post"},
-        {**_LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)}, _read_olmo2, lambda m: {**write_llama_like(m), "attention_bias": False},
-        ("rotary_emb.inv_freq",), "model.", grouped=True,
+        {**_LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)}, read_llama_like, write_llama_like,
+        ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False},
     ),
     # what has neither a window nor a fraction that does not rotate goes out as a Llama, which computes the same
     Family(
@@ -275,26 +269,33 @@ FAMILIES = (
         "Gemma2ForCausalLM", "gemma2", GEMMA2,
         {**_UNBIASED, "activation": "geglu_tanh", "norm_placement": "both", "norm_plus_one": True, "scaled_embedding": True},
         {**_LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 8192), "tied_embeddings": ("tie_word_embeddings", True)},
-        _read_gemma2, _write_gemma2, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        _read_gemma2, _write_gemma2, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False},
         free=("sliding_window", "full_attention_every", "score_width", "score_softcap", "logit_softcap"),
     ),
     Family(
         "MixtralForCausalLM", "mixtral", MIXTRAL, _UNBIASED, _LLAMA_KEYS, read_mixtral, write_mixtral,
         ("rotary_emb.inv_freq",), "model.", grouped=True, routing={**_PLAIN, "normalise": True, "dense_layers": 0},
+        moe_keys={"experts": ("num_local_experts", 8), "top_k": ("num_experts_per_tok", 2)},
     ),
     Family(
         "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_qwen3_moe,
-        write_qwen3_moe, ("rotary_emb.inv_freq",), "model.", grouped=True, routing=_PLAIN,
+        write_qwen3_moe, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={**_QWEN3, "decoder_sparse_step": 1}, routing=_PLAIN,
+        moe_keys={**_MOE_KEYS, "expert_hidden": ("moe_intermediate_size",)},
     ),
     Family(
-        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_UNBIASED, "head_dim": None, "qk_norm": "full"}, _LLAMA_KEYS, read_olmoe,
-        write_olmoe, ("rotary_emb.inv_freq",), "model.", grouped=True, routing={**_PLAIN, "dense_layers": 0},
+        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_UNBIASED, "head_dim": None, "qk_norm": "full"}, _LLAMA_KEYS, read_llama_like,
+        lambda m: {**write_llama_like(m), "intermediate_size": m.expert_hidden}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        fixed={"attention_bias": False, "clip_qkv": None}, routing={**_PLAIN, "dense_layers": 0}, moe_keys=_MOE_KEYS,
     ),
     # DeepSeek's experts with ordinary attention (rednote-hilab/dots.llm1)
     Family(
         "Dots1ForCausalLM", "dots1", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_dots1, write_dots1,
-        ("rotary_emb.inv_freq",), "model.", grouped=True,
+        ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False, "n_group": 1, "topk_group": 1},
         routing={"score": "sigmoid", "selection_bias": True, "shared_gate": False},
+        moe_keys={
+            **_MOE_KEYS, "experts": ("n_routed_experts",), "expert_hidden": ("moe_intermediate_size",),
+            "dense_layers": ("first_k_dense_replace", 0), "scale": ("routed_scaling_factor", 1.0),
+        },
     ),
     Family(
         "GPT2LMHeadModel", "gpt2", GPT2, {**_BIASED, "position": "learned", "parallel_residual": False}, _GPT2_KEYS, _read_gpt2, _write_gpt2,
@@ -302,7 +303,7 @@ FAMILIES = (
     ),
     Family(
         "GPTNeoXForCausalLM", "gpt_neox", NEOX, {**_BIASED, "position": "rope", "rope_scaling": None}, _NEOX_KEYS, _read_neox, _write_neox,
-        (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.", {"activation": _GELUS},
+        (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.", {"activation": _GELUS}, fixed={"attention_bias": True},
     ),
     Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_mpt, _write_mpt, (), "transformer."),
     # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own

@@ -32,22 +32,17 @@ class HuggingFaceModel:
         self.directory = Path(directory)
         self.config = _read_config(self.directory)
         self.family = family_of(self.config, str(self.directory / CONFIG))
-        self._model = read_model_config(self.directory)
+        self.model = read_model_config(self.directory)
         if vocab_multiple is not None:
-            self._model = self._model.model_copy(update={"vocab_multiple": vocab_multiple})
+            self.model = self.model.model_copy(update={"vocab_multiple": vocab_multiple})
         self._reader = ShardedReader(self.directory)
-        if self._model.layers > len(self._reader.files):  # before as many are listed
-            what = f"says {self._model.layers} layers, the files hold {len(self._reader.files)} tensors"
+        if self.model.layers > len(self._reader.files):  # before as many are listed
+            what = f"says {self.model.layers} layers, the files hold {len(self._reader.files)} tensors"
             raise CheckpointError(what, "use config and weights of the same revision", str(self.directory / CONFIG))
-        self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self._model)}
+        self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self.model)}
         bare = all(not name.startswith(self.family.prefix) for name in self._reader.files)
         self._drop = self.family.prefix if bare else ""  # files saved from the bare model (the hub's gpt2) lack it
         self._check_tensors()
-
-    @property
-    def model(self) -> ModelConfig:
-        """The counterpart's shape."""
-        return self._model
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See WeightSource; reads the whole tensors that `name` is made of."""
@@ -72,7 +67,7 @@ class HuggingFaceModel:
             elif self._reader.shape(name) != shape:
                 what = f"has shape {list(self._reader.shape(name))}, expected {list(shape)} from {CONFIG}"
                 problems.append(Problem(name, what, "use config and weights of the same revision"))
-        endings = (*self.family.ignored, *(("lm_head.weight", "embed_out.weight") if self._model.tied_embeddings else ()))
+        endings = (*self.family.ignored, *(("lm_head.weight", "embed_out.weight") if self.model.tied_embeddings else ()))
         for name in self._reader.files:
             if name not in expected and not name.endswith(endings):
                 what = f"has no place in {self.family.architecture} as we compute it"

@@ -12,7 +12,6 @@ from torch import Tensor
 from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, Split, model_parameters
 from frontier_llm.checkpoint.megatron.arguments import read_model
 from frontier_llm.checkpoint.megatron.files import find
-from frontier_llm.config import ModelConfig
 from frontier_llm.errors import CheckpointError, Problem
 
 _REPORTED = 8
@@ -37,24 +36,19 @@ class MegatronModel:
         self._stored = find(directory)
         model = read_model(self._stored.arguments, f"{self._stored.where}: args", vocab_size)
         update = {"name": directory.resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
-        self._model = model.model_copy(update=update)
-        if self._model.layers > len(self._stored.tensors):  # before as many are listed
-            what = f"says {self._model.layers} layers, its files hold {len(self._stored.tensors)} tensors"
+        self.model = model.model_copy(update=update)
+        if self.model.layers > len(self._stored.tensors):  # before as many are listed
+            what = f"says {self.model.layers} layers, its files hold {len(self._stored.tensors)} tensors"
             raise CheckpointError(what, "copy the whole checkpoint", self._stored.where)
-        self._parameters = model_parameters(self._model)
+        self._parameters = model_parameters(self.model)
         self._degree = max(len(parts) for parts in self._stored.tensors.values())
         why = "" if self._stored.version in (0, 1, 2, 3) else "; the order of query_key_value is known for 0 to 3"
-        if self._stored.version < 2 and self._model.num_kv_heads != self._model.heads:
+        if self._stored.version < 2 and self.model.num_kv_heads != self.model.heads:
             why = ", which had no grouped queries"
         if why:
             what = f"has checkpoint_version {self._stored.version:g}{why}"
             raise CheckpointError(what, where=self._stored.where, fix="convert it with the Megatron-LM that wrote it")
         self._check()
-
-    @property
-    def model(self) -> ModelConfig:
-        """The shape that was trained."""
-        return self._model
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See WeightSource; maps and joins the parts that `name` is made of."""
@@ -71,7 +65,7 @@ class MegatronModel:
             if len(parts) != self._degree or any(shape != expected for shape in shapes):
                 what = f"is {shapes or 'missing'}, expected {self._degree} parts of shape {list(expected)}"
                 problems.append(Problem(name, what, "copy the whole checkpoint"))
-        tied_copy = {"head.weight"} if self._model.tied_embeddings else set()
+        tied_copy = {"head.weight"} if self.model.tied_embeddings else set()
         for name in sorted(self._stored.tensors.keys() - self._parameters.keys() - tied_copy):
             problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
         if problems:
@@ -97,7 +91,7 @@ class MegatronModel:
         if not isinstance(how, Split):
             return self._same(name, parts)
         if name in VOCABULARY:
-            whole = torch.cat(parts)[: self._model.vocab_size]
+            whole = torch.cat(parts)[: self.model.vocab_size]
             return torch.nn.functional.pad(whole, (0, 0, 0, parameter.shape[0] - len(whole)))
         if ".attention.qkv." in name:
             return torch.cat([self._heads(part) for part in parts])
@@ -105,9 +99,9 @@ class MegatronModel:
 
     def _heads(self, part: Tensor) -> Tensor:
         """(g, Q + 2, D[, H]) of one rank's rows; g are its key/value heads, Q the queries of each."""
-        D, rest = self._model.dim_per_head, part.shape[1:]
+        D, rest = self.model.dim_per_head, part.shape[1:]
         if self._stored.version >= 2:
-            return part.reshape(-1, self._model.heads // self._model.num_kv_heads + 2, D, *rest)
+            return part.reshape(-1, self.model.heads // self.model.num_kv_heads + 2, D, *rest)
         if self._stored.version == 1:  # each of a head's dimensions has its query, key and value side by side
             return part.reshape(-1, D, 3, *rest).transpose(1, 2)
         return part.reshape(3, -1, D, *rest).transpose(0, 1)  # all queries, all keys, all values

@@ -6,14 +6,12 @@ stopped one; when all still post, the one whose progress is furthest behind is t
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from frontier_llm import log
@@ -21,6 +19,7 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.comm.board import Board
 from frontier_llm.errors import RankFailure
 from frontier_llm.failure import Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware, write_failure
+from frontier_llm.threads import in_daemon
 from frontier_llm.train.guard.suspects import WrongResults
 
 PERIOD_S = 0.25  # between two notices of a rank, if the store can take so many
@@ -176,19 +175,7 @@ class Inquiry:
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
     """work(), or RuntimeError after `limit_s`: torch's store waits for ever for a server whose process is stopped."""
-    answers: SimpleQueue[T | RuntimeError] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put(work())
-        except RuntimeError as error:
-            answers.put(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
     try:
-        answer = answers.get(timeout=limit_s)
-    except Empty:
+        return in_daemon(work, "store").result(limit_s)
+    except TimeoutError:
         raise RuntimeError("the store does not answer") from None
-    if isinstance(answer, RuntimeError):
-        raise answer
-    return answer

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.config import RunConfig
@@ -73,33 +74,12 @@ def scalars(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _register_own() -> None:
-    """Each is imported when a run asks for it: none of their packages is a requirement."""
-
-    def tensorboard(config: RunConfig) -> Observer:
-        from frontier_llm.train.observers.tensorboard import Events
-
-        return Events(config)
-
-    def wandb(config: RunConfig) -> Observer:
-        from frontier_llm.train.observers.weights_and_biases import WeightsAndBiases
-
-        return WeightsAndBiases(config)
-
-    def mlflow(config: RunConfig) -> Observer:
-        from frontier_llm.train.observers.mlflow_runs import MlflowRun
-
-        return MlflowRun(config)
-
-    def profiler(config: RunConfig) -> Observer:
-        from frontier_llm.train.observers.profiler import Profiler
-
-        return Profiler(config)
-
-    register("tensorboard", tensorboard)
-    register("wandb", wandb)
-    register("mlflow", mlflow)
-    register("profiler", profiler, every_rank=True)
+def _imported(module: str, name: str) -> Callable[[RunConfig], Observer]:
+    """A maker that imports its observer when a run asks for it: none of their packages is a requirement."""
+    return lambda config: getattr(import_module(f"{__name__}.{module}"), name)(config)
 
 
-_register_own()
+register("tensorboard", _imported("tensorboard", "Events"))
+register("wandb", _imported("weights_and_biases", "WeightsAndBiases"))
+register("mlflow", _imported("mlflow_runs", "MlflowRun"))
+register("profiler", _imported("profiler", "Profiler"), every_rank=True)

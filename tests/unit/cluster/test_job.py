@@ -67,7 +67,7 @@ NOBODY_KNOWS = Failure("lost a peer", Evidence.LOGS)
 def test_hosts_are_blamed_for_what_only_a_host_can_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Failure, expected: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr("frontier_llm.cluster.job.run_step", lambda step: Outcome(1, ended))
+    monkeypatch.setattr("frontier_llm.cluster.attempt.run_step", lambda step: Outcome(1, ended))
     monkeypatch.setattr("frontier_llm.cluster.slurm.time_left_s", lambda job_id: None)
     monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: [])
     outcome = attempt(job(tmp_path, load_site("local")), ("n0", "n1"))
@@ -77,7 +77,7 @@ def test_hosts_are_blamed_for_what_only_a_host_can_do(
 
 
 def test_a_node_that_slurm_calls_down_is_the_cause_of_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontier_llm.cluster.job.run_step", lambda step: Outcome(1, STUCK_ON_N1))
+    monkeypatch.setattr("frontier_llm.cluster.attempt.run_step", lambda step: Outcome(1, STUCK_ON_N1))
     monkeypatch.setattr("frontier_llm.cluster.slurm.time_left_s", lambda job_id: None)
     monkeypatch.setattr("frontier_llm.cluster.slurm.unhealthy", lambda nodes: ["n0"])
     attempt(job(tmp_path, load_site("local")), ("n0", "n1"))

@@ -44,14 +44,14 @@ def found(variables: dict[str, str]) -> launchers.RankEnv:
 
 def test_slurm_step() -> None:
     place = found(SLURM)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank) == (13, 32, 5, 8, 1)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (13, 32, 5, 8)
     assert (place.hostname, place.master_addr, place.launcher) == ("frontier00008", "frontier00007", "slurm")
     assert place.master_port is not None and 20_000 <= place.master_port < 32_000
 
 
 def test_torchrun() -> None:
     place = found(TORCHRUN)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank) == (3, 4, 1, 2, 1)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
     assert (place.master_addr, place.master_port, place.launcher) == ("host0", 29500, "torchrun")
 
 
@@ -80,22 +80,15 @@ def test_mpirun_over_slurm_nodes_believes_mpi_and_meets_on_the_first_node() -> N
 
 def test_pmi_and_pals() -> None:
     place = found(PMI)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank, place.launcher) == (
-        5,
-        8,
-        1,
-        4,
-        1,
-        "pmi",
-    )
-    pals = {**PMI, "PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2", "PALS_NODEID": "1"}
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size, place.launcher) == (5, 8, 1, 4, "pmi")
+    pals = {**PMI, "PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2"}
     assert (found(pals).rank, found(pals).local_rank) == (6, 2)
 
 
 def test_hydra_of_mpich_names_local_ranks_its_own_way() -> None:
     hydra = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "20001"}
     place = found(hydra)
-    assert (place.rank, place.local_rank, place.local_world_size, place.node_rank, place.master_port) == (5, 1, 4, 1, 20001)
+    assert (place.rank, place.local_rank, place.local_world_size, place.master_port) == (5, 1, 4, 20001)
 
 
 def test_several_nodes_without_an_address_are_refused() -> None:

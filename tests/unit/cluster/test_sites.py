@@ -43,8 +43,8 @@ def test_bad_walltimes(text: str) -> None:
 
 def test_all_violations_with_limits_and_nearest_values() -> None:
     frontier = load_site("frontier")
-    assert request_problems(frontier, 384, 720, "ABC123", None) == []
-    problems = request_problems(frontier, 64, 600, None, None)
+    assert not list(request_problems(frontier, 384, 720, "ABC123", None))
+    problems = list(request_problems(frontier, 64, 600, None, None))
     assert [problem.where for problem in problems] == ["--account", "--time"]
     assert "02:00:00" in problems[1].what and "--time 02:00:00" in problems[1].fix and "184 nodes" in problems[1].fix
     (problem,) = request_problems(frontier, 10_000, None, "A", None)
@@ -53,4 +53,4 @@ def test_all_violations_with_limits_and_nearest_values() -> None:
     assert "--partition extended" in problem.fix
     (problem,) = request_problems(frontier, 64, 60, "A", "batsh")
     assert "did you mean 'batch'" in problem.fix
-    assert request_problems(load_site("generic"), 10_000, 99_999, None, "any") == []
+    assert not list(request_problems(load_site("generic"), 10_000, 99_999, None, "any"))

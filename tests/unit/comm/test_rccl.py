@@ -53,7 +53,7 @@ def asked() -> Iterator[SimpleNamespace]:
             stack.enter_context(patch.object(group if name.startswith("_") else dist, name, stand_in))
         stack.enter_context(patch.object(dist.distributed_c10d, "_get_default_store", dist.HashStore))
         stack.enter_context(patch.object(torch.cuda, "current_device", lambda: GPU))
-        stands_in |= {name: stack.enter_context(patch.object(groups, name)) for name in ("within", "warm_up")}
+        stands_in |= {name: stack.enter_context(patch.object(groups, name)) for name in ("first_use", "warm_up")}
         yield SimpleNamespace(**{name.lstrip("_"): stand_in for name, stand_in in stands_in.items()})
 
 
@@ -84,8 +84,8 @@ def test_a_rank_makes_the_groups_that_it_is_in_and_no_other(asked: SimpleNamespa
     assert all(isinstance(axis.group, TorchGroup) for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.world, *mesh.channels.values()))
     # each is used once at the start, on its device; pp itself carries nothing in training
     assert [call.args[0] for call in asked.warm_up.call_args_list] == ["tp", "dp", "world"]
-    assert [call.args[1] for call in asked.within.call_args_list] == [axis.name for axis in mesh.channels.values()]
-    assert all(call.args[3] == torch.device("cuda") for call in asked.warm_up.call_args_list + asked.within.call_args_list)
+    assert [call.args[1] for call in asked.first_use.call_args_list] == [axis.name for axis in mesh.channels.values()]
+    assert all(call.args[3] == torch.device("cuda") for call in asked.warm_up.call_args_list + asked.first_use.call_args_list)
 
 
 def test_mpi_makes_its_groups_by_all_ranks_at_once(asked: SimpleNamespace) -> None:

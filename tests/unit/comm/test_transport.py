@@ -49,7 +49,3 @@ def test_a_fall_to_something_slower_is_an_error(text: str, complaint: str) -> No
     with pytest.raises(BackendError, match="fix:") as caught:
         check_transport(read_transport(text), "n1")
     assert complaint in str(caught.value) and "n1" in str(caught.value)
-
-
-def test_a_machine_without_gpu_rdma_may_say_so() -> None:
-    check_transport(read_transport(GOOD.replace("/GDRDMA", "")), "n1", gpu_rdma=False)

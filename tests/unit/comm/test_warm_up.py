@@ -7,7 +7,7 @@ import torch
 
 from frontier_llm import failpoints
 from frontier_llm.comm import build_mesh
-from frontier_llm.comm.warm_up import within
+from frontier_llm.comm.warm_up import first_use
 from frontier_llm.errors import RankFailure
 from frontier_llm.schedule import round_robin
 from frontier_llm.topology import Grid
@@ -19,7 +19,7 @@ def test_the_thread_works_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda index, name=name: calls.append((name, index)))
-    within(60.0, "dp", [0, 1], torch.device("cuda"), lambda: calls.append("work"))
+    first_use(60.0, "dp", [0, 1], torch.device("cuda"), lambda: calls.append("work"))
     assert calls == [("set_device", 5), "work", ("synchronize", 5)]
 
 

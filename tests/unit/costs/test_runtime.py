@@ -9,10 +9,10 @@ from frontier_llm.blueprint import ParameterKind, rank_parameters
 from frontier_llm.blueprint.optimizers import _RULES, OptimizerRule
 from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
-from frontier_llm.costs.traffic import buckets, step_traffic
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.topology import make_plan
 from tests.harness.pool import RankPool
+from tests.harness.traffic import buckets, step_traffic
 
 
 def config_of(model: str, parallel: dict, batch: dict, recompute: str = "none", dtype: str = "fp32") -> RunConfig:
@@ -44,7 +44,8 @@ def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, 
     plan = make_plan(config, world)
     mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings)
     state = build_state(config, plan, mesh, torch.device("cpu"), RandomSource(config, plan.microbatches))
-    mesh.ledger.reset()
+    mesh.ledger.calls.clear()
+    mesh.ledger.bytes.clear()
     train_step(state)
     parameters = sum(parameter.numel() for bucket in state.optimizer.buckets for parameter in bucket.parameters)
     gradients = sum(bucket.gradients.nbytes for bucket in state.optimizer.buckets)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from frontier_llm.checkpoint.drift import config_changes
 from frontier_llm.config import RunConfig, build, load_model
 from frontier_llm.data import best_fit, native
+from frontier_llm.data import samples as samples_module
 from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.indexed import READ_ONLY, IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
@@ -142,7 +143,7 @@ def test_a_resumed_run_may_not_pack_otherwise(tmp_path: Path) -> None:
 def test_large_tables_are_cached_and_of_another_dataset_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = write(tmp_path / "d", LENGTHS)
     in_memory = [sample(PackedSamples(dataset, 16, 1), k) for k in range(30)]
-    monkeypatch.setattr(best_fit, "CACHE_FROM_DOCUMENTS", 10)
+    monkeypatch.setattr(samples_module, "CACHE_FROM_DOCUMENTS", 10)
     write(tmp_path / "e", LENGTHS)
     prepare_indices(run_on(tmp_path, cache_dir=str(tmp_path / "cache")))
     assert len(list((tmp_path / "cache").glob("*-pieces-*.npy"))) == len(list((tmp_path / "cache").glob("*-packed-*.npy"))) == 2

@@ -12,7 +12,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
-from frontier_llm.measure.ops import Timing, compare, gemm_rate
+from frontier_llm.measure.ops import Timing, compare
 from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops import select_ops
 from frontier_llm.ops.manifest import kernel_report
@@ -42,7 +42,6 @@ def test_bench_times_both_sides_and_survives_a_broken_op():
     for op in ("attention", "attention_alibi", "rms_norm", "gelu", "cross_entropy", "adamw", "weight_gradient"):
         assert timings[op, "ours"].seconds > 0 and timings[op, "eager"].seconds > 0
     assert "no such kernel" in timings["swiglu", "ours"].error and timings["swiglu", "eager"].seconds > 0
-    assert gemm_rate("cpu", torch.float32, 32) > 0
 
 
 def test_json_holds_no_nan_for_what_cannot_run(capsys, monkeypatch):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.ops import AdamWUpdate, Scores, native, reference
-from frontier_llm.ops.check import against_reference, grouped_gradient, grouped_products, normal
+from frontier_llm.ops import AdamWUpdate, Mask, Scores, native, reference
+from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -41,9 +41,9 @@ def close(got, expected, factor=1.0):
     assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
 
 
-def compare(op_name, inputs, *args, factor=1.0):
+def compare(op_name, inputs, *args, factor=1.0, weights=None):
     """Outputs and input gradients of cpu.<op> equal those of reference.<op> on the same values in float64."""
-    for got, expected in against_reference(cpu, op_name, inputs, *args):
+    for got, expected in against_reference(cpu, op_name, inputs, *args, weights=weights):
         assert got.shape == expected.shape
         close(got, expected, factor)
 
@@ -177,6 +177,29 @@ def test_activations(isa, dtype, width):
         compare("gelu", (4 * normal(3, 5, width, dtype=dtype), None), approximate)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 77])
+def test_rows_are_weighted_where_they_are_activated(isa, dtype, width):
+    weights = normal(3, 5)
+    compare("swiglu", (4 * normal(3, 5, 2, width, dtype=dtype),), weights=weights)
+    for approximate in (False, True):
+        compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=weights)
+    with pytest.raises(RuntimeError, match="one for each of 15 rows"):
+        cpu.swiglu(normal(15, 2, width, dtype=dtype), weights[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 77])
+def test_rows_are_gathered_and_summed(isa, dtype, width):
+    for got, expected in gathered_rows(dtype, width, cpu):
+        close(got, expected)
+    x = normal(7, width, dtype=dtype)
+    assert torch.equal(cpu.gather_rows(x, torch.arange(6, -1, -1)[:, None]), x.flip(0))  # a copy, bit for bit
+    assert not cpu.gather_rows(x[:0], torch.full((2, 3), -1)).any() and cpu.gather_rows(x, torch.empty(0, 4).long()).shape == (0, width)
+    with pytest.raises(RuntimeError, match="place 7 of 7 rows"):
+        cpu.gather_rows(x, torch.tensor([[7]]))
+
+
 def test_activations_at_the_ends(isa):
     x = torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0])
     for approximate in (False, True):
@@ -184,6 +207,15 @@ def test_activations_at_the_ends(isa):
     gate_up = torch.stack([x, torch.ones(5)])
     close(cpu.swiglu(gate_up), reference.swiglu(gate_up.double()))
     assert cpu.gelu(torch.tensor([float("nan")]), None, True).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 9, 77, 384, 2175])
+def test_dropout_draws_the_reference_s_masks(isa, dtype, columns):
+    x, residual = (normal(5, 2, columns, dtype=dtype, seed=seed) for seed in (0, 1))
+    mask = Mask(0xFEDCBA9876543210, 1 << 14, torch.tensor([3, (5 << 32) + 7]), torch.arange(5) + 1000)
+    assert torch.equal(cpu.drop(x, None, mask), reference.drop(x, None, mask))
+    close(cpu.drop(x, residual, mask), reference.drop(x.double(), residual.double(), mask))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,6 +312,8 @@ def test_wrong_shapes_and_types_are_refused():
         cpu.attention(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), Scores(1.0))
     with pytest.raises(RuntimeError, match="weight has 3 elements"):
         cpu.rms_norm(torch.ones(2, 4), torch.ones(3), 1e-5)
+    with pytest.raises(RuntimeError, match="drop wants"):
+        cpu.drop(torch.ones(2, 3, 4), None, Mask(1, 1, torch.arange(2), torch.arange(2)))
     with pytest.raises(RuntimeError, match="cannot run"):
         torch.ops.frontier_llm.use_instruction_set("avx1024")
     assert torch.ops.frontier_llm.instruction_set() in ISAS

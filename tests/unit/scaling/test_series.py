@@ -64,7 +64,7 @@ def test_the_site_is_asked_about_every_point_before_the_first_is_queued(config: 
     found = {problem.where: problem for problem in submission_problems(points, FRONTIER, None, None, 300)}
     assert set(found) == {"--account", "--time", "points"}
     assert "of 8 nodes" in found["--time"].what and "120 jobs" in found["points"].what
-    assert submission_problems(points[:2], FRONTIER, "ABC", None, 60) == []
+    assert not list(submission_problems(points[:2], FRONTIER, "ABC", None, 60))
 
 
 def test_a_point_is_announced_before_it_runs(config: RunConfig, tmp_path: Path) -> None:

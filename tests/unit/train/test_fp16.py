@@ -117,8 +117,7 @@ def test_a_run_on_such_a_device_is_told_once(
         monkeypatch.setattr(torch.cuda, name, function)
     for rank in range(2):
         assert (
-            join._device(configuration(dtype), SimpleNamespace(place=RankEnv(rank, 8, rank, 8, 0, "n0", "n0", 23456, "slurm"))).index
-            == rank
+            join._device(configuration(dtype), SimpleNamespace(place=RankEnv(rank, 8, rank, 8, "n0", "n0", 23456, "slurm"))).index == rank
         )
     said = capsys.readouterr().err
     assert said.count("precision.dtype=bf16 is as fast") == warned

@@ -21,7 +21,7 @@ from frontier_llm.errors import BackendError, ConfigError, FrontierError
 from frontier_llm.machine.env import environment
 from frontier_llm.train import join
 
-PLACE = RankEnv(8, 16, 0, 8, 1, "n1", "n0", 23456, "slurm")
+PLACE = RankEnv(8, 16, 0, 8, "n1", "n0", 23456, "slurm")
 
 
 def set_environment(config: RunConfig, place: RankEnv | None = PLACE) -> bool:
@@ -98,7 +98,7 @@ def test_a_machine_file_of_ones_own_has_the_environment_of_its_base_or_is_refuse
 
 
 def test_one_node_and_one_process_forbid_nothing(clean: pytest.MonkeyPatch) -> None:
-    assert not set_environment(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, 0, "n0", "n0", 23456, "slurm"))
+    assert not set_environment(load_run("bench", ["machine=frontier"]), RankEnv(0, 8, 0, 8, "n0", "n0", 23456, "slurm"))
     assert not set_environment(load_run("bench", ["machine=frontier"]), None)
 
 
@@ -128,7 +128,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, bus: int) -> None:
 
 
 def _job(local_rank: int, ranks: int) -> join._Job:
-    place = RankEnv(local_rank, ranks, local_rank, ranks, 0, "n0", "n0", 23456, "slurm")
+    place = RankEnv(local_rank, ranks, local_rank, ranks, "n0", "n0", 23456, "slurm")
     return join._Job(load_run("quickstart"), place)
 
 
