@@ -171,6 +171,8 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
             angle = normal(5, half - odd)
             x = normal(5, 2, 3, head_dim - odd, dtype=dtype)
             yield compared("rope", f"5 x 2 x 3 x {head_dim - odd}, {half - odd} angles", (x,), angle.cos(), angle.sin())
+            qkv = normal(5, 2, 2, 4, head_dim - odd, dtype=dtype)
+            yield compared("rotated_heads", f"5 x 2 x 2 x 4 x {head_dim - odd}, {half - odd} angles", (qkv,), angle.cos(), angle.sin())
         width = 1104 - odd
         yield compared("swiglu", f"3 x {width}", (2 * normal(3, 2, width, dtype=dtype),))
         for approximate in (False, True):

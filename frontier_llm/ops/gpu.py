@@ -12,7 +12,7 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import gpu_attention
 from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
-from frontier_llm.ops.kernel_table import NORM_BLOCKS
+from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 
@@ -36,6 +36,14 @@ def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
     """Suffix of the kernels' names and the variant for rows of this length."""
     name, block = "layernorm" if kind.centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
     return ("_long", name) if block is None else ("", f"{name}-{block}")
+
+
+def _rope_variant(cos_SR: Tensor) -> str:
+    """Of kernels that turn heads by these angles."""
+    half = cos_SR.shape[-1]
+    if half > ROPE_BLOCKS[-1]:
+        raise BackendError(f"rope over {2 * half} dims of a head; the kernel has at most {2 * ROPE_BLOCKS[-1]}", "set ops.rope=reference")
+    return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"
 
 
 class GpuOps(DifferentiableOps):
@@ -103,9 +111,7 @@ class GpuOps(DifferentiableOps):
         cos_SR, sin_SR = cos_SR.float().contiguous(), sin_SR.float().contiguous()
         sequence, batch, heads, head_dim = x_SBaD.shape
         half, out = cos_SR.shape[-1], torch.empty(x_SBaD.shape, dtype=x_SBaD.dtype, device=x_SBaD.device)
-        if half > 128:
-            raise BackendError(f"rope over {2 * half} dims of a head; the kernel has at most 256", "set ops.rope=reference")
-        variant = f"r{next(block for block in (32, 64, 128) if block >= half)}"
+        variant = _rope_variant(cos_SR)
         angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
         grid = (sequence * batch, _blocks(heads, self.kernels.block("rope", variant, "BLOCK_HEADS")), 1)
         self.kernels.launch(
@@ -113,6 +119,31 @@ class GpuOps(DifferentiableOps):
             head_dim=head_dim, half=half, x_s=x_SBaD.stride(0), x_b=x_SBaD.stride(1), x_a=x_SBaD.stride(2), angle_s=angle_s, angle_b=angle_b,
         )  # fmt: skip
         return out
+
+    def split_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v in one pass."""
+        sequence, batch, groups, members, head_dim = qkv_SBgqD.shape
+        q, k, v = (qkv_SBgqD.new_empty(sequence, batch, groups * count, head_dim) for count in (members - 2, 1, 1))
+        self._heads("split", qkv_SBgqD.contiguous(), (q, k, v), cos_SR, sin_SR)
+        return q, k, v
+
+    def join_heads(self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        """The projection's gradient in one pass."""
+        sequence, batch, groups, head_dim = grad_k.shape
+        grad_qkv = grad_q.new_empty(sequence, batch, groups, grad_q.shape[2] // groups + 2, head_dim)
+        self._heads("join", grad_qkv, (grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()), cos_SR, sin_SR)
+        return grad_qkv
+
+    def _heads(self, way: str, qkv_SBgqD: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos_SR: Tensor, sin_SR: Tensor) -> None:
+        sequence, batch, groups, members, head_dim = qkv_SBgqD.shape
+        cos_SR, sin_SR, variant = cos_SR.float().contiguous(), sin_SR.float().contiguous(), f"{way}-{_rope_variant(cos_SR)}"
+        q, k, v = parts
+        angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
+        grid = (sequence * batch, _blocks(groups * members, self.kernels.block("heads", variant, "BLOCK_HEADS")), 1)
+        self.kernels.launch(
+            "heads", qkv_SBgqD.dtype, variant, grid, qkv=qkv_SBgqD, q=q, k=k, v=v, cos=cos_SR, sin=sin_SR, batch=batch, groups=groups,
+            members=members, head_dim=head_dim, half=cos_SR.shape[-1], angle_s=angle_s, angle_b=angle_b,
+        )  # fmt: skip
 
     def swiglu_forward(self, x_2f: Tensor) -> Tensor:
         """silu(gate) * up."""

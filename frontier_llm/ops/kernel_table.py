@@ -162,6 +162,7 @@ ATTENTION_BLOCKS = {"gfx90a": _CDNA, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90":
 HEAD_DIMS = (64, 128, 256)
 ATTENTION_KINDS = ("", "-extras", "-softcap")  # the last bounds scores and knows a window beside the extras
 ROWS_PER_PAD = 128  # of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
+ROPE_BLOCKS = (32, 64, 128)  # most rotated pairs of a head of rope's and heads' variants
 NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
 
 
@@ -194,9 +195,12 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
         block, warps = (256, 2) if kernel == "norm_weight_gradient_long" else (4096, 8)
         for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
             yield name, Variant({"CENTRED": centred, "BLOCK": block}, warps)
-    elif kernel == "rope":
-        for half in (32, 64, 128):
-            yield f"r{half}", Variant({"BLOCK_HEADS": 512 // half, "BLOCK_HALF": half}, 4)
+    elif kernel in ("rope", "heads"):
+        for half in ROPE_BLOCKS:
+            constants = {"BLOCK_HEADS": 512 // half, "BLOCK_HALF": half}
+            ways = {"": {}} if kernel == "rope" else {"split-": {"JOIN": 0}, "join-": {"JOIN": 1}}
+            for way, direction in ways.items():
+                yield f"{way}r{half}", Variant(direction | constants, 4)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):
             yield name, Variant({"TANH": tanh, "BLOCK": 1024}, 4)

@@ -186,14 +186,18 @@ def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
 
     cos and sin are [S, R], or [S, B, R] where positions restart at documents.
     """
-    half = cos_SR.shape[-1]
-    dtype = statistics_dtype(x_SBaD.dtype)
-    cos_SBaR = (cos_SR[:, None, None] if cos_SR.dim() == 2 else cos_SR[:, :, None]).to(dtype)
-    sin_SBaR = (sin_SR[:, None, None] if sin_SR.dim() == 2 else sin_SR[:, :, None]).to(dtype)
+    half, dtype = cos_SR.shape[-1], statistics_dtype(x_SBaD.dtype)
+    cos_SBaR, sin_SBaR = ((angle[:, None, None] if angle.dim() == 2 else angle[:, :, None]).to(dtype) for angle in (cos_SR, sin_SR))
     first, second, rest = x_SBaD.split((half, half, x_SBaD.shape[-1] - 2 * half), dim=-1)
     first, second = first.to(dtype), second.to(dtype)
     rotated = (first * cos_SBaR - second * sin_SBaR, second * cos_SBaR + first * sin_SBaR)
     return torch.cat([part.to(x_SBaD.dtype) for part in rotated] + [rest], dim=-1)
+
+
+def rotated_heads(qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q_SBaD, k_SBgD, v_SBgD), each by itself, of a projection with each key/value head's queries, key and value; `rope` of queries and keys."""
+    q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((qkv_SBgqD.shape[-2] - 2, 1, 1), dim=-2)
+    return rope(q_SBgqD.flatten(2, 3), cos_SR, sin_SR), rope(k_SBgqD.squeeze(-2), cos_SR, sin_SR), v_SBgqD.squeeze(-2).contiguous()
 
 
 def swiglu(x_2f: Tensor) -> Tensor:
@@ -205,8 +209,7 @@ def swiglu(x_2f: Tensor) -> Tensor:
 def gelu(x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
     """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh."""
     wide = x.to(statistics_dtype(x.dtype))
-    if bias is not None:
-        wide = wide + bias.to(wide.dtype)
+    wide = wide if bias is None else wide + bias.to(wide.dtype)
     return F.gelu(wide, approximate="tanh" if approximate else "none").to(x.dtype)
 
 
@@ -313,6 +316,7 @@ class Ops:
     layer_norm = _op("norm", layer_norm)
     add_norm = _op("norm", add_norm)
     rope = _op("rope", rope)
+    rotated_heads = _op("rope", rotated_heads)
     swiglu = _op("activation", swiglu)
     gelu = _op("activation", gelu)
     drop = _op("activation", drop)

@@ -123,6 +123,8 @@ def test_add_norm(dtype, kind):
 def test_rope(dtype, per_sample, dim, half):
     angle = normal(5, 2, half) if per_sample else normal(5, half)
     compare("rope", (normal(5, 2, 17, dim, dtype=dtype),), angle.cos(), angle.sin())
+    for groups, members in ((1, 3), (5, 4)):
+        compare("rotated_heads", (normal(5, 2, groups, members, dim, dtype=dtype),), angle.cos(), angle.sin())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
