@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .dropout import drop
 from .dtypes import statistics_dtype
-from .groups import accumulate_grouped_gradient_, grouped_input_gradient, grouped_linear
+from .groups import accumulate_grouped_gradient_, gather_rows, grouped_input_gradient, grouped_linear
 
 
 @dataclass(frozen=True)
@@ -163,22 +163,19 @@ def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, devi
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dim (arXiv:1910.07467)."""
     wide = x.to(statistics_dtype(x.dtype))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.to(wide.dtype)).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; variance divides by H (arXiv:1607.06450)."""
     wide = x.to(statistics_dtype(x.dtype))
-    bias = None if bias is None else bias.to(wide.dtype)
-    return F.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), bias, eps).to(x.dtype)
+    return F.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype), eps).to(x.dtype)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); `kind` is "rmsnorm" or "layernorm". The sum is rounded before it is normed."""
     total = x + residual
-    normed = rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps)
-    return normed, total
+    return rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps), total
 
 
 def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
@@ -200,17 +197,21 @@ def rotated_heads(qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Te
     return rope(q_SBgqD.flatten(2, 3), cos_SR, sin_SR), rope(k_SBgqD.squeeze(-2), cos_SR, sin_SR), v_SBgqD.squeeze(-2).contiguous()
 
 
-def swiglu(x_2f: Tensor) -> Tensor:
-    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202)."""
+def swiglu(x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
+    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202), times the row's weight, which is fp32 (fp64)."""
     gate, up = x_2f.to(statistics_dtype(x_2f.dtype)).unbind(-2)
-    return (F.silu(gate) * up).to(x_2f.dtype)
+    return _weighted(F.silu(gate) * up, weights).to(x_2f.dtype)
 
 
-def gelu(x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
-    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh."""
+def gelu(x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None = None) -> Tensor:
+    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh; times the row's weight, which is fp32 (fp64)."""
     wide = x.to(statistics_dtype(x.dtype))
     wide = wide if bias is None else wide + bias.to(wide.dtype)
-    return F.gelu(wide, approximate="tanh" if approximate else "none").to(x.dtype)
+    return _weighted(F.gelu(wide, approximate="tanh" if approximate else "none"), weights).to(x.dtype)
+
+
+def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows if weights is None else rows * weights[..., None]
 
 
 def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
@@ -222,8 +223,7 @@ def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) 
     max_N = wide_Nv.amax(-1)
     sum_N = (wide_Nv - max_N[:, None]).exp().sum(-1)
     column_N, mine_N = _local_targets(targets_N, first_vocab, logits_Nv.shape[1])
-    target_N = torch.where(mine_N, wide_Nv.gather(1, column_N[:, None])[:, 0], 0)
-    return torch.stack((max_N, sum_N, target_N))
+    return torch.stack((max_N, sum_N, torch.where(mine_N, wide_Nv.gather(1, column_N[:, None])[:, 0], 0)))
 
 
 def cross_entropy_backward_(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor) -> Tensor:
@@ -305,8 +305,7 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 class Ops:
     """One function per op, chosen once, with the parameters and the meaning of the one above: what model, tensor_parallel and optim call.
 
-    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks, products
-    over groups and drop.
+    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks, experts' and drop.
     """
 
     attention = _op("attention", attention)
@@ -330,6 +329,7 @@ class Ops:
     grouped_linear = _op("experts", grouped_linear)
     grouped_input_gradient = _op("experts", grouped_input_gradient)
     accumulate_grouped_gradient_ = _op("experts", accumulate_grouped_gradient_)
+    gather_rows = _op("experts", gather_rows)
     accumulate_ = _op("accumulate", accumulate_)
     embedding_backward_ = _op("accumulate", embedding_backward_)
 
@@ -338,12 +338,12 @@ class Ops:
             raise TypeError(f"a function for each op is wanted, not {sorted(functions)}")
         vars(self).update(functions)
 
-    def gated(self, x_2f: Tensor, activation: str) -> Tensor:
+    def gated(self, x_2f: Tensor, activation: str, weights: Tensor | None = None) -> Tensor:
         """The gate's non-linearity times the other half: swiglu, or geglu_tanh (arXiv:2002.05202), which has no kernel of its own."""
         if activation == "swiglu":
-            return self.swiglu(x_2f)
+            return self.swiglu(x_2f, weights)
         gate, up = x_2f.unbind(-2)
-        return self.gelu(gate.contiguous(), None, True) * up
+        return self.gelu(gate.contiguous(), None, True, weights) * up
 
     def but(self, **functions: Op) -> Ops:
         """These ops, some of them replaced."""
