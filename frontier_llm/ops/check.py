@@ -53,14 +53,15 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return numbers.to(torch.get_default_device(), dtype)
 
 
-def against_reference(ops: Any, name: str, inputs: Sequence[Tensor | None], *args: Any) -> list[Pair]:
-    """Outputs and gradients of an op, each beside the reference's in float64."""
+def against_reference(ops: Any, name: str, inputs: Sequence[Tensor | None], *args: Any, weights: Tensor | None = None) -> list[Pair]:
+    """Outputs and gradients of an op, each beside the reference's in float64. `weights` of its rows stand behind the other arguments."""
     generator = torch.Generator().manual_seed(1)
-    ours = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
-    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    given = (*inputs, *(() if weights is None else (weights,)))
+    ours = [None if x is None else x.detach().clone().requires_grad_() for x in given]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in given]
     outputs = []
-    for op, given in ((getattr(ops, name), ours), (getattr(reference, name), wide)):
-        output = op(*given, *args)
+    for op, tensors in ((getattr(ops, name), ours), (getattr(reference, name), wide)):
+        output = op(*tensors[: len(inputs)], *args, *tensors[len(inputs) :])
         outputs.append(output if isinstance(output, tuple) else (output,))
     grads = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in outputs[0]]
     torch.autograd.backward(outputs[0], grads)
@@ -141,6 +142,13 @@ def grouped_gradient(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int
     return [(main, expected)]
 
 
+def gathered_rows(dtype: torch.dtype, columns: int, ops: Any) -> list[Pair]:
+    """Rows of 7 in another order, sums of three and of none."""
+    x, wide = normal(7, columns, dtype=dtype), normal(7, columns, dtype=dtype).double()
+    one, three = torch.tensor([[6], [0], [-1], [3], [3]]), torch.tensor([[0, 1, 6], [-1, 5, -1], [-1, -1, -1], [2, 2, 4]])
+    return [(ops.gather_rows(x, places), reference.gather_rows(wide, places)) for places in (one, three)]
+
+
 def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, head_dim: int, kind: str, ops: GpuOps) -> list[Pair]:
     q = normal(sequence, 1, heads, head_dim, dtype=dtype)
     k, v = (normal(sequence, 1, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
@@ -177,6 +185,12 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
     def compared(op: str, shape: str, inputs: Sequence[Tensor | None], *args: Any) -> Check:
         return case(op, shape, lambda ops: against_reference(ops, op, inputs, *args))
 
+    def weighted(op: str, shape: str, x: Tensor, *args: Any) -> Iterator[Check]:
+        weights = normal(len(x))
+        yield case(op, f"{shape}, weighted", lambda ops: against_reference(ops, op, (x,), *args, weights=weights)[:-1])
+        # the weights' gradient is a sum in fp32
+        yield case(op, f"{shape}, weights", lambda ops: against_reference(ops, op, (x,), *args, weights=weights)[-1:], 32.0)
+
     for odd in (0, 3):
         for rows, columns in ((35, 80 - odd), (3, 2064 - odd), (3, 8208 - odd)):
             x, weight, bias = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype), normal(columns, dtype=dtype, seed=3)
@@ -190,9 +204,12 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
             yield compared("rope", f"5 x 2 x 3 x {head_dim - odd}, {half - odd} angles", (x,), angle.cos(), angle.sin())
         width = 1104 - odd
         yield compared("swiglu", f"3 x {width}", (2 * normal(3, 2, width, dtype=dtype),))
+        yield from weighted("swiglu", f"3 x {width}", 2 * normal(3, 2, width, dtype=dtype))
         for approximate in (False, True):
-            inputs = (2 * normal(35, width, dtype=dtype), normal(width, dtype=dtype))
-            yield compared("gelu", f"35 x {width}{', tanh' if approximate else ''}", inputs, approximate)
+            inputs, shape = (2 * normal(35, width, dtype=dtype), normal(width, dtype=dtype)), f"35 x {width}{', tanh' * approximate}"
+            yield compared("gelu", shape, inputs, approximate)
+            yield from weighted("gelu", shape, inputs[0], None, approximate)
+        yield case("gather_rows", f"7 x {width}", partial(gathered_rows, dtype, width))
         for columns in (80 - odd, 5008 - odd):
             yield case("cross_entropy", f"6 x {columns}", partial(_cross_entropy, 3 * normal(6, columns, dtype=dtype)))
         yield case("adamw", f"{1504 - odd}", partial(_adamw, dtype, 1504 - odd))

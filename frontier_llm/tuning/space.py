@@ -40,6 +40,7 @@ def choices_of(layout: Layout) -> dict[str, dict[str, Any]]:
             "schedule": layout.schedule,
             "sequence_parallel": layout.sequence_parallel,
             "data_mode": "fsdp" if sharded else "zero",
+            "data_shard": layout.data_shard or None,
             **({} if sharded else {"zero": SHARDING[layout.sharding]}),
             "axis_order": layout.axis_order,
         },
@@ -80,6 +81,7 @@ def make_space(
     fixed = {"gradient_wire": config.precision.gradient_wire, **fixed}
     shared = {"dtype": config.precision.dtype, "optimizer": config.optimizer.name, "validated": config.optimizer.validated}
     layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
+    layouts = layouts.where(layouts.data_shard == fixed.get("data_shard", 0))  # copies of shares are no choice of a table of trials
     fitting = layouts.where(peak_memory(config.model, layouts, rates) <= rates.memory_bytes) if len(layouts) else layouts
     if not len(fitting):
         what = (

@@ -124,12 +124,13 @@ def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
         kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main_grad=main.double(), grad=main, count=64)
     with pytest.raises(BackendError, match=r"on cpu, the kernel reads torch\.float32 on the current device \(0\)"):
         checked_address("grad", torch.float32, main, 0)
+    given = {"x": main, "weights": None, "out": main, "has_weights": 0}
     with pytest.raises(BackendError, match=r"does not fit its type(.|\n)*columns 4294967296"):
-        kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), x=main, out=main, columns=2**32)
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), columns=2**32, **given)
     with pytest.raises(BackendError, match=r"grid has at most"):
-        kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), x=main, out=main, columns=64)
-    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), x=main, out=main, columns=64)  # nothing to do
-    for wrong in ({"x": main, "out": main}, {"x": main, "out": main, "rows": 1}, {"x": main, "out": main, "columns": 64, "rows": 1}):
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), columns=64, **given)
+    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), columns=64, **given)  # nothing to do
+    for wrong in (given, {**given, "rows": 1}, {**given, "columns": 64, "rows": 1}):
         with pytest.raises((AssertionError, KeyError)):
             kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), **wrong)
     assert record.launches == launches

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="pip install --no-deps triton")
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import AdamWUpdate, Mask, Scores, reference
-from frontier_llm.ops.check import against_reference, grouped_gradient, grouped_products, normal
+from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
 from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
 
@@ -28,9 +28,9 @@ def close(got, expected, factor=1.0):
     assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
 
 
-def compare(op_name, inputs, *args, factor=1.0):
+def compare(op_name, inputs, *args, factor=1.0, weights=None):
     """Outputs and input gradients of gpu.<op> equal those of reference.<op> on the same values in float64."""
-    for got, expected in against_reference(gpu, op_name, inputs, *args):
+    for got, expected in against_reference(gpu, op_name, inputs, *args, weights=weights):
         assert got.shape == expected.shape
         close(got, expected, factor)
 
@@ -165,6 +165,22 @@ def test_activations(dtype, width):
     for approximate in (False, True):
         compare("gelu", (2 * normal(3, width, dtype=dtype), normal(width, dtype=dtype)), approximate)
         compare("gelu", (2 * normal(3, width, dtype=dtype), None), approximate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [77, 1100])
+def test_rows_are_weighted_where_they_are_activated(dtype, width):
+    """With one block of columns and with two, whose parts of a weight's gradient are summed."""
+    compare("swiglu", (2 * normal(3, 2, width, dtype=dtype),), weights=normal(3))
+    for approximate in (False, True):
+        compare("gelu", (2 * normal(70, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=normal(70))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 1100])
+def test_rows_are_gathered_and_summed(dtype, width):
+    for got, expected in gathered_rows(dtype, width, gpu):
+        close(got, expected)
 
 
 @pytest.mark.parametrize("columns", [3, 77, 1100])
