@@ -130,7 +130,8 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
     hit("checkpoint.loading")
     needed = optimizer.state()
     same_optimizer = manifest.optimizer == optimizer.rule.name
-    transfers, targets = plan(manifest, needed), Targets(needed, masters_only=not same_optimizer)
+    saved = [part for part in needed if same_optimizer or MASTER in part.tensors]  # statistics are the optimizer's own
+    transfers, targets = plan(manifest, saved), Targets(needed, masters_only=not same_optimizer)
     kinds = {tensor.name: manifest.kinds_of(tensor) for tensor in manifest.tensors}
     if same_optimizer and (other := [part.name for part in needed if kinds[part.name] != tuple(part.tensors)]):
         what = f"{manifest.optimizer} keeps other states of {other[0]} than {', '.join(kinds[other[0]])}"

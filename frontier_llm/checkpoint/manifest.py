@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from frontier_llm.blueprint.optimizers import ADAMW, MASTER
+from frontier_llm.blueprint.optimizers import ADAMW, MASTER, STATISTIC
 from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.errors import CheckpointError, Problem
 
@@ -195,7 +195,7 @@ def _kind_problems(manifest: Manifest) -> list[str]:
     problems = [
         f"kinds of {owner} are {kinds}"
         for owner, kinds in listed.items()
-        if kinds[0] != MASTER or len(set(kinds)) < len(kinds) or not set(kinds) <= set(manifest.kinds)
+        if (kinds[0] != MASTER and kinds != (STATISTIC,)) or len(set(kinds)) < len(kinds) or not set(kinds) <= set(manifest.kinds)
     ]
     if manifest.version < 3 and (manifest.optimizer != ADAMW.name or set(listed.values()) != {_BEFORE_3}):
         problems.append(f"kinds are {manifest.kinds} of {manifest.optimizer}, which version {manifest.version} did not know")

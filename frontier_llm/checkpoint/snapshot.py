@@ -32,7 +32,7 @@ class Snapshot:
         state = optimizer.state()
         self.saved = [part for part in state if part.saved]
         self.file = shard_name(rank)
-        self._dtype = state[0].tensors[MASTER].dtype
+        self._dtype = next(iter(state[0].tensors.values())).dtype
         self.dtype = _NAMES[self._dtype]
         self._image: torch.Tensor | None = None
 
@@ -44,7 +44,7 @@ class Snapshot:
     def take(self) -> None:
         """Copy the state as it is now. On return it may change."""
         layout, item = self.layout(step=0), self._dtype.itemsize
-        devices = {part.tensors[MASTER].device for part in self.saved}
+        devices = {values.device for part in self.saved for values in part.tensors.values()}
         on_gpu = any(device.type == "cuda" for device in devices)
         if self._image is None:
             self._image = (pinned if on_gpu else torch.empty)(layout.data_bytes // item, dtype=self._dtype)

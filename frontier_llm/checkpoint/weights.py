@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint.optimizers import MASTER, optimizer_rule
+from frontier_llm.blueprint.optimizers import MASTER, STATISTIC, optimizer_rule
 from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
@@ -112,7 +112,9 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
         folder.delete_tree(building)
     building.mkdir(parents=True)
     rule = optimizer_rule(config.optimizer.name)
-    everything = [SavedPiece(p.name, (0,) * len(p.shape), p.shape, rule.kinds(p)) for p in model_parameters(config.model).values()]
+    parameters = list(model_parameters(config.model).values())
+    tensors = [(p, rule.kinds(p)) for p in parameters] + [(one, (STATISTIC,)) for p in parameters for one in rule.statistics(p)]
+    everything = [SavedPiece(one.name, (0,) * len(one.shape), one.shape, kinds) for one, kinds in tensors]
     index = {piece.name: number for number, piece in enumerate(everything)}
 
     def state_bytes(piece: SavedPiece) -> int:

@@ -52,7 +52,7 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    name: str = "adamw"  # or muon, lion, or what was registered: checked by the optimizers' own registry, blueprint.optimizers (since 0.2)
+    name: str = "adamw"  # or muon, lion, adafactor, or what was registered; checked by the registry in blueprint.optimizers (since 0.2)
     engine: Literal["native", "deepspeed"] = "native"  # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4  # the highest learning rate, after warm-up

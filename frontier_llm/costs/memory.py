@@ -7,9 +7,9 @@ Each line is returned by name, so that a plan can say what fills the device. All
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from frontier_llm.blueprint.items import EXCHANGE, Collective, Item, Keep, Phase
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
-from frontier_llm.blueprint.parameters import Parameter
+from frontier_llm.blueprint.parameters import Parameter, block_parameters, layer_kinds
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
@@ -26,7 +26,7 @@ from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, 
 from frontier_llm.costs.seats import cut
 from frontier_llm.costs.seconds import mean_of_layers
 from frontier_llm.costs.time import p2p_bytes, stage_layers
-from frontier_llm.costs.update import whole_update
+from frontier_llm.costs.update import BUCKET_ELEMENTS, whole_update
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
@@ -107,11 +107,19 @@ def stage_memory(
     wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
     master = 0 if size < wide else wide  # wide weights are their own master copy
 
-    def of_state(kept: Callable[[Parameter], int]) -> Number:
-        dense = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), layouts.shards, 1)
-        return dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1)
+    def of_state(without: int = 0) -> Number:
+        def kept(one: Parameter, degrees: Mapping[str, Number]) -> Number:
+            return (rule.bytes_per_element(one, wide) - without) * one.rank_numel(degrees)
 
-    state = of_state(lambda parameter: rule.bytes_per_element(parameter, wide) - master)
+        dense = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), layouts.shards, 1)
+        return dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1) + statistics
+
+    def of_statistics(one: Parameter, degrees: Mapping[str, Number]) -> Number:
+        return wide * sum(tensor.rank_numel(degrees) for tensor in rule.statistics(one))
+
+    dense_statistics = stage_numel(model, layouts.tp, layers, embedding, head, of_statistics)
+    statistics = dense_statistics + expert_numel(model, layouts, layers, of_statistics)
+    state = of_state(without=master)
     in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
@@ -131,9 +139,13 @@ def stage_memory(
     }
     if layouts.validated == "after":
         # the state once more from an early update to its validation, when the activations in flight are those of the forwards played ahead
-        copy = of_state(lambda parameter: rule.bytes_per_element(parameter, wide))
+        copy = of_state()
         empty = np.maximum(in_flight - (layouts.pp - 1 - stage), 0.0) * parts.block * layers / chunks
         lines["copy of the state"] = np.where(steps_overlap(layouts), np.maximum(copy - empty, 0.0), 0.0)
+    if np.any(statistics > 0):
+        # plain passes over one bucket at a time: the scaled gradient, and of one parameter the squares or the second moment
+        bucket = np.minimum(np.maximum(_largest_block_numel(model, layouts), BUCKET_ELEMENTS), parameters)
+        lines["update of a bucket"] = 2 * wide * bucket / np.where(cut(layouts, 1), replicas, 1)
     if rule.gathers:
         update = whole_update(model, layouts, rates, layers)
         owned = np.where(cut(layouts, 1), replicas, 1)
@@ -142,6 +154,12 @@ def stage_memory(
         gathered = np.where(update.gathered > 0, update.largest * size, 0.0)
         lines["whole matrices"] = padded + gathered + update.largest * wide / owned
     return lines
+
+
+def _largest_block_numel(model: ModelConfig, layouts: Layout | Layouts) -> Number:
+    """Of a rank's parts of a block's parameters."""
+    degrees = {"tp": layouts.tp, "ep": layouts.ep, "etp": layouts.etp}
+    return reduce(np.maximum, (one.rank_numel(degrees) for layer, _ in layer_kinds(model) for one in block_parameters(model, layer)))
 
 
 def memory_by_rank(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[dict[str, float], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import Layouts, Number
 from frontier_llm.schedule import rule
 
+Size = Callable[[Parameter, Mapping[str, Number]], Number]  # of what a rank holds of a parameter at these degrees
+
 
 def stage_numel(
     model: ModelConfig,
@@ -20,15 +22,15 @@ def stage_numel(
     layers: Number,
     embedding: Number,
     head: Number,
-    weight: Callable[[Parameter], int] = lambda one: 1,
+    size: Size = Parameter.rank_numel,
 ) -> Number:
     """Elements that a rank holds of `layers` layers, with the embedding and/or the head where true; all but the model may be arrays.
 
-    Without experts, which other ranks share out (`expert_numel`). Layers of two kinds count as their mean. A tied head on another rank than the embedding is a second copy. Each element counts `weight` of its parameter, say bytes.
+    Without experts, which other ranks share out (`expert_numel`). Layers of two kinds count as their mean. A tied head on another rank than the embedding is a second copy. `size` may count something else of a parameter, say bytes.
     """
 
     def held(parameters: Iterable[Parameter]) -> Number:
-        return sum(weight(one) * one.rank_numel({"tp": values}) for one in parameters)
+        return sum(size(one, {"tp": values}) for one in parameters)
 
     values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have a handful of degrees
     ends = StageSpec(0, 0, embedding=False, head=True)
@@ -42,17 +44,15 @@ def stage_numel(
     return block * layers + np.where(embedding, front, 0) + np.where(head, np.where(embedding, beside, alone), 0)
 
 
-def expert_numel(
-    model: ModelConfig, layouts: Layout | Layouts, layers: Number, weight: Callable[[Parameter], int] = lambda one: 1
-) -> Number:
+def expert_numel(model: ModelConfig, layouts: Layout | Layouts, layers: Number, size: Size = Parameter.rank_numel) -> Number:
     """Elements of experts that a rank holds in `layers` layers; see `stage_numel`."""
     total = sum(
-        count / model.layers * weight(one) * one.numel
+        count / model.layers * size(one, {"ep": layouts.ep, "etp": layouts.etp})
         for layer, count in layer_kinds(model)
         for one in block_parameters(model, layer, False)
         if one.kind is ParameterKind.EXPERTS
     )
-    return total * layers / (layouts.ep * layouts.etp)
+    return total * layers
 
 
 def stage_columns(stages: tuple[StageSpec, ...]) -> np.ndarray:

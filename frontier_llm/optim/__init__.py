@@ -1,5 +1,6 @@
 """Flat buckets, gradient synchronisation, ZeRO-1, the optimizers' formulas, loss scale and learning rate."""
 
+from frontier_llm.optim.adafactor import Adafactor
 from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import Bucket, OwnedRange, build_buckets
 from frontier_llm.optim.engines import build_update, gradient_destination
@@ -14,6 +15,7 @@ from frontier_llm.optim.sync import GradientSync
 from frontier_llm.optim.zero import Zero
 
 __all__ = [
+    "Adafactor",
     "AdamW",
     "Bucket",
     "EngineInputs",

@@ -33,6 +33,11 @@ class OwnedRange:
     stop: int
     position: int  # of `start` in the slice
 
+    @property
+    def place(self) -> slice:
+        """Of the run in the slice."""
+        return slice(self.position, self.position + self.stop - self.start)
+
 
 @dataclass(eq=False, kw_only=True)
 class Bucket:
@@ -143,8 +148,8 @@ def build_buckets(
             offsets=plan.offsets,
             flat_weights=weights,
             gradients=gradients,
-            decay=spec.decay,
-            partial_axes=spec.partial_axes,
+            decay=spec.parameter.decay,
+            partial_axes=spec.parameter.partial_axes(),
             kinds=rule.kinds(spec.parameter),
             whole=plan.whole,
             apart=plan.apart,

@@ -50,6 +50,8 @@ class EngineInputs:
 def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
     """Initial weights after all, where no checkpoint could be read: the same that `fill` would have given. Collective over dp."""
     for part in optimizer.state():
+        if MASTER not in part.tensors:
+            continue  # a statistic, which begins with zero
         master = part.tensors[MASTER]
         rounded = torch.empty(master.shape, dtype=working, device=master.device)
         initial_rows(replace(part.spec, offset=part.rectangle.offset, shape=part.rectangle.shape), seed, rounded)

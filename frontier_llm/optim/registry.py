@@ -11,6 +11,7 @@ from torch import Tensor
 from frontier_llm.blueprint.optimizers import OptimizerRule, declare
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
+from frontier_llm.optim.statistics import Statistics
 from frontier_llm.optim.whole import WholeTensors
 
 
@@ -28,6 +29,7 @@ class Slice:
     weights: Tensor  # working precision: to be set to the rounded master; may be the master itself
     decay: bool  # weight decay applies
     tensors: WholeTensors | None = None  # of flat runs whose rule gathers: the tensors of which they are parts
+    statistics: Statistics | None = None  # of flat runs whose rule declares some: what is kept of the parameters in other shapes
 
 
 class SliceUpdate(Protocol):

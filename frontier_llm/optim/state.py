@@ -20,12 +20,13 @@ from frontier_llm.topology import Rectangle, ShardSpec, rectangles_of_run
 
 @dataclass(frozen=True)
 class StateRectangle:
-    """A rectangle of a global tensor and this rank's optimizer state of it."""
+    """A rectangle of a global tensor, a parameter or a statistic of the optimizer's, and this rank's optimizer state of it."""
 
     spec: ShardSpec  # of this rank's part of the parameter
     rectangle: Rectangle  # inside that part, in coordinates of the global tensor
     saved: bool  # of all replicas of these elements, the one that goes into checkpoints
-    tensors: Mapping[str, Tensor]  # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself
+    # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself. Of a statistic there is no master
+    tensors: Mapping[str, Tensor]
 
     @property
     def name(self) -> str:

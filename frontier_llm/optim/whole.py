@@ -37,4 +37,4 @@ class WholeTensors:
     def back(self, tensors: Sequence[Tensor], own: Tensor) -> None:
         """Put what belongs into this rank's slice there."""
         for run, tensor in zip(self._runs, tensors, strict=True):
-            own[run.position : run.position + run.stop - run.start] = tensor.view(-1)[run.start : run.stop]
+            own[run.place] = tensor.view(-1)[run.start : run.stop]

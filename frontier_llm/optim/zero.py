@@ -17,6 +17,7 @@ from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.optim.registry import Slice, slice_update
 from frontier_llm.optim.state import StateRectangle, state_of_run
+from frontier_llm.optim.statistics import Statistics
 from frontier_llm.optim.whole import WholeTensors
 from frontier_llm.topology import ShardSpec
 
@@ -41,8 +42,11 @@ class Zero:
             for bucket in buckets
             if bucket.whole and self.rule.gathers
         }
+        self._statistics = {
+            bucket: Statistics(bucket, self.rule, mesh) for bucket in buckets if self.rule.statistics(bucket.parameters[0].spec.parameter)
+        }
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
-        self._kept: list[dict[str, Tensor]] = []
+        self._kept: list[Tensor] = []
 
     def squared_norm_share(self) -> Tensor:
         """See Optimizer. Each element counts once: dp slices partition a bucket, and of copies only one counts.
@@ -60,7 +64,7 @@ class Zero:
         """See Optimizer."""
         self.updates += 1
         for bucket, state in sorted(zip(self.buckets, self.states, strict=True), key=lambda pair: pair[0].first_use):
-            for part in _slices(bucket, state, self._tensors.get(bucket)):
+            for part in _slices(bucket, state, self._tensors.get(bucket), self._statistics.get(bucket)):
                 self._formula.update(part, lr, self.updates, grad_scale)
             bucket.spread()
         if not self._overlap_gather:
@@ -68,7 +72,7 @@ class Zero:
 
     def keep(self) -> None:
         """Keep a copy of the state, for `validate`."""
-        self._kept = [{kind: values.clone() for kind, values in state.items()} for state in self.states]
+        self._kept = [values.clone() for values in self._held()]
 
     def validate(self, stands: bool) -> None:
         """The update since `keep` stands, or it is undone, bit for bit, and could be done again: gradients are as they were. Collective over dp."""
@@ -76,10 +80,13 @@ class Zero:
         if stands:
             return
         self.updates -= 1
-        for state, before in zip(self.states, kept, strict=True):
-            for kind, values in state.items():
-                values.copy_(before[kind])
+        for values, before in zip(self._held(), kept, strict=True):
+            values.copy_(before)
         self.weights_from_masters()
+
+    def _held(self) -> list[Tensor]:
+        """Everything that an update changes but the working weights."""
+        return [values for state in self.states for values in state.values()] + [one.values for one in self._statistics.values()]
 
     def settle(self) -> None:
         """See Optimizer."""
@@ -98,7 +105,8 @@ class Zero:
 
     def state(self) -> list[StateRectangle]:
         """See Optimizer. Saved is one of dp equal parts, with ZeRO or without, so that all ranks share the work."""
-        return [part for bucket, state in zip(self.buckets, self.states, strict=True) for part in _rectangles(bucket, state)]
+        parts = [part for bucket, state in zip(self.buckets, self.states, strict=True) for part in _rectangles(bucket, state)]
+        return parts + [part for statistics in self._statistics.values() for part in statistics.state()]
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
         """See Optimizer."""
@@ -121,7 +129,7 @@ def _new_state(bucket: Bucket) -> dict[str, Tensor]:
     return {kind: master if kind == MASTER else torch.zeros_like(master) for kind in bucket.kinds}
 
 
-def _slices(bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None) -> Iterator[Slice]:
+def _slices(bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None, statistics: Statistics | None) -> Iterator[Slice]:
     """What one update covers: the rank's slice of the bucket, or each of the whole parameters in it."""
     tensors = {**state, "gradient": bucket.own(bucket.gradients), "weights": bucket.own(bucket.weights)}
     if bucket.whole and not whole:
@@ -133,7 +141,7 @@ def _slices(bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None
         parts = [tensors]
     for part in parts:
         states = {kind: part[kind] for kind in bucket.kinds if kind != MASTER}
-        yield Slice(part[MASTER], part["gradient"], states, part["weights"], bucket.decay, whole)
+        yield Slice(part[MASTER], part["gradient"], states, part["weights"], bucket.decay, whole, statistics)
 
 
 def _rectangles(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:

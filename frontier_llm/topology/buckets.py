@@ -51,7 +51,7 @@ def plan_buckets(
         parameter = of(member)[0]
         return (
             *(parameter.decay, parameter.partial_axes(), rule.whole(parameter), rule.kinds(parameter), parameter.replicas),
-            parameter.wide,
+            *(parameter.wide, bool(rule.statistics(parameter))),
         )
 
     def numel(member: T) -> int:
@@ -60,7 +60,7 @@ def plan_buckets(
     def room(member: T) -> int:
         return _aligned(numel(member), BUCKET_ALIGNMENT)
 
-    for (_, _, whole, _, axis, _), equals in groupby(sorted(members, key=alike), key=alike):
+    for (_, _, whole, _, axis, *_), equals in groupby(sorted(members, key=alike), key=alike):
         same, parts = list(equals), replicas(axis)
         owners = parts if sharded else 1
         # whole parameters need room for one in each owner's slice, or most of a bucket would be padding

@@ -156,14 +156,16 @@ def axis_of(replicas: str, plan: ParallelPlan) -> str:
 
 
 def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
-    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of experts, etp)."""
-    if not optimizer_rule(config.optimizer.name).gathers:
-        return
+    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of experts, etp); sums of statistics."""
+    rule = optimizer_rule(config.optimizer.name)
     for bucket in buckets(config, plan, pp_rank):
-        if not bucket.whole:
-            continue
         replicas = axis_of(bucket.members[0].replicas, plan)
         owners = plan.grid.degree(replicas) if plan.zero else 1
+        _statistics_traffic(
+            config, plan, replicas if owners > 1 else None, [one for member in bucket.members for one in rule.statistics(member)], traffic
+        )
+        if not (rule.gathers and bucket.whole):
+            continue
         if not bucket.apart and owners > 1:
             traffic.add(replicas, "all_gather", bucket.numel * DTYPE_BYTES[config.precision.dtype])
         size = bucket.numel // owners
@@ -174,6 +176,19 @@ def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: i
             if offset < start + size and start < offset + rank_numel(parameter, plan)
         ]
         _matrix_traffic(config, plan, bucket.members[0].tensor_axis, held, traffic)
+
+
+def _statistics_traffic(config: RunConfig, plan: ParallelPlan, owners: str | None, held: Iterable[Parameter], traffic: Traffic) -> None:
+    """Of a bucket's statistics: summed over the owners of its slices, then over the axes that each names."""
+    sizes = Counter[tuple[str, ...]]()
+    for one in held:
+        sizes[one.partial_axes()] += rank_numel(one, plan) * statistics_bytes(config.precision.dtype)
+    if owners and sizes:
+        traffic.add(owners, "all_reduce", sizes.total())
+    for axes, size_bytes in sizes.items():
+        for axis in axes:
+            if plan.grid.degree(axis) > 1:
+                traffic.add(axis, "all_reduce", size_bytes)
 
 
 def _matrix_traffic(config: RunConfig, plan: ParallelPlan, axis: str, held: Iterable[Parameter], traffic: Traffic) -> None:

@@ -1,6 +1,6 @@
 """The witness's optimizers: each gives the direction in which a parameter moves; `gpt.train` decays, clips and steps.
 
-Formulas: Loshchilov & Hutter 2019 (AdamW), Chen et al. 2023 (Lion), Jordan et al. 2024 and Liu et al. 2025 (Muon, with Moonlight's scale).
+Formulas: Loshchilov & Hutter 2019 (AdamW), Shazeer & Stern 2018 (the factored second moment), Chen et al. 2023 (Lion), Jordan et al. 2024 and Liu et al. 2025 (Muon, with Moonlight's scale).
 """
 
 from __future__ import annotations
@@ -67,6 +67,26 @@ def muon(betas: tuple[float, float], eps: float, by_group: bool) -> Direction:
         for part in _pieces(name, moved, by_group):
             matrix = part.reshape(-1, part.shape[-1])
             part.copy_((0.2 * sqrt(max(matrix.shape)) * _orthogonal(matrix)).reshape(part.shape))
+        return moved
+
+    return direction
+
+
+def adafactor(betas: tuple[float, float], eps: float) -> Direction:
+    """AdamW, but of the squares of a matrix only the means of rows and columns are kept; q, k, v, gate and up apart."""
+    first, rows, columns, rest = _zeros(), _zeros(), _zeros(), adamw(betas, eps)
+
+    def direction(name: str, gradient: Tensor, update: int) -> Tensor:
+        if not is_matrix(name):
+            return rest(name, gradient, update)
+        first[name] = betas[0] * first[name] + (1 - betas[0]) * gradient
+        moved = first[name] / (1 - betas[0] ** update)
+        for index, (part, squares) in enumerate(zip(_pieces(name, moved, False), _pieces(name, gradient**2, False), strict=True)):
+            key, matrix = (name, index), squares.reshape(-1, squares.shape[-1])
+            rows[key] = betas[1] * rows[key] + (1 - betas[1]) * matrix.mean(1)
+            columns[key] = betas[1] * columns[key] + (1 - betas[1]) * matrix.mean(0)
+            second = torch.outer(rows[key], columns[key]) / rows[key].mean() / (1 - betas[1] ** update)
+            part /= second.reshape(part.shape).sqrt() + eps
         return moved
 
     return direction

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import Parameter, ParameterKind
+from frontier_llm.blueprint import Parameter, ParameterKind, Split
 from frontier_llm.blueprint.optimizers import OptimizerRule
+from frontier_llm.blueprint.parameters import How
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.errors import CheckpointError
@@ -51,8 +55,38 @@ class Momentum:
         part.weights.copy_(part.master)
 
 
+def size(parameter: Parameter) -> tuple[Parameter, ...]:
+    """One number for each parameter, to which every rank that has a part of it adds."""
+    axes = {axis: How.PARTIAL if isinstance(how, Split) else How.REPLICATED for axis, how in parameter.axes.items()}
+    return (replace(parameter, name=f"{parameter.name}.size", shape=(1,), axes=axes, pieces=(), grouped=False),)
+
+
+NORMALIZED = OptimizerRule("sgd-normalized", lambda parameter: (), statistics=size)
+
+
+class Normalized:
+    """The gradient over the root of a running sum of its squares, a parameter at a time: each moves by one norm (Ginsburg et al. 2019)."""
+
+    def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
+        self.config = config
+
+    def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
+        sizes, direction = part.statistics, part.gradient * grad_scale
+        assert sizes is not None
+        squares = torch.zeros_like(sizes.values)
+        views = sizes.by_parameter(squares)
+        for run in sizes.runs():
+            views[run.spec.name][0].copy_(direction[run.place].square().sum())
+        sizes.values.lerp_(sizes.sum_(squares), 1 - self.config.betas[1])
+        for run in sizes.runs():
+            direction[run.place] /= sizes.by_parameter(sizes.values)[run.spec.name][0].sqrt() + self.config.eps
+        part.master.mul_(1 - lr * self.config.weight_decay * part.decay).sub_(lr * direction)
+        part.weights.copy_(part.master)
+
+
 for rule in (SGD, WHOLE, MIXED):
     register(rule, Momentum)
+register(NORMALIZED, Normalized)
 
 
 def play_here(rank: int, case: Case) -> Played:
@@ -77,6 +111,20 @@ def named(rule: OptimizerRule, *settings: str, **layout: Any) -> Case:
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     run = gather(ranks.run(case.world_size, play_here, case))
     assert differences(run, witness(case, run.initial, momentum(case.config().optimizer.betas[0]))) == []
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "dp": 2, "bucket_elements": 3000}, {"pp": 2, "dp": 2, "zero": 0}], ids=str)
+def test_a_statistic_is_of_the_whole_parameter(ranks: RankPool, layout: dict[str, int]) -> None:
+    """Tied embeddings too, of which two stages keep a copy each."""
+    case = named(NORMALIZED, **layout)
+    run, optimizer = gather(ranks.run(case.world_size, play_here, case)), case.config().optimizer
+    sizes: defaultdict[str, float] = defaultdict(float)
+
+    def direction(name: str, gradient: Tensor, update: int) -> Tensor:
+        sizes[name] += (1 - optimizer.betas[1]) * (float(gradient.square().sum()) - sizes[name])
+        return gradient / (sizes[name] ** 0.5 + optimizer.eps)
+
+    assert differences(run, witness(case, run.initial, direction)) == []
 
 
 def places(rank: int, case: Case) -> tuple[int, int, int]:
@@ -157,6 +205,7 @@ def test_a_checkpoint_of_another_optimizer_gives_its_weights_alone_and_only_when
     for refused in ranks.run(2, resume, Case("gpt", tp=2), tmp_path):
         assert "optimizer.name: 'sgd-momentum' → 'adamw' (only the weights would be taken)" in refused
         assert "--allow-change optimizer.name" in refused
-    for loss, updates, largest in ranks.run(2, resume, Case("gpt", tp=2), tmp_path, "optimizer.name"):
-        assert loss == pytest.approx(losses[2], rel=1e-12)  # the weights are those of the checkpoint
-        assert (updates, largest) == (0, 0.0)
+    for case in (Case("gpt", tp=2), named(NORMALIZED, tp=2)):  # of a statistic the checkpoint has nothing
+        for loss, updates, largest in ranks.run(2, resume, case, tmp_path, "optimizer.name"):
+            assert loss == pytest.approx(losses[2], rel=1e-12)  # the weights are those of the checkpoint
+            assert (updates, largest) == (0, 0.0)
