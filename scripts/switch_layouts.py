@@ -3,7 +3,8 @@
     python scripts/switch_layouts.py [--steps 200] [--out docs/figures/switch_layouts.png]
 
 The experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA GPUs: here every segment is a
-start of `frontier-llm train` that loads the checkpoint of the segment before. With a GPU, add `--devices cpu,cuda` to alternate devices.
+start of `frontier-llm train` that loads the checkpoint of the segment before. With a GPU, add `--devices cpu,cuda` to alternate devices; without one,
+`--ops auto,reference` alternates between the C++ ops and plain torch, which are as far apart as two vendors' kernels: another code for every op.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from frontier_llm.ops.reference import GROUPS
 
 SEGMENTS = [
     ("1 rank", []),
@@ -71,16 +74,18 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--steps", type=int, default=200, help="of each segment")
     options.add_argument("--devices", default="cpu", help="comma-separated, one after another")
+    options.add_argument("--ops", default="auto", help="providers of all ops, comma-separated, one after another")
     options.add_argument("--out", type=Path, default=Path("runs/switch_layouts.png"))
     args = options.parse_args()
-    devices, total = args.devices.split(","), args.steps * len(SEGMENTS)
+    devices, providers, total = args.devices.split(","), args.ops.split(","), args.steps * len(SEGMENTS)
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: Path(folder) / f"{name}.yaml" for name in ("steady", "switching")}
         for name, path in runs.items():
             path.write_text(RUN.format(run_dir=Path(folder) / name, total=total))
         train(runs["steady"], total, [])
         for number, (_, overrides) in enumerate(SEGMENTS):
-            train(runs["switching"], (number + 1) * args.steps, [*overrides, f"train.device={devices[number % len(devices)]}"])
+            ops = [f"ops.{group}={providers[number % len(providers)]}" for group in GROUPS]
+            train(runs["switching"], (number + 1) * args.steps, [*overrides, *ops, f"train.device={devices[number % len(devices)]}"])
         steady, switching = losses(Path(folder) / "steady"), losses(Path(folder) / "switching")
     plot(steady, switching, args.steps, [name for name, _ in SEGMENTS], args.out)
     apart = [
