@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
 import os
 import stat
@@ -93,3 +94,11 @@ def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], 
             error.filename = str(path)  # the name that somebody asked for
         raise
     sync_directory(path.parent)
+
+
+def package_digest() -> str:
+    """Of the package's own sources as this node sees them: names and contents, right also where there is no git."""
+    package, digest = Path(__file__).resolve().parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

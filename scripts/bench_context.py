@@ -53,7 +53,6 @@ def config_of(tokens: int, ranks: int, way: str, overrides: list[str]) -> RunCon
 def step_of(config: RunConfig, mesh: Mesh) -> Callable[[], object]:
     """A training step of this rank."""
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    assert batches is not None
     state = build_state(config, make_plan(config, mesh.cp.size), mesh, torch.device("cpu"), batches)
     return lambda: train_step(state)
 
@@ -95,7 +94,7 @@ def serve(rank: int, ranks: int, port: int, case: dict[str, Any], config: RunCon
     work = core_of(config, mesh, case["way"]) if case["core"] else step_of(config, mesh)
     work()
     barrier(mesh.world)
-    mesh.ledger.reset()
+    mesh.ledger.bytes.clear()
     cpu_s, begin_s = time.process_time(), time.perf_counter()
     work()
     row: dict[str, float] = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - begin_s}

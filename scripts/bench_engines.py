@@ -68,7 +68,6 @@ def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe
     mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 300.0, config.comm)
     import_engine(config)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    assert batches is not None
     gc.collect()
     before = host_bytes("VmRSS")
     state = build_state(config, plan, mesh, torch.device("cpu"), batches)

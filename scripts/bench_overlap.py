@@ -49,7 +49,6 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
         if arguments.link_gbps:
             mesh = linked(mesh, Link(arguments.link_gbps * 1e9, arguments.link_us * 1e-6))
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        assert batches is not None
         built[overlap] = build_state(config, plan, mesh, torch.device("cpu"), batches)
     return built
 

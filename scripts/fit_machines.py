@@ -28,7 +28,6 @@ from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shippe
 from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, predict, rates_of
 from frontier_llm.planner.published.validate import Accuracy, as_text, score
 
-UNIT = {"_us": 1e6, "_gbps": 1e-9}
 KNEE = 0.03  # of log time
 PRIOR = 0.003  # weight of (log constant - log start)² against one row
 CEILING = 1.0  # efficiencies are shares
@@ -116,8 +115,7 @@ def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
 def rewrite(path: Path, stack: str, key: str, value: float, source: str) -> None:
     """Replace one number's value and source in place; comments and order of the file stay."""
     key, _, ranks = key.partition("/")
-    section, name = PLACES[key]
-    unit = next((factor for suffix, factor in UNIT.items() if name.endswith(suffix)), 1.0)
+    section, name, unit = PLACES[key]
     lines, inside, out = path.read_text().splitlines(), "", []
     within_fabric = False
     for line in lines:
@@ -136,7 +134,7 @@ def rewrite(path: Path, stack: str, key: str, value: float, source: str) -> None
             here = within_fabric and bool(re.match(rf"^    {ranks or '[0-9]+'}:", line))
         if here:
             head = line.split("{")[0]
-            line = f'{head}{{value: {value * unit:.4g}, tag: estimated, source: "{source}"}}'
+            line = f'{head}{{value: {value / unit:.4g}, tag: estimated, source: "{source}"}}'
         out.append(line)
     path.write_text("\n".join(out) + "\n")
 

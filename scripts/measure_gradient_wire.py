@@ -29,7 +29,6 @@ def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
     plan = make_plan(config, arguments.ranks)
     mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    assert batches is not None
     return build_state(config, plan, mesh, torch.device("cpu"), batches)
 
 

@@ -39,6 +39,10 @@ struct GeluArgs {
   bool tanh;
 };
 
+struct GeluGradSums {
+  float *bias, *weights;  // [columns], added to; [rows], written. Either may be null
+};
+
 // By what one token's mask is drawn: frontier_llm/ops/dropout.py, Mask.
 struct DropArgs {
   int64_t columns;
@@ -72,10 +76,13 @@ struct Kernels {
                         float* grad_weight, float* grad_bias, int64_t rows, int64_t columns);
   // One position: heads of x at x + h * x_head, rotated by angle (sign -1 turns back), rest copied; cos/sin [half].
   void (*rope)(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads, int64_t head_dim, int64_t half);
-  void (*swiglu)(const T* x, T* out, int64_t rows, int64_t columns);                               // x [rows][2][columns]
-  void (*swiglu_backward)(const T* grad, const T* x, T* grad_x, int64_t rows, int64_t columns);
-  void (*gelu)(const T* x, const T* bias, T* out, int64_t rows, GeluArgs args);                    // bias may be null
-  void (*gelu_backward)(const T* grad, const T* x, const T* bias, T* grad_x, float* grad_bias, int64_t rows, GeluArgs args);
+  // Activations: x [rows][2][columns] or [rows][columns]; bias and the rows' weights may be null.
+  void (*swiglu)(const T* x, const float* weights, T* out, int64_t rows, int64_t columns);
+  void (*swiglu_backward)(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows, int64_t columns);
+  void (*gelu)(const T* x, const T* bias, const float* weights, T* out, int64_t rows, GeluArgs args);
+  void (*gelu_backward)(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums, int64_t rows, GeluArgs args);
+  // out[row] = the sum of the rows of x that places [rows][fan] name; a negative place names none.
+  void (*gather_rows)(const T* x, const int64_t* places, T* out, int64_t rows, int64_t fan, int64_t columns);
   void (*drop)(const T* x, const T* residual, T* out, DropArgs args);  // residual may be null
   void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats, int64_t stats_stride,
                               int64_t rows, int64_t columns);

@@ -95,65 +95,98 @@ Tensor rope(const Tensor& x_in, const Tensor& cos_in, const Tensor& sin_in, doub
   return out;
 }
 
-Tensor swiglu(const Tensor& x_in) {
+std::optional<Tensor> row_weights(const std::optional<Tensor>& weights, int64_t rows) {
+  TORCH_CHECK(!weights || (weights->scalar_type() == at::kFloat && weights->numel() == rows), "weights must be fp32, one for each of ", rows, " rows");
+  return contiguous(weights);
+}
+
+Tensor swiglu(const Tensor& x_in, const std::optional<Tensor>& weights_in) {
   const Tensor x = x_in.contiguous();
   TORCH_CHECK(x.dim() >= 2 && x.size(-2) == 2, "swiglu wants [..., 2, f], not ", x.sizes());
   auto shape = x.sizes().vec();
   shape.erase(shape.end() - 2);
   const Tensor out = at::empty(shape, x.options());
   const int64_t columns = x.size(-1), rows = columns ? out.numel() / columns : 0;
+  const auto weights = row_weights(weights_in, rows);
   by_type(x, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, rows, grain(2 * columns), [&](int64_t begin, int64_t end) {
-      kernels_for<T>().swiglu(data<T>(x) + 2 * begin * columns, data<T>(out) + begin * columns, end - begin, columns);
+      kernels_for<T>().swiglu(data<T>(x) + 2 * begin * columns, weights ? data<float>(*weights) + begin : nullptr, data<T>(out) + begin * columns,
+                              end - begin, columns);
     });
   });
   return out;
 }
 
-Tensor swiglu_backward(const Tensor& grad_in, const Tensor& x_in) {
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_in, const Tensor& x_in, const std::optional<Tensor>& weights_in) {
   const Tensor grad = grad_in.contiguous(), x = x_in.contiguous(), grad_x = at::empty_like(x);
   check_same(x, grad, "grad");
   const int64_t columns = x.size(-1), rows = columns ? grad.numel() / columns : 0;
+  const auto weights = row_weights(weights_in, rows);
+  const Tensor grad_weights = fp32_like(x, {weights ? rows : 0});
   by_type(x, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, rows, grain(4 * columns), [&](int64_t begin, int64_t end) {
-      kernels_for<T>().swiglu_backward(data<T>(grad) + begin * columns, data<T>(x) + 2 * begin * columns, data<T>(grad_x) + 2 * begin * columns,
-                                       end - begin, columns);
+      kernels_for<T>().swiglu_backward(data<T>(grad) + begin * columns, data<T>(x) + 2 * begin * columns,
+                                       weights ? data<float>(*weights) + begin : nullptr, data<T>(grad_x) + 2 * begin * columns,
+                                       weights ? data<float>(grad_weights) + begin : nullptr, end - begin, columns);
     });
   });
-  return grad_x;
+  return {grad_x, grad_weights};
 }
 
-Tensor gelu(const Tensor& x_in, const std::optional<Tensor>& bias_in, bool tanh) {
+Tensor gelu(const Tensor& x_in, const std::optional<Tensor>& bias_in, bool tanh, const std::optional<Tensor>& weights_in) {
   const Tensor x = x_in.contiguous(), out = at::empty_like(x);
   const auto bias = contiguous(bias_in);
   if (bias) check_same(x, *bias, "bias");
   const int64_t columns = x.dim() ? x.size(-1) : 1, rows = columns ? x.numel() / columns : 0;
   TORCH_CHECK(!bias || bias->numel() == columns, "bias has ", bias->numel(), " elements, the last dim of x is ", columns);
+  const auto weights = row_weights(weights_in, rows);
   by_type(x, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
-      kernels_for<T>().gelu(data<T>(x) + begin * columns, data<T>(bias), data<T>(out) + begin * columns, end - begin, {columns, tanh});
+      kernels_for<T>().gelu(data<T>(x) + begin * columns, data<T>(bias), weights ? data<float>(*weights) + begin : nullptr,
+                            data<T>(out) + begin * columns, end - begin, {columns, tanh});
     });
   });
   return out;
 }
 
-std::tuple<Tensor, Tensor> gelu_backward(const Tensor& grad_in, const Tensor& x_in, const std::optional<Tensor>& bias_in, bool tanh) {
+std::tuple<Tensor, Tensor, Tensor> gelu_backward(const Tensor& grad_in, const Tensor& x_in, const std::optional<Tensor>& bias_in, bool tanh,
+                                                 const std::optional<Tensor>& weights_in) {
   const Tensor grad = grad_in.contiguous(), x = x_in.contiguous(), grad_x = at::empty_like(x);
   const auto bias = contiguous(bias_in);
   check_same(x, grad, "grad");
   const int64_t columns = x.dim() ? x.size(-1) : 1, rows = columns ? x.numel() / columns : 0;
   Tensor grad_bias = fp32_like(x, {0});
+  const auto weights = row_weights(weights_in, rows);
+  const Tensor grad_weights = fp32_like(x, {weights ? rows : 0});
   by_type(x, [&](auto type) {
     using T = decltype(type);
     with_partial_sums(rows, columns, grad_bias, [&](int64_t begin, int64_t end, float* partial) {
       const int64_t at = begin * columns;
-      kernels_for<T>().gelu_backward(data<T>(grad) + at, data<T>(x) + at, data<T>(bias), data<T>(grad_x) + at, partial, end - begin, {columns, tanh});
+      kernels_for<T>().gelu_backward(data<T>(grad) + at, data<T>(x) + at, data<T>(bias), weights ? data<float>(*weights) + begin : nullptr,
+                                     data<T>(grad_x) + at, {partial, weights ? data<float>(grad_weights) + begin : nullptr}, end - begin,
+                                     {columns, tanh});
     });
   });
-  return {grad_x, grad_bias};
+  return {grad_x, grad_bias, grad_weights};
+}
+
+Tensor gather_rows(const Tensor& x_in, const Tensor& places_in) {
+  const Tensor x = x_in.contiguous(), places = places_in.contiguous();
+  TORCH_CHECK(x.dim() == 2 && places.dim() == 2 && places.scalar_type() == at::kLong, "gather_rows wants x [N, H] and int64 places [M, f]");
+  const int64_t rows = places.size(0), fan = places.size(1), columns = x.size(1), last = x.size(0) - 1;
+  for (int64_t index = 0; index < places.numel(); ++index)
+    TORCH_CHECK(data<int64_t>(places)[index] <= last, "place ", data<int64_t>(places)[index], " of ", last + 1, " rows");
+  const Tensor out = at::empty({rows, columns}, x.options());
+  by_type(x, [&](auto type) {
+    using T = decltype(type);
+    at::parallel_for(0, rows, grain((fan + 1) * columns), [&](int64_t begin, int64_t end) {
+      kernels_for<T>().gather_rows(data<T>(x), data<int64_t>(places) + begin * fan, data<T>(out) + begin * columns, end - begin, fan, columns);
+    });
+  });
+  return out;
 }
 
 Tensor drop(const Tensor& x_in, const std::optional<Tensor>& residual_in, int64_t key, int64_t threshold, double scale, const Tensor& samples_in,
@@ -306,10 +339,11 @@ TORCH_LIBRARY(frontier_llm, m) {
   m.def("norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor mean, Tensor scale, bool has_bias) -> (Tensor, Tensor, Tensor)");
   m.def("rope(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor");
-  m.def("swiglu(Tensor x) -> Tensor");
-  m.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor");
-  m.def("gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
-  m.def("gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
+  m.def("swiglu(Tensor x, Tensor? weights) -> Tensor");
+  m.def("swiglu_backward(Tensor grad, Tensor x, Tensor? weights) -> (Tensor, Tensor)");
+  m.def("gelu(Tensor x, Tensor? bias, bool tanh, Tensor? weights) -> Tensor");
+  m.def("gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, Tensor? weights) -> (Tensor, Tensor, Tensor)");
+  m.def("gather_rows(Tensor x, Tensor places) -> Tensor");
   m.def("drop(Tensor x, Tensor? residual, int key, int threshold, float scale, Tensor samples, Tensor positions) -> Tensor");
   m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first_vocab) -> Tensor");
   m.def("cross_entropy_backward_(Tensor(a!) logits, Tensor targets, int first_vocab, Tensor logsumexp, Tensor grad_loss) -> Tensor(a!)");
@@ -330,6 +364,7 @@ TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {
   m.impl("swiglu_backward", &swiglu_backward);
   m.impl("gelu", &gelu);
   m.impl("gelu_backward", &gelu_backward);
+  m.impl("gather_rows", &gather_rows);
   m.impl("drop", &drop);
   m.impl("cross_entropy_stats", &cross_entropy_stats);
   m.impl("cross_entropy_backward_", &cross_entropy_backward_);

@@ -1,4 +1,4 @@
-// RoPE, SwiGLU and GELU with its bias.
+// RoPE, SwiGLU and GELU with its bias, both with a weight for each row where one is given, and sums of rows from anywhere.
 #pragma once
 
 #include "vec.h"
@@ -18,23 +18,30 @@ void rope(const T* x, int64_t x_head, T* out, const float* cos, const float* sin
 }
 
 template <class T>
-void swiglu(const T* x, T* out, int64_t rows, int64_t columns) {
-  for (int64_t row = 0; row < rows; ++row, x += 2 * columns, out += columns)
+void swiglu(const T* x, const float* weights, T* out, int64_t rows, int64_t columns) {
+  for (int64_t row = 0; row < rows; ++row, x += 2 * columns, out += columns) {
+    const float weight = weights ? weights[row] : 1.0f;
     for_vectors(columns, [&](int64_t, auto load, auto store) {
       const vf gate = load(x);
-      store(out, gate * sigmoid(gate) * load(x + columns));
+      store(out, gate * sigmoid(gate) * load(x + columns) * weight);
     });
+  }
 }
 
 template <class T>
-void swiglu_backward(const T* grad, const T* x, T* grad_x, int64_t rows, int64_t columns) {
-  for (int64_t row = 0; row < rows; ++row, x += 2 * columns, grad_x += 2 * columns, grad += columns)
+void swiglu_backward(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows, int64_t columns) {
+  for (int64_t row = 0; row < rows; ++row, x += 2 * columns, grad_x += 2 * columns, grad += columns) {
+    const float weight = weights ? weights[row] : 1.0f;
+    vf dots{};
     for_vectors(columns, [&](int64_t, auto load, auto store) {
-      const vf gate = load(x), up = load(x + columns), g = load(grad);
+      const vf gate = load(x), up = load(x + columns), upstream = load(grad), g = upstream * weight;
       const vf slope = sigmoid(gate), silu = gate * slope;
+      dots += upstream * silu * up;  // the missing lanes of the tail are 0
       store(grad_x, g * up * (slope + silu * (1.0f - slope)));
       store(grad_x + columns, g * silu);
     });
+    if (weights) grad_weights[row] = sum(dots);
+  }
 }
 
 // GELU by tanh is x * sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
@@ -54,21 +61,45 @@ ALWAYS_INLINE vf gelu_slope(vf x, bool tanh) {
 }
 
 template <class T>
-void gelu(const T* x, const T* bias, T* out, int64_t rows, GeluArgs args) {
-  for (int64_t row = 0; row < rows; ++row, x += args.columns, out += args.columns)
+void gelu(const T* x, const T* bias, const float* weights, T* out, int64_t rows, GeluArgs args) {
+  for (int64_t row = 0; row < rows; ++row, x += args.columns, out += args.columns) {
+    const float weight = weights ? weights[row] : 1.0f;
     for_vectors(args.columns, [&](int64_t, auto load, auto store) {
-      store(out, gelu_value(bias ? load(x) + load(bias) : load(x), args.tanh));
+      store(out, gelu_value(bias ? load(x) + load(bias) : load(x), args.tanh) * weight);
     });
+  }
 }
 
 template <class T>
-void gelu_backward(const T* grad, const T* x, const T* bias, T* grad_x, float* grad_bias, int64_t rows, GeluArgs args) {
-  for (int64_t row = 0; row < rows; ++row, x += args.columns, grad_x += args.columns, grad += args.columns)
+void gelu_backward(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums, int64_t rows, GeluArgs args) {
+  for (int64_t row = 0; row < rows; ++row, x += args.columns, grad_x += args.columns, grad += args.columns) {
+    const float weight = weights ? weights[row] : 1.0f;
+    vf dots{};
     for_vectors(args.columns, [&](int64_t, auto load, auto store) {
-      const vf dx = load(grad) * gelu_slope(bias ? load(x) + load(bias) : load(x), args.tanh);
+      const vf value = bias ? load(x) + load(bias) : load(x), upstream = load(grad);
+      if (weights) dots += upstream * gelu_value(value, args.tanh);  // the missing lanes of the tail are 0
+      const vf dx = upstream * weight * gelu_slope(value, args.tanh);
       store(grad_x, dx);
-      if (bias) store(grad_bias, load(grad_bias) + dx);
+      if (bias) store(sums.bias, load(sums.bias) + dx);
     });
+    if (weights) sums.weights[row] = sum(dots);
+  }
+}
+
+template <class T>
+void gather_rows(const T* x, const int64_t* places, T* out, int64_t rows, int64_t fan, int64_t columns) {
+  for (int64_t row = 0; row < rows; ++row, places += fan, out += columns) {
+    if (fan == 1 && places[0] >= 0) {
+      memcpy(out, x + places[0] * columns, columns * sizeof(T));
+      continue;
+    }
+    for_vectors(columns, [&](int64_t i, auto, auto store) {
+      vf total{};
+      for (int64_t f = 0; f < fan; ++f)
+        if (const T* from = x + places[f] * columns; places[f] >= 0) total += i + kLanes <= columns ? load(from + i) : load_part(from + i, columns - i);
+      store(out, total);
+    });
+  }
 }
 
 }  // namespace frontier::FRONTIER_ISA

@@ -14,6 +14,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from frontier_llm.blueprint import model_parameters
+from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, phases_of
 from frontier_llm.errors import CheckpointError, Problem, suggest
 
@@ -168,6 +169,17 @@ def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) ->
         for key in sorted({*saved, *current})
         if saved.get(key) != current.get(key)
     ]
+
+
+def allowed_changes(
+    saved: Manifest, config: Mapping[str, Any], data: Mapping[str, str], allowed: Collection[str], where: str
+) -> list[Change]:
+    """What is other in configuration and data than in a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
+    progress = saved.progress
+    begun = progress.consumed_samples > 0
+    changes = config_changes(with_defaults(saved.config), config, begun, progress.step) + data_changes(saved.data, data, begun)
+    check_allowed(changes, allowed, where)
+    return changes
 
 
 def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:

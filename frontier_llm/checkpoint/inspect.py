@@ -12,7 +12,7 @@ import numpy as np
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import shard as shard_file
-from frontier_llm.checkpoint.drift import Change, check_allowed, config_changes, data_changes, environment_changes, with_defaults
+from frontier_llm.checkpoint.drift import Change, allowed_changes, config_changes, data_changes, environment_changes
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import RunConfig
@@ -43,10 +43,8 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
             continue  # the run itself reports it and takes the one before
-        begun = saved.progress.consumed_samples > 0
-        changes = config_changes(with_defaults(saved.config), config.model_dump(mode="json"), begun)
-        changes += data_changes(saved.data, identities(config), begun)
-        return check_allowed(changes, allowed, str(path))
+        allowed_changes(saved, config.model_dump(mode="json"), identities(config), allowed, str(path))
+        return
 
 
 def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:

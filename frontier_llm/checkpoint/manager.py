@@ -272,11 +272,7 @@ class CheckpointManager:
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
         """Rank 0: say what has changed since, or refuse it."""
-        done = manifest.progress
-        begun = done.consumed_samples > 0
-        changes = drift.config_changes(drift.with_defaults(manifest.config), self._config, begun, done.step)
-        changes += drift.data_changes(manifest.data, self._data, begun)
-        drift.check_allowed(changes, self._allow_changes, where)
+        changes = drift.allowed_changes(manifest, self._config, self._data, self._allow_changes, where)
         elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
         for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")

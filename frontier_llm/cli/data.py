@@ -178,12 +178,10 @@ def _stdlib(args: argparse.Namespace) -> int:
     from frontier_llm.data.stdlib_corpus import prepare
 
     corpus = prepare(args.directory, args.vocab_size, workers=args.workers, tokenizer=args.tokenizer)
-    if args.json:
-        print(strict_json(asdict(corpus)))
-        return 0
-    for split, meta in ((corpus.train, corpus.train_meta), (corpus.validation, corpus.validation_meta)):
-        print(f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text")
-    print(f"train with: data.tokenizer={corpus.tokenizer} data.train={corpus.train} data.validation={corpus.validation}")
+    sets = ((corpus.train, corpus.train_meta), (corpus.validation, corpus.validation_meta))
+    lines = [f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text" for split, meta in sets]
+    lines.append(f"train with: data.tokenizer={corpus.tokenizer} data.train={corpus.train} data.validation={corpus.validation}")
+    show(args, asdict(corpus), lambda: "\n".join(lines))
     return 0
 
 

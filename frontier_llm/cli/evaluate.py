@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, option, positive
-from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
+from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
 from frontier_llm.files import write_atomically
@@ -86,7 +86,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.evaluate import evaluate_task
     from frontier_llm.inference.heldout import draw_by_position, held_out
     from frontier_llm.inference.needle import needles
-    from frontier_llm.inference.open import check_dataset, open_model
+    from frontier_llm.inference.open import check_dataset, open_model, open_tokenizer
 
     opened = open_model(args.model)
     # whatever is missing is refused before the weights are read
@@ -95,7 +95,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise ConfigError("needles are hidden in held-out text", where="--needles", fix="give --data PREFIX")
     if not datasets and not args.task:
         raise ConfigError("there is nothing to evaluate", fix="give --data PREFIX or --task NAME=FILE")
-    tokenizer = tokenizer_of(args, opened) if args.task or args.tokenizer or opened.tokenizer_spec else None
+    tokenizer = open_tokenizer(opened, args.tokenizer) if args.task or args.tokenizer or opened.tokenizer_spec else None
     for prefix in datasets:
         IndexedDataset(prefix)
         if tokenizer is not None:

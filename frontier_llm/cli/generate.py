@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
-from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, tokenizer_of
+from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks
 from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.units import printable, strict_json
 
@@ -65,12 +65,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from frontier_llm.inference.open import open_model
+    from frontier_llm.inference.open import open_model, open_tokenizer
     from frontier_llm.inference.text import complete
 
     prompts, sampling = _prompts(args), _sampling(args)
     opened = open_model(args.model)
-    tokenizer = tokenizer_of(args, opened)  # a missing one is refused before the weights are read
+    tokenizer = open_tokenizer(opened, args.tokenizer)  # a missing one is refused before the weights are read
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
             raise LayoutError(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from frontier_llm.cli.arguments import as_typed, option, positive
 
 if TYPE_CHECKING:
-    from frontier_llm.data.tokenizer import Tokenizer
     from frontier_llm.inference.model import InferenceModel
     from frontier_llm.inference.open import OpenedModel
 
@@ -67,10 +66,3 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
     with joined(run, place) as (plan, mesh, device):
         model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
         yield model, mesh.world.rank == 0
-
-
-def tokenizer_of(args: argparse.Namespace, opened: OpenedModel) -> Tokenizer:
-    """The tokenizer that was asked for, or the run's."""
-    from frontier_llm.inference.open import open_tokenizer
-
-    return open_tokenizer(opened, args.tokenizer)

@@ -77,7 +77,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     root = Path(args.output or "runs/scaling").resolve()
     points = make_series(mode, config, site, nodes, args.batch or default_batch(mode, config), root, args.repeats)
     if args.simulate:
-        return _simulate(args, points, site, root)
+        return _simulate(args, points, root)
     if launcher is not None:
         return _run_here(args, points, launcher, [run, f"machine={site.machine}", *overrides], root)
     priced, jobs = _submit(args, points, site, config)
@@ -201,11 +201,11 @@ def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) ->
         log.info(f"wrote {', '.join(map(str, paths))}")
 
 
-def _simulate(args: argparse.Namespace, points: list[Point], site: Site, root: Path) -> int:
+def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     from frontier_llm.scaling.figure import write_report
     from frontier_llm.scaling.simulate import simulated_rows
 
-    rows = simulated_rows(points, site.machine)
+    rows = simulated_rows(points)
     directory = root / f"simulated_{points[0].mode}_{points[0].config.model.name}"
     _print_rows(args, rows, [] if args.dry_run else write_report(rows, directory))
     return 0

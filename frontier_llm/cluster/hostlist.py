@@ -71,9 +71,8 @@ def _ranges(numbers: list[str]) -> list[str]:
 
 
 def _split_number(host: str) -> tuple[str, str]:
-    match = re.fullmatch(r"(.*?)(\d*)", host)
-    assert match is not None  # the pattern matches any single line
-    return match[1], match[2]
+    prefix = host.rstrip("0123456789")
+    return prefix, host.removeprefix(prefix)
 
 
 def _range(part: str, text: str) -> tuple[range, int]:

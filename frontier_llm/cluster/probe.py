@@ -6,7 +6,6 @@ python -m frontier_llm.cluster.probe SETTINGS.json      prints a time stamp at o
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from pathlib import Path
 from frontier_llm.cluster.rank_env import environ, environment, node_name
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config.fields import Section
-from frontier_llm.files import write_durably
+from frontier_llm.files import package_digest, write_durably
 from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.units import GIB
 
@@ -145,18 +144,10 @@ def comparable_environment(site: Site) -> dict[str, str]:
         "python": f"{sys.version.split()[0]} at {sys.executable}",
         "kernel": platform.release(),
         "rocm": version.read_text(encoding="utf-8").strip() if version.is_file() else "none",
-        "frontier_llm": code_of_package(),
+        "frontier_llm": package_digest(),
         "PYTHONPATH": env.get("PYTHONPATH", ""),
         **{name: env.get(name, "(not set)") for name in variables},
     }
-
-
-def code_of_package() -> str:
-    """A short digest of the package's sources as this node sees them."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _storage(directory: Path, host: str) -> tuple[str, int, float]:

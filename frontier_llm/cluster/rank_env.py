@@ -83,16 +83,15 @@ def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
 
 def _detect(env: Mapping[str, str]) -> str | None:
     """The innermost launcher: mpirun and torchrun may run inside an srun step whose SLURM_PROCID is not the rank."""
-    if "TORCHELASTIC_RUN_ID" in env:
-        return "torchrun"
-    if "OMPI_COMM_WORLD_RANK" in env:
-        return "openmpi"
-    if _in_slurm_step(env):
-        return "slurm"
-    if "PALS_RANKID" in env or "PMI_RANK" in env:
-        return "pmi"
-    # the plain env:// convention; a lone WORLD_SIZE is often left over in a shell and means nothing
-    return "torchrun" if "RANK" in env and "WORLD_SIZE" in env else None
+    signs = (
+        ("torchrun", "TORCHELASTIC_RUN_ID" in env),
+        ("openmpi", "OMPI_COMM_WORLD_RANK" in env),
+        ("slurm", _in_slurm_step(env)),
+        ("pmi", "PALS_RANKID" in env or "PMI_RANK" in env),
+        # the plain env:// convention; a lone WORLD_SIZE is often left over in a shell and means nothing
+        ("torchrun", "RANK" in env and "WORLD_SIZE" in env),
+    )
+    return next((launcher for launcher, seen in signs if seen), None)
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:

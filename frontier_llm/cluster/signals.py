@@ -55,19 +55,8 @@ class SignalWatcher:
     def __init__(self, signals: Sequence[str] = DEFAULT_SIGNALS, debounce_s: float = 1.0) -> None:
         self._signals = tuple(signal.Signals[name] for name in signals)
         self._debounce_s = debounce_s
-        self._requested: str | None = None
+        self.requested: str | None = None  # name of the first signal that arrived
         self._first_at_s = 0.0
-        self._arrived = threading.Event()
-
-    @property
-    def requested(self) -> str | None:
-        """Name of the first signal that arrived, or None."""
-        return self._requested
-
-    def wait(self, timeout_s: float | None = None) -> str | None:
-        """Block until a signal arrives or the time is over; the same answer as `requested`."""
-        self._arrived.wait(timeout_s)
-        return self._requested
 
     def __enter__(self) -> SignalWatcher:
         self._read, self._write = socket.socketpair()
@@ -99,10 +88,9 @@ class SignalWatcher:
 
     def _receive(self, arrived: signal.Signals) -> None:
         now_s = time.monotonic()
-        if self._requested is None:
+        if self.requested is None:
             self._first_at_s = now_s
-            self._requested = arrived.name
-            self._arrived.set()
+            self.requested = arrived.name
         elif now_s - self._first_at_s >= self._debounce_s:
-            print(f"{arrived.name} after {self._requested}: leaving at once", file=sys.stderr, flush=True)
+            print(f"{arrived.name} after {self.requested}: leaving at once", file=sys.stderr, flush=True)
             os._exit(128 + arrived)

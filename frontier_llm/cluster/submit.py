@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
@@ -53,10 +53,6 @@ class JobRequest:
     expected_step_s: float = 0.0  # the planner's; counts until the run has measured its own
     max_node_hours: float | None = None  # after which the chain ends in order
     saves: bool = True  # False: a run that nobody continues needs no time to save
-
-    def with_step_time(self, step_s: float) -> JobRequest:
-        """The same with the time of a step as predicted."""
-        return replace(self, expected_step_s=step_s)
 
     @property
     def directory(self) -> Path:

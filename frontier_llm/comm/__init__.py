@@ -19,7 +19,7 @@ from frontier_llm.comm.collectives import (
 from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
 from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record, process_group
 from frontier_llm.comm.ledger import Ledger
-from frontier_llm.comm.narrow import start_narrow_all_reduce_, start_narrow_reduce_scatter_
+from frontier_llm.comm.narrow import start_narrow_sum_
 from frontier_llm.comm.p2p import Receive, Sends, post_receive, start_shift
 from frontier_llm.comm.rendezvous import Meeting
 from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
@@ -63,8 +63,7 @@ __all__ = [
     "start_all_reduce_",
     "start_all_to_all_into",
     "start_all_to_all_rows",
-    "start_narrow_all_reduce_",
-    "start_narrow_reduce_scatter_",
+    "start_narrow_sum_",
     "start_reduce_scatter",
     "start_reduce_scatter_into",
     "start_shift",

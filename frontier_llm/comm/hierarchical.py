@@ -21,7 +21,7 @@ from torch import Tensor
 from frontier_llm.comm.axis import Axis
 from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_all_to_all_into, start_reduce_scatter
 from frontier_llm.comm.group import DONE, Pending
-from frontier_llm.comm.p2p import exchange
+from frontier_llm.comm.p2p import start_exchange
 
 CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part of a Slingshot NIC's bandwidth curve
 
@@ -40,7 +40,7 @@ def halve(blocks_Np: Tensor, rail: Axis) -> Tensor:
     held = blocks_Np.roll(-rail.rank, 0)  # held[j] is the block of rank (rank + j) % N
     for before, skip in halving_skips(rail.size):
         incoming = torch.empty_like(held[: before - skip])
-        exchange(held[skip:before], (rail.rank + skip) % rail.size, incoming, (rail.rank - skip) % rail.size, rail)
+        start_exchange(held[skip:before], (rail.rank + skip) % rail.size, incoming, (rail.rank - skip) % rail.size, rail).wait()
         held[: before - skip] += incoming
     return held[0]
 
@@ -50,7 +50,9 @@ def double(block_p: Tensor, rail: Axis) -> Tensor:
     held = torch.empty((rail.size, *block_p.shape), dtype=block_p.dtype, device=block_p.device)
     held[0] = block_p
     for before, skip in reversed(halving_skips(rail.size)):
-        exchange(held[: before - skip], (rail.rank - skip) % rail.size, held[skip:before], (rail.rank + skip) % rail.size, rail)
+        start_exchange(
+            held[: before - skip], (rail.rank - skip) % rail.size, held[skip:before], (rail.rank + skip) % rail.size, rail
+        ).wait()
     return held.roll(rail.rank, 0)
 
 

@@ -77,15 +77,13 @@ class Ledger:
     waits: list[Span] | None = field(default=None, repr=False)  # on a GPU, while a step is measured: what the stream stood still for
     in_flight: int = 0  # communications that have begun and were not waited for to their end
     most_in_flight: int = 0
-    _numbers: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int), repr=False)
     _depth: int = field(default=0, repr=False)
 
     def add(self, axis: str, operation: str, size_bytes: int) -> Call:
         """Record one call; hand it to `blocked` when it is waited for."""
         self.calls[axis, operation] += 1
         self.bytes[axis, operation] += size_bytes
-        self._numbers[axis, operation] += 1
-        call = Call(axis, operation, self._numbers[axis, operation], size_bytes, time.time())
+        call = Call(axis, operation, self.calls[axis, operation], size_bytes, time.time())
         self.recent.append(call)
         return call
 
@@ -125,13 +123,6 @@ class Ledger:
             return "none"
         call = self.recent[-1]
         return f"{call.axis} {call.operation} number {call.number}{'' if call.finished else ', unfinished'}"
-
-    def reset(self) -> None:
-        """Start counting anew, e.g. at a step's begin; the flight record goes on."""
-        self.calls.clear()
-        self.bytes.clear()
-        self.blocked_s.clear()
-        self.latency.clear()
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """By 'axis operation': calls, bytes, blocked seconds, quantiles of how long a call blocked, and the histogram itself."""

@@ -40,11 +40,9 @@ class _Sum:
             self._x.copy_(all_gather(own.to(self._wire), self._axis))
 
 
-def start_narrow_reduce_scatter_(x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
-    """Begin to sum [n * size] over the axis, summands sent as `wire`; after wait() this rank's part of `x` holds its sum."""
-    return DONE if axis.group is None else _Sum(x, axis, wire, everywhere=False)
+def start_narrow_sum_(x: Tensor, axis: Axis, wire: torch.dtype, *, everywhere: bool) -> Pending:
+    """Begin to sum [n * size] over the axis, summands sent as `wire`; after wait() this rank's part of `x` holds its sum.
 
-
-def start_narrow_all_reduce_(x: Tensor, axis: Axis, wire: torch.dtype) -> Pending:
-    """Begin to sum [n * size] over the axis in place; the sums travel back as `wire` too, so that all ranks hold the same bits."""
-    return DONE if axis.group is None else _Sum(x, axis, wire, everywhere=True)
+    `everywhere`: all of `x` does; the sums travel back as `wire` too, so that all ranks hold the same bits.
+    """
+    return DONE if axis.group is None else _Sum(x, axis, wire, everywhere)

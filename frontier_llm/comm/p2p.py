@@ -75,17 +75,13 @@ def open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.dev
 
 def start_shift(x: Tensor, axis: Axis) -> tuple[Tensor, Started]:
     """Begin to hand a contiguous tensor on to the next rank of the axis, the last one's to the first; what arrives may be read after wait()."""
-    group, incoming = axis.group, torch.empty_like(x)
-    assert group is not None, "an axis of one rank has no one to exchange with"
-    ahead, behind = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    axis.ledger.add(axis.name, "send", x.nbytes).finished = True
-    return incoming, Started(axis, "recv", x.nbytes, lambda: group.exchange(x, ahead, incoming, behind))
+    incoming = torch.empty_like(x)
+    return incoming, start_exchange(x, (axis.rank + 1) % axis.size, incoming, (axis.rank - 1) % axis.size, axis)
 
 
-def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> None:
-    """Send to axis rank `to` and receive from axis rank `source` at the same time; both contiguous, counted as send and recv."""
+def start_exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> Started:
+    """Begin to send to axis rank `to` and to receive from axis rank `source` at the same time; both contiguous, counted as send and recv."""
     group = axis.group
     assert group is not None, "an axis of one rank has no one to exchange with"
-    sent = axis.ledger.add(axis.name, "send", outgoing.nbytes)
-    Started(axis, "recv", incoming.nbytes, lambda: group.exchange(outgoing, to, incoming, source)).wait()
-    sent.finished = True
+    axis.ledger.add(axis.name, "send", outgoing.nbytes).finished = True
+    return Started(axis, "recv", incoming.nbytes, lambda: group.exchange(outgoing, to, incoming, source))

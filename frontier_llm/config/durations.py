@@ -30,9 +30,7 @@ def in_steps(content: Any) -> Any:
     if not isinstance(content, Mapping) or not isinstance(train := content.get("train", {}), Mapping):
         return content
     phases = train.get("phases") or ()
-    if not isinstance(phases, (list, tuple)) or not (
-        phases or any(_is_duration(_value(content, *key)) for key in (*_FROM_START, *_INTERVALS))
-    ):
+    if not isinstance(phases, (list, tuple)):
         return content
     sizes = [_tokens_per_step(content, phase) for phase in phases or [{}]]
     if None in sizes:  # the schema says what is missing
@@ -68,10 +66,6 @@ def _of_run(content: Mapping[str, Any], stretches: list[tuple[int, int]]) -> Map
             raise ConfigError(f"{value!r}, but the steps of the run's phases differ in size", "give it in steps", f"{section}.{key}")
         content = _resolved(content, section, key, stretches)
     return content
-
-
-def _is_duration(value: Any) -> bool:
-    return isinstance(value, str) and _DURATION.fullmatch(_plain(value)) is not None
 
 
 def _of_end(stretches: list[tuple[int, int]], end: Any) -> list[tuple[int, int]]:

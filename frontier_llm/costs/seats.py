@@ -15,7 +15,6 @@ from frontier_llm.machine.rates import Rates
 class Seats:
     """Where the ranks of each axis sit: how many share a node, and who shares the NICs."""
 
-    tp_per_node: Number
     cp_per_node: Number
     replicas_per_node: Number  # of dp x cp
     replicas_sharing: Number  # groups of replicas of one node that reduce at the same time
@@ -34,7 +33,7 @@ def seats(layouts: Layout | Layouts, rates: Rates) -> Seats:
     replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
     replicas = replicas * cp_inside
     per_node = np.minimum(node, tp * cp * pp * dp)
-    return Seats(tp_inside, cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
+    return Seats(cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
 
 
 def cut(layouts: Layout | Layouts, stage: int) -> Number:

@@ -129,15 +129,13 @@ class Batches:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> SampleStream | None:
-    """The split's sample stream, or None when the config has no such split; `stream` is the phase that first reads it.
+def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> SampleStream:
+    """The sample stream of one of `run.data.splits`; `stream` is the phase that first reads it.
 
     Raises DataError for missing or damaged files.
     """
-    sources = run.data.splits.get(split)
+    sources = run.data.splits[split]
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
-    if sources is None:
-        return None
     if isinstance(sources, str):
         return SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size, stream)
     seed = seed if stream == 1 else derive_key("phase", seed, stream)
@@ -150,16 +148,14 @@ def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> Sampl
     return streams[0] if len(streams) == 1 else BlendedSamples(streams, [source.weight for source in sources])
 
 
-def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches | None:
-    """This data-parallel rank's microbatches of a split of `run.data.splits`, or None when the config has no such split."""
-    samples = open_samples(run, split)
-    return None if samples is None else _batches(run, samples, dp_rank, dp, read_ahead)
+def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches:
+    """This data-parallel rank's microbatches of one of `run.data.splits`."""
+    return _batches(run, open_samples(run, split), dp_rank, dp, read_ahead)
 
 
 def open_phase(phase: RunPhase, dp_rank: int, dp: int) -> Batches:
     """This data-parallel rank's microbatches of what a phase trains on; steps are those of the whole run."""
     samples = open_samples(phase.config, stream=phase.stream)
-    assert samples is not None
     first = phase.first_sample - phase.first * phase.config.batch.global_batch
     return _batches(phase.config, samples, dp_rank, dp, first_sample=first)
 
@@ -242,7 +238,7 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
     return None
 
 
-def _too_short(run: RunConfig, split: str, samples: SampleStream | None) -> list[Problem]:
+def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Problem]:
     """Datasets without one whole sequence, and training data without one whole batch: every step would show the same tokens again."""
     assert isinstance(samples, DocumentSamples | PackedSamples | BlendedSamples)
     datasets = [stream.dataset for stream in (samples.streams if isinstance(samples, BlendedSamples) else [samples])]

@@ -1,7 +1,7 @@
 """Experts over ranks: tokens travel to the ranks that hold their experts, and back."""
 
 from frontier_llm.expert_parallel.dispatch import Departure, Dispatch, beyond_capacity, combine, dispatch, plan_dispatch
-from frontier_llm.expert_parallel.grouped import GroupedLinear, router_product, weighted_activation
+from frontier_llm.expert_parallel.grouped import GroupedLinear, router_product
 from frontier_llm.expert_parallel.nodes import ToNodes
 from frontier_llm.expert_parallel.sequence import gather_sequence, take_part
 
@@ -17,5 +17,4 @@ __all__ = [
     "plan_dispatch",
     "router_product",
     "take_part",
-    "weighted_activation",
 ]

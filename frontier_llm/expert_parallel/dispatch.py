@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.comm import DONE, Axis, Pending, start_all_to_all_into, start_all_to_all_rows
-from frontier_llm.ops import statistics_dtype
+from frontier_llm.ops import Ops
+from frontier_llm.ops.groups import gather_rows
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,14 @@ class Dispatch:
     ends_E: Tensor  # int32: of each expert of this rank the row past its last, among those that it works on
     sent: list[int]  # rows to each rank of the axis, at least one
     received: list[int]  # rows from each
-    source: Tensor  # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert)
-    place: Tensor  # of each such number: where it stands in the order of sending
-    arrival: Tensor  # of each row that an expert works on, in the order of experts: where it stands in the order of arriving
+    source: Tensor  # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert), or -1
+    place: Tensor  # of each such number: where it stands in the order of sending; -1 stays at home, beyond an expert's capacity
+    arrival: (
+        Tensor | None
+    )  # of each row that an expert works on, by expert: where it stands in the order of arriving; None: rows stay at home
+    homeward: Tensor | None  # the other way round; -1 for what nobody has read
     fan: int  # rows of a token: experts that it goes to, times etp
-    dropped: Tensor | None = None  # of each such number whether it stays at home, beyond an expert's capacity
+    ops: Ops
 
 
 def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, capacity: int) -> Tensor:
@@ -44,7 +48,7 @@ def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, capaci
     return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)
 
 
-def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1, dropped_Nk: Tensor | None = None) -> Dispatch:
+def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, ops: Ops, etp: int = 1, dropped_Nk: Tensor | None = None) -> Dispatch:
     """Where the rows of N tokens go, given their chosen experts, but for what is dropped.
 
     Collective over the axis; the host waits for the numbers of rows.
@@ -68,19 +72,25 @@ def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, etp: int = 1, dr
     kept = len(source)
     if axis.size > 1 and 0 in sent:
         empty = torch.tensor([rank for rank, count in enumerate(sent) if not count], device=device)
-        slot_A, source = torch.cat((slot_A, empty * local)), torch.cat((source, torch.zeros_like(empty)))
+        slot_A, source = torch.cat((slot_A, empty * local)), torch.cat((source, torch.full_like(empty, -1)))
     order = slot_A.argsort(stable=True)
-    standing = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
-    place = torch.zeros(experts_Nk.numel() * etp, dtype=order.dtype, device=device).index_copy_(0, source[:kept], standing[:kept])
+    place = torch.full((experts_Nk.numel() * etp,), -1, device=device).index_copy_(0, source[:kept], _inverse(order, len(order))[:kept])
+    ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
+    if axis.size == 1:
+        return Dispatch(axis, rows, ends_E, sent, received, source[order], place, None, None, experts_Nk.shape[1] * etp, ops)
     # the rows that nobody reads count as an expert past the last, so that they stand behind all others
-    filler_R = (arriving_RE.sum(1) == 0).long() * (axis.size > 1)
+    filler_R = (arriving_RE.sum(1) == 0).long()
     number = torch.arange(local + 1, device=device).repeat(ranks)
     with_filler = torch.cat((arriving_RE, filler_R[:, None]), 1).flatten()
-    received = [max(count, int(axis.size > 1)) for count in received]
+    sent, received = [max(count, 1) for count in sent], [max(count, 1) for count in received]
     arrival = number.repeat_interleave(with_filler, output_size=sum(received)).argsort(stable=True)[: sum(rows)]
-    sent = [max(count, int(axis.size > 1)) for count in sent]
-    ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
-    return Dispatch(axis, rows, ends_E, sent, received, source[order], place, arrival, experts_Nk.shape[1] * etp, dropped_A)
+    homeward = _inverse(arrival, sum(received))
+    return Dispatch(axis, rows, ends_E, sent, received, source[order], place, arrival, homeward, experts_Nk.shape[1] * etp, ops)
+
+
+def _inverse(places: Tensor, count: int) -> Tensor:
+    """Of each of `count` places who stands there, or -1."""
+    return places.new_full((count,), -1).index_copy_(0, places, torch.arange(len(places), device=places.device))
 
 
 class Travel:
@@ -100,9 +110,20 @@ class Travel:
 
 
 def leave(x: Tensor, plan: Dispatch) -> Travel:
-    """Each of x's entries stands for as many rows as all others; a rank that has none sends rows that nobody reads."""
-    rows = x[plan.source // _fan(x, plan)] if len(x) else x.new_zeros(len(plan.source), *x.shape[1:])
-    return Travel(rows, plan, back=False)
+    """Each of x's entries stands for as many rows as all others."""
+    return Travel(_gathered(x, (plan.source // _fan(x, plan))[:, None], plan), plan, back=False)
+
+
+def arrived(travel: Travel, plan: Dispatch) -> Tensor:
+    """The rows of this rank's experts, in their order."""
+    rows = travel.end()
+    return rows if plan.arrival is None else _gathered(rows, plan.arrival[:, None], plan)
+
+
+def _gathered(x: Tensor, places_Mf: Tensor, plan: Dispatch) -> Tensor:
+    """By the op; choices and rows of one number by plain torch."""
+    by_op = x.dim() == 2 and x.is_floating_point()
+    return plan.ops.gather_rows(x, places_Mf) if by_op else gather_rows(x, places_Mf)
 
 
 def _fan(x: Tensor, plan: Dispatch) -> int:
@@ -110,19 +131,12 @@ def _fan(x: Tensor, plan: Dispatch) -> int:
 
 
 def _return(y: Tensor, plan: Dispatch) -> Travel:
-    rows = y.new_zeros(sum(plan.received), *y.shape[1:])
-    return Travel(rows.index_copy_(0, plan.arrival, y), plan, back=True)
+    return Travel(y if plan.homeward is None else _gathered(y, plan.homeward[:, None], plan), plan, back=True)
 
 
 def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
     """The sum of each entry's `fan` rows, in one order whatever the layout; in fp32 (fp64), rounded once."""
-    if plan.dropped is not None and not len(returned):
-        returned = returned.new_zeros(1, *returned.shape[1:])  # on a rank that has dropped everything
-    rows = returned[plan.place]
-    if plan.dropped is not None:
-        rows[plan.dropped] = 0
-    rows = rows.unflatten(0, (len(rows) // fan, fan))
-    return rows.sum(1, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
+    return _gathered(returned, plan.place.view(-1, fan), plan)
 
 
 class _Depart(Function):
@@ -146,9 +160,9 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, departure: Departure, *arriving: Tensor) -> tuple[Tensor, ...]:
         ctx.departure = departure
-        arrived = tuple(travel.end()[departure.plan.arrival] for travel in departure.travels)
+        rows = tuple(arrived(travel, departure.plan) for travel in departure.travels)
         departure.travels = []
-        return arrived
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,9 +185,9 @@ class Departure:
 
     def arrive(self) -> tuple[Tensor, ...]:
         """Of each tensor the rows of this rank's experts, in their order."""
-        arrived: tuple[Tensor, ...] = _Arrive.apply(self, *self._arriving)
+        rows: tuple[Tensor, ...] = _Arrive.apply(self, *self._arriving)
         del self._arriving
-        return arrived
+        return rows
 
 
 class _Combine(Function):
@@ -184,7 +198,7 @@ class _Combine(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return leave(grads[0], ctx.plan).end()[ctx.plan.arrival], None
+        return arrived(leave(grads[0], ctx.plan), ctx.plan), None
 
 
 def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -44,36 +42,6 @@ class GroupedLinear(nn.Module):
     def forward(self, x_Mk: Tensor, ends_E: Tensor) -> Tensor:
         """`ends`: of each expert the row past its last."""
         return _GroupedLinear.apply(x_Mk, self.weight, ends_E, self.context)
-
-
-class _WeightedActivation(Function):
-    """Keeps what goes in and no product: what comes out is kept by the next layer anyway."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights_M: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.activation = activation
-        ctx.save_for_backward(x, weights_M)
-        return _scaled(activation(x), weights_M)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weights_M = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y_MF = ctx.activation(x)
-        grad_weights = (grads[0].to(weights_M.dtype) * y_MF.detach()).sum(-1)
-        (grad_x,) = torch.autograd.grad(y_MF, x, _scaled(grads[0], weights_M))
-        return grad_x, grad_weights, None
-
-
-def _scaled(rows: Tensor, weights_M: Tensor) -> Tensor:
-    """In fp32 (fp64), rounded once."""
-    return (rows * weights_M[:, None]).to(rows.dtype)
-
-
-def weighted_activation(x: Tensor, weights_M: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """(M, …) → (M, F): activation(x), each row times its weight. Down projections are linear, so it is their output that is weighted."""
-    return _WeightedActivation.apply(x, weights_M, activation)
 
 
 class _RouterProduct(Function):

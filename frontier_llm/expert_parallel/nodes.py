@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import Axis
-from frontier_llm.expert_parallel.dispatch import Departure, Dispatch, leave, plan_dispatch
+from frontier_llm.expert_parallel.dispatch import Departure, Dispatch, arrived, leave, plan_dispatch
+from frontier_llm.ops import Ops
 
 
 class OnNode(NamedTuple):
@@ -27,22 +28,24 @@ class OnNode(NamedTuple):
 class ToNodes:
     """Tokens on their way to nodes."""
 
-    def __init__(
-        self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, experts: int, rail: Axis, dropped_Nk: Tensor | None = None
-    ) -> None:
-        """Collective over the rail, which has one rank in each node; the host waits for the numbers of rows."""
+    def __init__(self, x_NH: Tensor, choice: tuple[Tensor, Tensor, Tensor | None], experts: int, rail: Axis, ops: Ops) -> None:
+        """Collective over the rail, which has one rank in each node; the host waits for the numbers of rows.
+
+        `choice`: each token's experts, their weights, and which of them are dropped.
+        """
+        experts_Nk, weights_Nk, dropped_Nk = choice
         self._nodes, self._per_node = rail, experts // rail.size
         if dropped_Nk is not None:
             experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)  # past the last: of no node
         node_R = torch.arange(rail.size, device=x_NH.device)
         needed_NR = (experts_Nk[..., None] // self._per_node == node_R).any(1)
-        self.plan: Dispatch = plan_dispatch(node_R.expand_as(needed_NR), rail.size, rail, 1, ~needed_NR)
+        self.plan: Dispatch = plan_dispatch(node_R.expand_as(needed_NR), rail.size, rail, ops, 1, ~needed_NR)
         self._departure = Departure(self.plan, x_NH, weights_Nk)
         self._experts = leave(experts_Nk.int(), self.plan)
 
     def arrive(self) -> OnNode:
         """Wait for what comes to this rank."""
         x_MH, weights_Mk = self._departure.arrive()
-        experts_Mk = self._experts.end()[self.plan.arrival].long()
+        experts_Mk = arrived(self._experts, self.plan).long()
         elsewhere_Mk = experts_Mk // self._per_node != self._nodes.rank
         return OnNode(x_MH, experts_Mk % self._per_node, weights_Mk, elsewhere_Mk)

@@ -1,4 +1,4 @@
-"""Which GCD hangs on which cores, NUMA node and NIC of a Frontier or LUMI-G node, and what the links between GCDs carry.
+"""Which GCD hangs on which cores and NUMA node of a Frontier or LUMI-G node, and what the links between GCDs carry.
 
 Both machines have the same node: four MI250X of two GCDs each, one 64-core Trento, four Slingshot NICs. Source of all data: OLCF user
 docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI user guide, which agree.
@@ -27,7 +27,6 @@ class Place:
     gcd: int
     numa: int
     cores: tuple[int, ...]  # of its L3 region; the first is left to the system (low-noise mode)
-    nic: str  # the NIC on its own package
 
     @property
     def usable_cores(self) -> tuple[int, ...]:
@@ -36,10 +35,9 @@ class Place:
 
 
 _FIRST_CORE = {4: 0, 5: 8, 2: 16, 3: 24, 6: 32, 7: 40, 0: 48, 1: 56}
-_NIC = {0: "hsn0", 1: "hsn0", 2: "hsn1", 3: "hsn1", 4: "hsn2", 5: "hsn2", 6: "hsn3", 7: "hsn3"}
 
 NODE: tuple[Place, ...] = tuple(
-    Place(gcd, _FIRST_CORE[gcd] // 16, tuple(range(_FIRST_CORE[gcd], _FIRST_CORE[gcd] + 8)), _NIC[gcd]) for gcd in range(8)
+    Place(gcd, _FIRST_CORE[gcd] // 16, tuple(range(_FIRST_CORE[gcd], _FIRST_CORE[gcd] + 8))) for gcd in range(8)
 )
 
 

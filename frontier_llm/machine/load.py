@@ -103,35 +103,20 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
     """The machine under a software stack as plain numbers in SI units."""
     s = machine.stacks[stack_name(machine, stack)]
     device, node, network, table = machine.device, machine.node, machine.network, machine.allreduce
+    holders = {"stack": s, "device": device, "node": node, "network": network}
+    numbers: dict[str, Any] = {
+        field: getattr(holders[section], key).value * unit for field, (section, key, unit) in PLACES.items() if field != "fabric_bytes_s"
+    }
+    numbers["node_network_bytes_s"] *= node.nics.value
+    numbers |= {field: int(numbers[field]) for field in ("compute_units", "node_devices")}
     fabric = sorted(node.fabric_gbps.items())
     return Rates(
-        peak_flops=device.peak_tflops.value * 1e12,
-        memory_bytes=device.memory_gib.value * GIB,
-        hbm_bytes_s=device.memory_gbps.value * 1e9,
-        compute_units=int(device.compute_units.value),
-        node_devices=int(node.devices.value),
+        **numbers,
         one_in_flight=machine.in_flight.mode == "one",
         nodes=int(node.count.value),
-        node_network_bytes_s=node.nics.value * node.nic_gbps.value * 1e9,
         fabric_size=tuple(size for size, _ in fabric),
         fabric_bytes_s=tuple(speed.value * 1e9 for _, speed in fabric),
-        fabric_latency_s=node.fabric_latency_us.value * 1e-6,
-        fabric_hop_s=node.fabric_hop_us.value * 1e-6,
-        network_efficiency=network.efficiency.value,
-        network_crowding=network.crowding.value,
-        network_latency_s=network.latency_us.value * 1e-6,
-        network_hop_s=network.hop_us.value * 1e-6,
         all_reduce_table=_table(table.time_us, table.message_bytes) if table else None,
-        gemm_efficiency=s.gemm_efficiency.value,
-        gemm_k_half=s.gemm_k_half.value,
-        unaligned_penalty=s.unaligned_penalty.value,
-        flash_efficiency=s.flash_efficiency.value,
-        flash_backward=s.flash_backward.value,
-        hbm_efficiency=s.hbm_efficiency.value,
-        kernel_s=s.kernel_us.value * 1e-6,
-        launch_s=s.launch_us.value * 1e-6,
-        microbatch_s=s.microbatch_us.value * 1e-6,
-        step_s=s.step_us.value * 1e-6,
         attention=s.attention,
         dropout=s.dropout,
         fused_softmax=s.fused_softmax,
@@ -142,15 +127,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         optimizer_bytes=s.optimizer_bytes,
         p2p_split=s.p2p_split,
         blocking_messages=s.blocking_messages,
-        dp_overlap=s.dp_overlap.value,
-        gather_overlap=s.gather_overlap.value,
-        tp_overlap=s.tp_overlap.value,
-        chunk_overlap=s.chunk_overlap.value,
-        fabric_share=s.fabric_share.value,
-        reserve_bytes=s.reserve_gib.value * GIB,
-        fragmentation=s.fragmentation.value,
         bucket_parameters=s.bucket_parameters,
-        linear_speedup=s.linear_speedup.value,
         hierarchical=s.hierarchical,
         node_tables={name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()}
         if node.collectives
@@ -169,45 +146,46 @@ def _table(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, .
     return Table(tuple(map(float, time_us)), tuple(map(float, message_bytes)), seconds)
 
 
-# field of Rates → (section, key) of the machine file; for `--explain` and for writing fitted values back
-PLACES: dict[str, tuple[str, str]] = {
-    "gemm_efficiency": ("stack", "gemm_efficiency"),
-    "gemm_k_half": ("stack", "gemm_k_half"),
-    "unaligned_penalty": ("stack", "unaligned_penalty"),
-    "linear_speedup": ("stack", "linear_speedup"),
-    "flash_efficiency": ("stack", "flash_efficiency"),
-    "flash_backward": ("stack", "flash_backward"),
-    "hbm_efficiency": ("stack", "hbm_efficiency"),
-    "kernel_s": ("stack", "kernel_us"),
-    "launch_s": ("stack", "launch_us"),
-    "microbatch_s": ("stack", "microbatch_us"),
-    "step_s": ("stack", "step_us"),
-    "tp_overlap": ("stack", "tp_overlap"),
-    "chunk_overlap": ("stack", "chunk_overlap"),
-    "dp_overlap": ("stack", "dp_overlap"),
-    "gather_overlap": ("stack", "gather_overlap"),
-    "fabric_share": ("stack", "fabric_share"),
-    "reserve_bytes": ("stack", "reserve_gib"),
-    "fragmentation": ("stack", "fragmentation"),
-    "fabric_bytes_s": ("node", "fabric_gbps"),
-    "fabric_latency_s": ("node", "fabric_latency_us"),
-    "fabric_hop_s": ("node", "fabric_hop_us"),
-    "network_efficiency": ("network", "efficiency"),
-    "network_crowding": ("network", "crowding"),
-    "network_latency_s": ("network", "latency_us"),
-    "network_hop_s": ("network", "hop_us"),
-    "peak_flops": ("device", "peak_tflops"),
-    "hbm_bytes_s": ("device", "memory_gbps"),
-    "memory_bytes": ("device", "memory_gib"),
-    "compute_units": ("device", "compute_units"),
-    "node_devices": ("node", "devices"),
-    "node_network_bytes_s": ("node", "nic_gbps"),
+# field of Rates → section and key of the machine file, and the key's unit: for `rates`, for `--explain`, and for whoever measures or fits and writes
+PLACES: dict[str, tuple[str, str, float]] = {
+    "gemm_efficiency": ("stack", "gemm_efficiency", 1.0),
+    "gemm_k_half": ("stack", "gemm_k_half", 1.0),
+    "unaligned_penalty": ("stack", "unaligned_penalty", 1.0),
+    "linear_speedup": ("stack", "linear_speedup", 1.0),
+    "flash_efficiency": ("stack", "flash_efficiency", 1.0),
+    "flash_backward": ("stack", "flash_backward", 1.0),
+    "hbm_efficiency": ("stack", "hbm_efficiency", 1.0),
+    "kernel_s": ("stack", "kernel_us", 1e-6),
+    "launch_s": ("stack", "launch_us", 1e-6),
+    "microbatch_s": ("stack", "microbatch_us", 1e-6),
+    "step_s": ("stack", "step_us", 1e-6),
+    "tp_overlap": ("stack", "tp_overlap", 1.0),
+    "chunk_overlap": ("stack", "chunk_overlap", 1.0),
+    "dp_overlap": ("stack", "dp_overlap", 1.0),
+    "gather_overlap": ("stack", "gather_overlap", 1.0),
+    "fabric_share": ("stack", "fabric_share", 1.0),
+    "reserve_bytes": ("stack", "reserve_gib", GIB),
+    "fragmentation": ("stack", "fragmentation", 1.0),
+    "fabric_bytes_s": ("node", "fabric_gbps", 1e9),
+    "fabric_latency_s": ("node", "fabric_latency_us", 1e-6),
+    "fabric_hop_s": ("node", "fabric_hop_us", 1e-6),
+    "network_efficiency": ("network", "efficiency", 1.0),
+    "network_crowding": ("network", "crowding", 1.0),
+    "network_latency_s": ("network", "latency_us", 1e-6),
+    "network_hop_s": ("network", "hop_us", 1e-6),
+    "peak_flops": ("device", "peak_tflops", 1e12),
+    "hbm_bytes_s": ("device", "memory_gbps", 1e9),
+    "memory_bytes": ("device", "memory_gib", GIB),
+    "compute_units": ("device", "compute_units", 1.0),
+    "speed_variation": ("device", "speed_variation", 1.0),
+    "node_devices": ("node", "devices", 1.0),
+    "node_network_bytes_s": ("node", "nic_gbps", 1e9),
 }
 
 
 def provenance(machine: Machine, stack: str | None, field: str, group: int | None = None) -> Number:
     """Value, tag and source behind a field of Rates; `group` picks the fabric entry of that many devices."""
-    section, key = PLACES[field]
+    section, key, _ = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)
     numbers = getattr(holder, key)
     return numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))] if isinstance(numbers, dict) else numbers

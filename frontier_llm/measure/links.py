@@ -25,7 +25,7 @@ from frontier_llm.comm.collectives import (
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.p2p import Sends, exchange, post_receive
+from frontier_llm.comm.p2p import Sends, post_receive, start_exchange
 from frontier_llm.measure.timing import median_s, wall_s
 
 ELEMENT_BYTES = 4  # fp32
@@ -122,7 +122,7 @@ def operation_on(axis: Axis, operation: str, size_bytes: int, device: torch.devi
         "reduce_scatter": lambda: start_reduce_scatter_into(mine, whole, axis).wait(),
         "all_to_all": lambda: start_all_to_all_into(arriving, whole, axis).wait(),
         "broadcast": lambda: broadcast_(whole, axis, 0),
-        "message": lambda: exchange(whole, after, arriving, before, axis),
+        "message": lambda: start_exchange(whole, after, arriving, before, axis).wait(),
     }
     return calls[operation], whole.numel() * ELEMENT_BYTES
 

@@ -13,6 +13,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.costs.time import step_s
 from frontier_llm.files import write_atomically
 from frontier_llm.machine import OWN_STACK, Rates, load_machine, rates
+from frontier_llm.machine.load import PLACES
 from frontier_llm.measure.calibration import Samples, calibrated_rates, whole_steps
 from frontier_llm.units import GIB
 
@@ -82,20 +83,15 @@ def _node(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[s
     return node
 
 
+STACK_CONSTANTS = (
+    "gemm_efficiency", "gemm_k_half", "flash_efficiency", "flash_backward", "hbm_efficiency", "kernel_s", "launch_s", "microbatch_s", "step_s",
+)  # fmt: skip
+
+
 def _stack(fitted: Rates, provenance: dict[str, str]) -> dict[str, Any]:
-    constants = {
-        "gemm_efficiency": fitted.gemm_efficiency,
-        "gemm_k_half": fitted.gemm_k_half,
-        "flash_efficiency": fitted.flash_efficiency,
-        "flash_backward": fitted.flash_backward,
-        "hbm_efficiency": fitted.hbm_efficiency,
-        "kernel_us": fitted.kernel_s * 1e6,
-        "launch_us": fitted.launch_s * 1e6,
-        "microbatch_us": fitted.microbatch_s * 1e6,
-        "step_us": fitted.step_s * 1e6,
-    }
+    places = ((field, *PLACES[field]) for field in STACK_CONSTANTS)
     return {
-        **{key: _number(value, provenance) for key, value in constants.items()},
+        **{key: _number(getattr(fitted, field) / unit, provenance) for field, _, key, unit in places},
         "optimizer_bytes": rounded(fitted.optimizer_bytes),
         "accumulate_bytes": fitted.accumulate_bytes,
     }

@@ -189,6 +189,5 @@ class _Bench:
         batch = self.config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * mesh.dp.size})
         config = self.config.model_copy(update={"batch": batch, "parallel": parallel})
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        assert batches is not None
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
         return B, m, (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state))

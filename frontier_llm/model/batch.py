@@ -18,5 +18,6 @@ class Microbatch:
     global_targets: int | Tensor = 0  # of the step over all replicas: what the loss is divided by; needed by the stage with the head
     global_sequences: int = 0  # of the step over all replicas: what the router's losses are divided by; needed by stages with experts
     samples_B: Tensor | None = None  # int64, their numbers in the data, by which dropout draws; None = nothing is dropped, as in evaluation
-    row_losses_B: Tensor | None = None  # the stage with the head writes each row's sum of losses here, as far as this rank's tokens go
+    # (sums by text, text of each target S x B): the stage with the head adds its tokens' losses to the texts' sums
+    text_losses: tuple[Tensor, Tensor] | None = None
     positions_SB: Tensor | None = None  # where each token stands, when tokens are fed one by one; None = counted from the start

@@ -23,7 +23,6 @@ from frontier_llm.expert_parallel import (
     plan_dispatch,
     router_product,
     take_part,
-    weighted_activation,
 )
 from frontier_llm.tensor_parallel import Declared, LayerContext
 
@@ -109,26 +108,26 @@ class Experts(nn.Module):
         self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, dropped_Nk: Tensor | None, meanwhile: Callable[[], Beside]
     ) -> tuple[Tensor, Beside]:
         """(N, H) → (N, H); and what is computed `meanwhile`, beside the rows' way to their experts, and in backward beside their gradients' way home."""
-        ep, etp = self.context.ep, self.context.etp
+        ep, etp, ops = self.context.ep, self.context.etp, self.context.ops
         if ep.levels is None:
-            plan = plan_dispatch(experts_Nk, self.experts, ep, etp, dropped_Nk)
+            plan = plan_dispatch(experts_Nk, self.experts, ep, ops, etp, dropped_Nk)
             departure = Departure(plan, x_NH, weights_Nk.flatten())
             beside = meanwhile()
             return combine(self._outputs(plan, *departure.arrive()), plan), beside
         node, rail = ep.levels
-        to_nodes = ToNodes(x_NH, experts_Nk, weights_Nk, self.experts, rail, dropped_Nk)
+        to_nodes = ToNodes(x_NH, (experts_Nk, weights_Nk, dropped_Nk), self.experts, rail, ops)
         beside = meanwhile()
         x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
-        plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, etp, elsewhere_Mk)
+        plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, ops, etp, elsewhere_Mk)
         y_MH = combine(self._outputs(plan, *dispatch(x_MH, weights_Mk, plan)), plan)
         return combine(y_MH, to_nodes.plan), beside
 
     def _outputs(self, plan: Dispatch, x_MH: Tensor, weights_M: Tensor) -> Tensor:
-        return self.down(weighted_activation(self.up(x_MH, plan.ends_E), weights_M, self._activation), plan.ends_E)
-
-    def _activation(self, x: Tensor) -> Tensor:
-        ops = self.context.ops
-        return ops.gated(x.unflatten(-1, (2, -1)), self.activation) if self.gated else ops.gelu(x, None, self.activation == "gelu_tanh")
+        """Down projections are linear, so it is their output that is weighted."""
+        up, ops = self.up(x_MH, plan.ends_E), self.context.ops
+        if self.gated:
+            return self.down(ops.gated(up.unflatten(-1, (2, -1)), self.activation, weights_M), plan.ends_E)
+        return self.down(ops.gelu(up, None, self.activation == "gelu_tanh", weights_M), plan.ends_E)
 
 
 class MixtureOfExperts(nn.Module):

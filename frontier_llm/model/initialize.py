@@ -79,8 +79,8 @@ def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
 
 def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
     """Fill `out`, a tensor of spec.shape on any device and in any dtype, with this rank's part of the initial parameter."""
-    if spec.init_std is None:
-        out.fill_(spec.init_value)
+    if spec.parameter.init_std is None:
+        out.fill_(spec.parameter.init_value)
         return
     if out.is_meta:
         return
@@ -93,6 +93,6 @@ def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
         starts_R = torch.from_numpy(np.ascontiguousarray(starts[row : row + rows])).to(out.device)
         for column in range(0, run_length, chunk):
             count = min(chunk, run_length - column)
-            drawn = normals(key, starts_R + column, count).mul_(spec.init_std)
+            drawn = normals(key, starts_R + column, count).mul_(spec.parameter.init_std)
             # fp32 first, whatever the type: what fp32 and bf16 runs start from is then the same but for one rounding
             values_RC[row : row + rows, column : column + count].copy_(drawn if out.dtype == torch.float64 else drawn.float())

@@ -92,8 +92,9 @@ class Stage(nn.Module):
         if self.spec.head:
             loss_SB, logsumexp_SB = self.losses(x, batch)
             output = mean_over_global_batch(loss_SB, batch.global_targets)
-            if batch.row_losses_B is not None:
-                batch.row_losses_B.copy_(loss_SB.sum(0))
+            if batch.text_losses is not None:
+                sums_T, texts_SB = batch.text_losses
+                sums_T.index_add_(0, texts_SB.flatten(), loss_SB.flatten().to(sums_T.dtype))
             of_logits = self._terms.keys() - of_x.keys()
             further |= {name: self._terms[name].value(logsumexp_SB, batch, context.tp, False) for name in of_logits}
         return StageOutput(output, further) if further else output

@@ -53,14 +53,15 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return numbers.to(torch.get_default_device(), dtype)
 
 
-def against_reference(ops: Any, name: str, inputs: Sequence[Tensor | None], *args: Any) -> list[Pair]:
-    """Outputs and gradients of an op, each beside the reference's in float64."""
+def against_reference(ops: Any, name: str, inputs: Sequence[Tensor | None], *args: Any, weights: Tensor | None = None) -> list[Pair]:
+    """Outputs and gradients of an op, each beside the reference's in float64. `weights` of its rows stand behind the other arguments."""
     generator = torch.Generator().manual_seed(1)
-    ours = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
-    wide = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    given = (*inputs, *(() if weights is None else (weights,)))
+    ours = [None if x is None else x.detach().clone().requires_grad_() for x in given]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in given]
     outputs = []
-    for op, given in ((getattr(ops, name), ours), (getattr(reference, name), wide)):
-        output = op(*given, *args)
+    for op, tensors in ((getattr(ops, name), ours), (getattr(reference, name), wide)):
+        output = op(*tensors[: len(inputs)], *args, *tensors[len(inputs) :])
         outputs.append(output if isinstance(output, tuple) else (output,))
     grads = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in outputs[0]]
     torch.autograd.backward(outputs[0], grads)
@@ -141,6 +142,13 @@ def grouped_gradient(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int
     return [(main, expected)]
 
 
+def gathered_rows(dtype: torch.dtype, columns: int, ops: Any) -> list[Pair]:
+    """Rows of 7 in another order, sums of three and of none."""
+    x, wide = normal(7, columns, dtype=dtype), normal(7, columns, dtype=dtype).double()
+    one, three = torch.tensor([[6], [0], [-1], [3], [3]]), torch.tensor([[0, 1, 6], [-1, 5, -1], [-1, -1, -1], [2, 2, 4]])
+    return [(ops.gather_rows(x, places), reference.gather_rows(wide, places)) for places in (one, three)]
+
+
 def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, head_dim: int, kind: str, ops: GpuOps) -> list[Pair]:
     q = normal(sequence, 1, heads, head_dim, dtype=dtype)
     k, v = (normal(sequence, 1, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
@@ -148,6 +156,23 @@ def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, hea
     documents = (torch.arange(sequence) // 50)[None] if kind else None
     softcap, window = (1.0, 30) if "soft cap" in kind else (0.0, 0)
     return against_reference(ops, "attention", (q, k, v), Scores(head_dim**-0.5, slopes, documents, window=window, softcap=softcap))
+
+
+def _attention_block(dtype: torch.dtype, keys: int, offset: int, head_dim: int, kind: str, ops: GpuOps) -> list[Pair]:
+    """40 queries, which with documents see some or none of the keys, and a log-sum-exp over more keys in the backward."""
+    q, grad, o = (normal(40, 1, 2, head_dim, dtype=dtype, seed=seed) for seed in (0, 3, 4))
+    kv = normal(2, keys, 1, 1, head_dim, dtype=dtype, seed=1).unbind(0)
+    scores = Scores(head_dim**-0.5, offset=offset)
+    if kind:
+        slopes, of_queries, of_keys = 2.0 ** -torch.arange(1, 3), (torch.arange(40)[None] // 25) + 1, torch.arange(keys)[None] // 50
+        softcap, window = (1.0, 30) if "soft cap" in kind else (0.0, 0)
+        scores = Scores(head_dim**-0.5, slopes, of_queries, offset, of_keys, window, softcap)
+    wide, wide_kv = [x.double() for x in (q, grad, o)], tuple(x.double() for x in kv)
+    (out, logsumexp), (expected, exact) = ops.attention_block(q, kv, scores), reference.attention_block(wide[0], wide_kv, scores)
+    over_more = (exact + 1.0).float()
+    grads = ops.attention_block_backward(grad, q, kv, o, over_more, scores)
+    wanted = reference.attention_block_backward(wide[1], wide[0], wide_kv, wide[2], over_more, scores)
+    return [(out, expected), (logsumexp.exp().to(dtype), exact.exp()), *zip(grads, wanted, strict=True)]
 
 
 def cases(dtype: torch.dtype) -> Iterator[Check]:
@@ -159,6 +184,12 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
 
     def compared(op: str, shape: str, inputs: Sequence[Tensor | None], *args: Any) -> Check:
         return case(op, shape, lambda ops: against_reference(ops, op, inputs, *args))
+
+    def weighted(op: str, shape: str, x: Tensor, *args: Any) -> Iterator[Check]:
+        weights = normal(len(x))
+        yield case(op, f"{shape}, weighted", lambda ops: against_reference(ops, op, (x,), *args, weights=weights)[:-1])
+        # the weights' gradient is a sum in fp32
+        yield case(op, f"{shape}, weights", lambda ops: against_reference(ops, op, (x,), *args, weights=weights)[-1:], 32.0)
 
     for odd in (0, 3):
         for rows, columns in ((35, 80 - odd), (3, 2064 - odd), (3, 8208 - odd)):
@@ -173,9 +204,12 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
             yield compared("rope", f"5 x 2 x 3 x {head_dim - odd}, {half - odd} angles", (x,), angle.cos(), angle.sin())
         width = 1104 - odd
         yield compared("swiglu", f"3 x {width}", (2 * normal(3, 2, width, dtype=dtype),))
+        yield from weighted("swiglu", f"3 x {width}", 2 * normal(3, 2, width, dtype=dtype))
         for approximate in (False, True):
-            inputs = (2 * normal(35, width, dtype=dtype), normal(width, dtype=dtype))
-            yield compared("gelu", f"35 x {width}{', tanh' if approximate else ''}", inputs, approximate)
+            inputs, shape = (2 * normal(35, width, dtype=dtype), normal(width, dtype=dtype)), f"35 x {width}{', tanh' * approximate}"
+            yield compared("gelu", shape, inputs, approximate)
+            yield from weighted("gelu", shape, inputs[0], None, approximate)
+        yield case("gather_rows", f"7 x {width}", partial(gathered_rows, dtype, width))
         for columns in (80 - odd, 5008 - odd):
             yield case("cross_entropy", f"6 x {columns}", partial(_cross_entropy, 3 * normal(6, columns, dtype=dtype)))
         yield case("adamw", f"{1504 - odd}", partial(_adamw, dtype, 1504 - odd))
@@ -202,6 +236,9 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
                 shape = f"{sequence} x {heads}/{kv_heads} x {head_dim}{', ' * bool(kind)}{kind}"
                 # two products in a row, each of inputs rounded to the type
                 yield case("attention", shape, partial(_attention, dtype, sequence, heads, kv_heads, head_dim, kind), 2.0)
+        for keys, offset, head_dim, kind in ((70, 30, 128, ""), (70, 90, 64, ""), (70, 30, 64, extras), (70, 90, 64, bounded)):
+            shape = f"40 after {offset} x {keys} x 2/1 x {head_dim}{', ' * bool(kind)}{kind}"
+            yield case("attention_block", shape, partial(_attention_block, dtype, keys, offset, head_dim, kind), 2.0)
 
 
 def check(ops: GpuOps, device: str, dtypes: Sequence[str] = tuple(DTYPES)) -> Iterator[Result]:

@@ -127,6 +127,10 @@ class CpuOps(DifferentiableOps):
         """main_grad[e] += gradᵀ @ x."""
         _native.accumulate_grouped_gradient_(main_grad_Eok, grad_Mo.detach(), x_Mk.detach(), ends_E)
 
+    def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
+        """Copies where a row has one place; else its sum stays in registers."""
+        return _native.gather_rows(x_NH.detach(), places_Mf)
+
     def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
         """main_grad += grad, widening as it adds."""
         _native.accumulate_(main_grad, grad.detach())

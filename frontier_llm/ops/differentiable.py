@@ -70,13 +70,13 @@ class DifferentiableOps(ABC):
         """Rotate-half embedding; the backward turns the gradient back by the same angles."""
         return _Rope.apply(x_SBaD, cos_SR, sin_SR, self)
 
-    def swiglu(self, x_2f: Tensor) -> Tensor:
-        """silu(gate) * up; saves its input alone."""
-        return _Swiglu.apply(x_2f, self)
+    def swiglu(self, x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
+        """silu(gate) * up; saves its inputs alone."""
+        return _Swiglu.apply(x_2f, weights, self)
 
-    def gelu(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
+    def gelu(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None = None) -> Tensor:
         """GELU of x + bias; saves x and bias, not their sum."""
-        return _Gelu.apply(x, bias, approximate, self)
+        return _Gelu.apply(x, bias, approximate, weights, self)
 
     @abstractmethod
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
@@ -101,20 +101,22 @@ class DifferentiableOps(ABC):
         """rope by sign times the angles."""
 
     @abstractmethod
-    def swiglu_forward(self, x_2f: Tensor) -> Tensor:
-        """silu(gate) * up."""
+    def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
+        """silu(gate) * up, times each row's weight."""
 
     @abstractmethod
-    def swiglu_backward(self, grad: Tensor, x_2f: Tensor) -> Tensor:
-        """Gradient of x."""
+    def swiglu_backward(self, grad: Tensor, x_2f: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gradients of x, and in fp32 of the weights (of no meaning without them)."""
 
     @abstractmethod
-    def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
-        """GELU of x + bias, which is of x's type and contiguous."""
+    def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
+        """GELU of x + bias, which is of x's type and contiguous, times each row's weight."""
 
     @abstractmethod
-    def gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool) -> tuple[Tensor, Tensor]:
-        """Gradients of x, and in fp32 of the bias (of no meaning without one)."""
+    def gelu_backward(
+        self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, and in fp32 of the bias and the weights (of no meaning without them)."""
 
 
 def rows_in_order(logits_Nv: Tensor) -> Tensor:
@@ -171,28 +173,34 @@ class _Rope(Function):
 
 class _Swiglu(Function):
     @staticmethod
-    def forward(ctx: Any, x_2f: Tensor, ops: DifferentiableOps) -> Tensor:
-        ctx.save_for_backward(x_2f)
+    def forward(ctx: Any, x_2f: Tensor, weights: Tensor | None, ops: DifferentiableOps) -> Tensor:
+        ctx.save_for_backward(x_2f, weights)
         ctx.ops = ops
-        return ops.swiglu_forward(x_2f)
+        return ops.swiglu_forward(x_2f, weights)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return ctx.ops.swiglu_backward(grad_outputs[0], *ctx.saved_tensors), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x_2f, weights = ctx.saved_tensors
+        grad_x, grad_weights = ctx.ops.swiglu_backward(grad_outputs[0], x_2f, weights)
+        return grad_x, _of_rows(grad_weights, weights), None
 
 
 class _Gelu(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, ops: DifferentiableOps) -> Tensor:
-        ctx.save_for_backward(x, bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None, ops: DifferentiableOps) -> Tensor:
+        ctx.save_for_backward(x, bias, weights)
         ctx.approximate, ctx.ops = approximate, ops
-        return ops.gelu_forward(x, None if bias is None else _of_type(bias, x), approximate)
+        return ops.gelu_forward(x, None if bias is None else _of_type(bias, x), approximate, weights)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        grad_x, grad_bias = ctx.ops.gelu_backward(grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate)
-        return grad_x, None if bias is None else grad_bias.to(bias.dtype), None, None
+        x, bias, weights = ctx.saved_tensors
+        grads = ctx.ops.gelu_backward(grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate, weights)
+        return grads[0], None if bias is None else grads[1].to(bias.dtype), None, _of_rows(grads[2], weights), None
+
+
+def _of_rows(grad_weights: Tensor, weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else grad_weights.view(weights.shape)
 
 
 def _of_type(parameter: Tensor, x: Tensor) -> Tensor:

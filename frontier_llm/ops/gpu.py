@@ -32,6 +32,21 @@ def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
     return max(1, min(_MOST_ROWS, _blocks(rows * column_blocks, _PROGRAMS)))
 
 
+def _in_order(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.detach().contiguous()
+
+
+def _partial_weights(weights: Tensor | None, column_blocks: int, device: torch.device) -> Tensor:
+    """What each block of columns adds to the gradient of each row's weight."""
+    return torch.empty(
+        1 if weights is None else column_blocks, 0 if weights is None else weights.numel(), dtype=torch.float32, device=device
+    )
+
+
+def _summed(partial: Tensor) -> Tensor:
+    return partial[0] if len(partial) == 1 else partial.sum(0)
+
+
 def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
     """Suffix of the kernels' names and the variant for rows of this length."""
     name, block = "layernorm" if kind.centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
@@ -51,6 +66,16 @@ class GpuOps(DifferentiableOps):
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         return gpu_attention.backward(self.kernels, grad_o, saved, scores)
+
+    def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over one stretch of keys, which begins before or with the queries."""
+        return gpu_attention.block(self.kernels, q_SBaD, kv_KBgD, scores)
+
+    def attention_block_backward(
+        self, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What one stretch of keys adds to the gradients."""
+        return gpu_attention.block_backward(self.kernels, grad_SBaD, q_SBaD, kv_KBgD, o_SBaD, logsumexp_BaS, scores)
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
@@ -114,30 +139,42 @@ class GpuOps(DifferentiableOps):
         )  # fmt: skip
         return out
 
-    def swiglu_forward(self, x_2f: Tensor) -> Tensor:
-        """silu(gate) * up."""
+    def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
+        """silu(gate) * up, times each row's weight."""
         x_2f = x_2f.contiguous()
         out = torch.empty(*x_2f.shape[:-2], x_2f.shape[-1], dtype=x_2f.dtype, device=x_2f.device)
         grid = self._rows_grid(out, "swiglu_forward", "any")
-        self.kernels.launch("swiglu_forward", x_2f.dtype, "any", grid, x=x_2f, out=out, columns=out.shape[-1])
+        self.kernels.launch(
+            "swiglu_forward", x_2f.dtype, "any", grid, x=x_2f, weights=_in_order(weights), out=out, columns=out.shape[-1],
+            has_weights=int(weights is not None),
+        )  # fmt: skip
         return out
 
-    def swiglu_backward(self, grad: Tensor, x_2f: Tensor) -> Tensor:
-        """Gradient of x."""
+    def swiglu_backward(self, grad: Tensor, x_2f: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gradients of x and the weights."""
         grad, x_2f = grad.contiguous(), x_2f.contiguous()
         grad_x, grid = torch.empty_like(x_2f), self._rows_grid(grad, "swiglu_backward", "any")
-        self.kernels.launch("swiglu_backward", x_2f.dtype, "any", grid, grad=grad, x=x_2f, grad_x=grad_x, columns=grad.shape[-1])
-        return grad_x
+        partial = _partial_weights(weights, grid[1], grad.device)
+        self.kernels.launch(
+            "swiglu_backward", x_2f.dtype, "any", grid, grad=grad, x=x_2f, weights=_in_order(weights), grad_x=grad_x, partial_weights=partial,
+            rows=grid[0], columns=grad.shape[-1], has_weights=int(weights is not None),
+        )  # fmt: skip
+        return grad_x, _summed(partial)
 
-    def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
-        """GELU of x + bias."""
+    def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
+        """GELU of x + bias, times each row's weight."""
         x, variant, has_bias = x.contiguous(), "tanh" if approximate else "erf", int(bias is not None)
         out, grid = torch.empty_like(x), self._rows_grid(x, "gelu_forward", variant)
-        self.kernels.launch("gelu_forward", x.dtype, variant, grid, x=x, bias=bias, out=out, columns=x.shape[-1], has_bias=has_bias)
+        self.kernels.launch(
+            "gelu_forward", x.dtype, variant, grid, x=x, bias=bias, weights=_in_order(weights), out=out, columns=x.shape[-1], has_bias=has_bias,
+            has_weights=int(weights is not None),
+        )  # fmt: skip
         return out
 
-    def gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool) -> tuple[Tensor, Tensor]:
-        """Gradients of x and the bias."""
+    def gelu_backward(
+        self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, the bias and the weights."""
         grad, x, variant = grad.contiguous(), x.contiguous(), "tanh" if approximate else "erf"
         columns, grad_x = x.shape[-1], torch.empty_like(x)
         rows = x.numel() // max(1, columns)
@@ -145,12 +182,13 @@ class GpuOps(DifferentiableOps):
         strip = rows_per_strip(rows, column_blocks)
         strips = _blocks(rows, strip)
         partial = torch.empty(0 if bias is None else strips, columns, dtype=torch.float32, device=x.device)
-        grid = (strips, column_blocks, 1)
+        grid, partial_weights = (strips, column_blocks, 1), _partial_weights(weights, column_blocks, x.device)
         self.kernels.launch(
-            "gelu_backward", x.dtype, variant, grid, grad=grad, x=x, bias=bias, grad_x=grad_x, partial_bias=partial, rows=rows,
-            columns=columns, rows_per_program=strip, has_bias=int(bias is not None),
+            "gelu_backward", x.dtype, variant, grid, grad=grad, x=x, bias=bias, weights=_in_order(weights), grad_x=grad_x, partial_bias=partial,
+            partial_weights=partial_weights, rows=rows, columns=columns, rows_per_program=strip, has_bias=int(bias is not None),
+            has_weights=int(weights is not None),
         )  # fmt: skip
-        return grad_x, partial.sum(0)
+        return grad_x, partial.sum(0), _summed(partial_weights)
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
         """residual + x with features dropped, in one pass; the mask is in registers alone."""
@@ -225,6 +263,16 @@ class GpuOps(DifferentiableOps):
             grad=grad_Mo.detach().contiguous(), x=x_Mk.detach().contiguous(), ends=ends_E, main_grad=main_grad_Eok, outputs=outputs,
             inputs=inputs,
         )  # fmt: skip
+
+    def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
+        """Each row's sum in registers: whoever is written to reads, so nothing is zeroed and nothing races."""
+        x, (rows, fan), columns = x_NH.detach().contiguous(), places_Mf.shape, x_NH.shape[1]
+        out = x.new_empty(rows, columns)
+        self.kernels.launch(
+            "gather_rows", x.dtype, "any", self._rows_grid(out, "gather_rows", "any"), x=x, places=places_Mf.contiguous(), out=out, fan=fan,
+            columns=columns,
+        )  # fmt: skip
+        return out
 
     def adamw_(self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
         """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no synchronisation."""

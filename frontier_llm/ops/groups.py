@@ -1,8 +1,21 @@
-"""The reference of products over groups of rows: the tokens of one expert after the other, each with weights of its own."""
+"""The reference of rows on their way to experts and back, and of products over groups of them: the tokens of one expert after the other."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from frontier_llm.ops.dtypes import statistics_dtype
+
+
+def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
+    """Of each row of places (int64) the sum of those rows of x that it names, (M, H), in fp32 (fp64) and rounded once; -1 names none.
+
+    One place each is a gather. Its backward is the same over where each row has gone.
+    """
+    padded = torch.cat((x_NH, x_NH.new_zeros(1, *x_NH.shape[1:])))
+    rows_MfH = padded[places_Mf]
+    return rows_MfH[:, 0] if places_Mf.shape[1] == 1 else rows_MfH.sum(1, dtype=statistics_dtype(x_NH.dtype)).to(x_NH.dtype)
 
 
 def grouped_linear(x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:

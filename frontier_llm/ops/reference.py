@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .dropout import drop
 from .dtypes import statistics_dtype
-from .groups import accumulate_grouped_gradient_, grouped_input_gradient, grouped_linear
+from .groups import accumulate_grouped_gradient_, gather_rows, grouped_input_gradient, grouped_linear
 
 
 @dataclass(frozen=True)
@@ -196,18 +196,22 @@ def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
     return torch.cat([part.to(x_SBaD.dtype) for part in rotated] + [rest], dim=-1)
 
 
-def swiglu(x_2f: Tensor) -> Tensor:
-    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202)."""
+def swiglu(x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
+    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202), times the row's weight, which is fp32 (fp64)."""
     gate, up = x_2f.to(statistics_dtype(x_2f.dtype)).unbind(-2)
-    return (F.silu(gate) * up).to(x_2f.dtype)
+    return _weighted(F.silu(gate) * up, weights).to(x_2f.dtype)
 
 
-def gelu(x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
-    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh."""
+def gelu(x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None = None) -> Tensor:
+    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh; times the row's weight, which is fp32 (fp64)."""
     wide = x.to(statistics_dtype(x.dtype))
     if bias is not None:
         wide = wide + bias.to(wide.dtype)
-    return F.gelu(wide, approximate="tanh" if approximate else "none").to(x.dtype)
+    return _weighted(F.gelu(wide, approximate="tanh" if approximate else "none"), weights).to(x.dtype)
+
+
+def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows if weights is None else rows * weights[..., None]
 
 
 def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
@@ -302,8 +306,7 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 class Ops:
     """One function per op, chosen once, with the parameters and the meaning of the one above: what model, tensor_parallel and optim call.
 
-    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks, products
-    over groups and drop.
+    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks, experts' and drop.
     """
 
     attention = _op("attention", attention)
@@ -326,6 +329,7 @@ class Ops:
     grouped_linear = _op("experts", grouped_linear)
     grouped_input_gradient = _op("experts", grouped_input_gradient)
     accumulate_grouped_gradient_ = _op("experts", accumulate_grouped_gradient_)
+    gather_rows = _op("experts", gather_rows)
     accumulate_ = _op("accumulate", accumulate_)
     embedding_backward_ = _op("accumulate", embedding_backward_)
 
@@ -334,12 +338,12 @@ class Ops:
             raise TypeError(f"a function for each op is wanted, not {sorted(functions)}")
         vars(self).update(functions)
 
-    def gated(self, x_2f: Tensor, activation: str) -> Tensor:
+    def gated(self, x_2f: Tensor, activation: str, weights: Tensor | None = None) -> Tensor:
         """The gate's non-linearity times the other half: swiglu, or geglu_tanh (arXiv:2002.05202), which has no kernel of its own."""
         if activation == "swiglu":
-            return self.swiglu(x_2f)
+            return self.swiglu(x_2f, weights)
         gate, up = x_2f.unbind(-2)
-        return self.gelu(gate.contiguous(), None, True) * up
+        return self.gelu(gate.contiguous(), None, True, weights) * up
 
     def but(self, **functions: Op) -> Ops:
         """These ops, some of them replaced."""

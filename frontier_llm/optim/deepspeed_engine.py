@@ -30,7 +30,7 @@ class PartitionOptimizer(torch.optim.Optimizer):
         """DeepSpeed makes one partition of each group: of parameters that decay alike and keep the same states."""
 
         def alike(parameter: ShardedParameter) -> tuple[bool, tuple[str, ...]]:
-            return not parameter.spec.decay, rule.states(parameter.spec.parameter)
+            return not parameter.spec.parameter.decay, rule.states(parameter.spec.parameter)
 
         groups = [
             {"params": list(group), "decay": not plain, "states": states}

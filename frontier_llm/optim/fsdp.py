@@ -93,8 +93,8 @@ class FullySharded:
 
     def finish(self) -> None:
         """See GradientSums. Over dp they are summed already; what is partial over other axes (sequence parallelism) still misses those."""
-        for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.partial_axes):
-            partial = [shard.gradient for shard in self._shards if name in shard.spec.partial_axes]
+        for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.parameter.partial_axes()):
+            partial = [shard.gradient for shard in self._shards if name in shard.spec.parameter.partial_axes()]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.axis(name))
             for gradient, total in zip(partial, flat.split([gradient.numel() for gradient in partial]), strict=True):
                 gradient.copy_(total.view_as(gradient))
@@ -113,7 +113,7 @@ class FullySharded:
         self.updates += 1
         for shard in self._held():
             master, states = shard.master.view(-1), {name: state.view(-1) for name, state in shard.states.items()}
-            part = Slice(master, shard.gradient.view(-1), states, master, shard.spec.decay)
+            part = Slice(master, shard.gradient.view(-1), states, master, shard.spec.parameter.decay)
             self._formula.update(part, lr, self.updates, grad_scale)
 
     def settle(self) -> None:

@@ -13,8 +13,7 @@ from frontier_llm.comm import (
     Mesh,
     Pending,
     start_all_reduce_,
-    start_narrow_all_reduce_,
-    start_narrow_reduce_scatter_,
+    start_narrow_sum_,
     start_reduce_scatter_into,
 )
 from frontier_llm.optim.buckets import Bucket
@@ -76,8 +75,7 @@ class GradientSync:
     def _start_sum(self, bucket: Bucket) -> Pending:
         """Over dp: with ZeRO-1 each rank needs only the slice it will update."""
         if self._wire is not None:
-            start = start_narrow_all_reduce_ if bucket.owner.size == 1 else start_narrow_reduce_scatter_
-            return start(bucket.gradients, bucket.dp, self._wire)
+            return start_narrow_sum_(bucket.gradients, bucket.dp, self._wire, everywhere=bucket.owner.size == 1)
         if bucket.owner.size == 1:
             return start_all_reduce_(bucket.gradients, bucket.dp)
         return start_reduce_scatter_into(bucket.own(bucket.gradients), bucket.gradients, bucket.owner)

@@ -60,11 +60,11 @@ def context_degrees(model: ModelConfig, devices: int) -> list[int]:
 
 
 def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None) -> list[str]:
-    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches with ALiBi or in windows they have none."""
+    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches in windows only where scores are bounded."""
     if cp == 1:
         return ["auto"]
-    plain = model.position != "alibi" and model.sliding_window is None
-    ways = [*(("gather", "ring") if plain else ()), *(("heads",) if model.num_kv_heads // tp % cp == 0 else ())]
+    stretches = model.sliding_window is None or model.score_softcap is not None
+    ways = [*(("gather", "ring") if stretches else ()), *(("heads",) if model.num_kv_heads // tp % cp == 0 else ())]
     chosen = context_way(model, tp, cp) if wanted == "auto" else wanted
     return [way for way in ways if chosen in (None, way)]
 
@@ -94,7 +94,8 @@ def enumerate_layouts(
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
             if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
                 degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
-                rows += [_options(model, Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep), global_batch // dp, fixed) for ep in degrees_of_experts]
+                layouts = (Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep) for ep in degrees_of_experts)
+                rows += [_options(model, layout, global_batch // dp, tp_max, fixed) for layout in layouts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
     }
@@ -119,14 +120,23 @@ def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[
     return [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
 
 
-def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(what replicas share out, how many of them share out one copy of the weights): all of them, or neighbours inside a node (HSDP)."""
+    replicas, only = degrees.replicas, fixed.get("data_shard")
+    choices = [("none", 0), ("optimizer", 0)] if replicas > 1 else [("optimizer", 0)]
+    # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
+    if replicas > 1 and degrees.pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full":
+        inside = [shard for shard in divisors(replicas) if 1 < shard < replicas and shard * degrees.tp <= node]
+        choices += [("weights", shard) for shard in (divisors(replicas) if only else [0, *inside])]
+    return [(name, shard) for name, shard in choices if fixed.get("sharding", name) == name and only in (None, shard)]
+
+
+def _options(model: ModelConfig, degrees: Layout, per_replica: int, node: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
     tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
     microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
     plays = _plays(model, pp, fixed)
-    # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
-    shares = dp * cp % fixed.get("data_shard", 1) == 0
-    sharded = ["weights"] if pp == 1 and shares and model.moe is None and fixed.get("gradient_wire", "full") == "full" else []
+    shardings = _shardings(model, degrees, node, fixed)
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
 
     def left(field: str, values: Sequence[Any]) -> np.ndarray:
@@ -137,7 +147,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         "schedule": np.array([name for name, _ in plays], dtype="U32"),
         "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]),
         "recompute": np.array([fixed["recompute"]] if "recompute" in fixed else RECOMPUTE),
-        "sharding": left("sharding", ["none", "optimizer", *sharded] if dp * cp > 1 else ["optimizer"]),
+        "sharding": np.array([name for name, _ in shardings], dtype="U9"),
         "axis_order": left("axis_order", orders) if len(orders) > 1 else np.array(orders),
         "context_attention": np.array(context_ways(model, tp, cp, fixed.get("context_attention")), dtype="U6"),
     }
@@ -149,7 +159,7 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, fixed: Mappi
         for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp), ("ep", degrees.ep))
     }
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
-    columns["data_shard"] = np.where(columns["sharding"] == "weights", fixed.get("data_shard", 0), 0)
+    columns["data_shard"] = np.array([shard for _, shard in shardings], dtype=int)[picks["sharding"]]
     columns["microbatches"] = per_replica // columns["micro_batch"]
     columns["expert_nodes"] = np.ones_like(columns["ep"])  # two stages are the search's to price
     return columns

@@ -60,31 +60,27 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
     """The run file's mapping for the search's choice; what it trains is the caller's to say."""
     plan = outcome.best
     layout = plan.layout
-    parallel: dict[str, Any] = {
-        "tensor": layout.tp,
-        "pipeline": layout.pp,
-        "schedule": layout.schedule,
-        **({"data_mode": "fsdp"} if layout.sharding == "weights" else {"zero": SHARDING[layout.sharding]}),
-        "axis_order": layout.axis_order,
-    }
-    if layout.data_shard:
-        parallel["data_shard"] = layout.data_shard
-    if layout.cp > 1:
-        parallel["context"] = layout.cp
-        parallel["context_attention"] = layout.context_attention
-    if layout.ep > 1:
-        parallel["expert"] = layout.ep
-        parallel["expert_all_to_all"] = "hierarchical" if layout.expert_nodes > 1 else "flat"
-    if layout.chunks > 1:
-        parallel["chunks"] = layout.chunks
-    if layout.sequence_parallel:
-        parallel["sequence_parallel"] = True
+    fsdp, counts = layout.sharding == "weights", tuple(stage.num_layers for stage in plan.stages)
+    keys = (  # key, value, whether the run file has to say it
+        ("tensor", layout.tp, True),
+        ("pipeline", layout.pp, True),
+        ("schedule", layout.schedule, True),
+        ("data_mode", "fsdp", fsdp),
+        ("zero", SHARDING[layout.sharding], not fsdp),
+        ("axis_order", layout.axis_order, True),
+        ("data_shard", layout.data_shard, layout.data_shard > 0),
+        ("context", layout.cp, layout.cp > 1),
+        ("context_attention", layout.context_attention, layout.cp > 1),
+        ("expert", layout.ep, layout.ep > 1),
+        ("expert_all_to_all", "hierarchical" if layout.expert_nodes > 1 else "flat", layout.ep > 1),
+        ("chunks", layout.chunks, layout.chunks > 1),
+        ("sequence_parallel", True, layout.sequence_parallel),
+        ("stage_layers", list(counts), counts != balanced(outcome.model, len(counts))),
+    )
+    parallel: dict[str, Any] = {key: value for key, value, needed in keys if needed}
     comm: dict[str, Any] = {"tensor_chunks": layout.tensor_chunks} if layout.tensor_chunks > 1 else {}
     if machine.algorithms and uses_hierarchical(plan, rates):
         comm["algorithms"] = machine.algorithms
-    counts = tuple(stage.num_layers for stage in plan.stages)
-    if counts != balanced(outcome.model, len(counts)):
-        parallel["stage_layers"] = list(counts)
     return {
         "machine": machine_name,
         "parallel": parallel,

@@ -126,7 +126,8 @@ def search(
     def legal(tp_max: int) -> Layouts:
         layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
         layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
-        if rates.one_in_flight and "sharding" not in fixed:  # topology.plan refuses FSDP there: it issues communication of its own
+        # topology.plan refuses FSDP where one communication may be in flight: it issues its own
+        if rates.one_in_flight and not {"sharding", "data_shard"} & fixed.keys():
             layouts = layouts.where(layouts.sharding != "weights")
         return layouts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frontier_llm import log
 from frontier_llm.blueprint.optimizers import state_bytes
@@ -80,7 +80,7 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
     problems = []
     if not plan_problems(request.config, devices):
         predicted = predict(request.config, devices, request.site.machine)
-        request = request.with_step_time(predicted.step_time_s)
+        request = replace(request, expected_step_s=predicted.step_time_s)
         problems = [*predicted.memory_problems(), *synthetic_problems(request.config, cost_of(request))]
     if problems := [*submit.problems(request), *problems, *data_problems(request.config)]:
         raise ConfigError(problems)

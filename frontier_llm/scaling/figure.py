@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.files import write_atomically
 from frontier_llm.pages import Chart, figures, level, line, points, table, text, write_page
+from frontier_llm.planner.figures import PUBLISHED
 from frontier_llm.scaling.harvest import Row, as_csv, as_json
 from frontier_llm.units import format_seconds
 
-
-@dataclass(frozen=True)
-class Published:
-    """An efficiency that others have measured."""
-
-    mode: str
-    label: str
-    devices: int
-    efficiency: float
-    source: str
-
-
-# arXiv 2312.12705 (ORNL, Frontier): weak 100 % and strong 89 % and 87 % in the abstract; the further digits stand in the body
-PUBLISHED = (
-    Published("weak", "ORNL 175B", 1024, 1.00, "arXiv 2312.12705, abstract"),
-    Published("weak", "ORNL 1T", 3072, 1.00, "arXiv 2312.12705, abstract"),
-    Published("strong", "ORNL 175B, batch 8000", 1024, 0.8993, "arXiv 2312.12705 (abstract: 89 %)"),
-    Published("strong", "ORNL 1T, batch 8016", 3072, 0.8705, "arXiv 2312.12705 (abstract: 87 %)"),
-)
 DEVICES = "devices (GCDs on MI250X)"
 
 

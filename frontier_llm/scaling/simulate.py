@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frontier_llm.errors import ConfigError
+from frontier_llm.scaling.forecast import forecasts
 from frontier_llm.scaling.harvest import Row, with_efficiency
-from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import Point
 
 
-def simulated_rows(points: Sequence[Point], machine: str) -> list[Row]:
+def simulated_rows(points: Sequence[Point]) -> list[Row]:
     """One row per node count. Raises ConfigError for a point that would not fit into memory."""
     distinct = {point.nodes: point for point in points}.values()
-    predicted = [(point, predict(point.config, point.devices, machine)) for point in distinct]
-    if problems := [problem for _, prediction in predicted for problem in prediction.memory_problems()]:
-        raise ConfigError(problems)
     rows = []
-    for point, prediction in predicted:
-        facts = point.describe()
+    for priced in forecasts([(point, None) for point in distinct]):
+        point, prediction, facts = priced.point, priced.predicted, priced.point.describe()
         rows.append(
             Row(
                 mode=point.mode,

@@ -14,7 +14,6 @@ from math import prod
 from frontier_llm.errors import ConfigError, suggest
 
 AXES = ("tp", "cp", "dp", "pp")
-FOLDED = ("etp", "ep", "edp")  # innermost first
 AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 
@@ -72,13 +71,6 @@ class Grid:
         places = product(*(range(self.degree(axis)) for axis in reversed(inner)))
         return tuple(self.global_rank({**place, **dict(zip(reversed(inner), values, strict=True))}) for values in places)
 
-    def folded(self, global_rank: int) -> dict[str, int]:
-        """{'etp': …, 'ep': …, 'edp': …} of a rank."""
-        position, place = self.plane(global_rank).index(global_rank), {}
-        for axis in FOLDED:
-            position, place[axis] = divmod(position, self.degree(axis))
-        return place
-
     def experts_group(self, global_rank: int) -> tuple[int, ...]:
         """The ranks that hold one copy of all experts, etp innermost: tokens travel among them."""
         plane, size = self.plane(global_rank), self.etp * self.ep
@@ -116,13 +108,3 @@ class Grid:
         place, parts = self.coordinates(global_rank), axis.split(".")
         indices = product(*(range(self.degree(part)) for part in parts))
         return tuple(self.global_rank({**place, **dict(zip(parts, index, strict=True))}) for index in indices)
-
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along an axis; they partition the world."""
-        parts = axis.split(".")
-        others = [other for other in AXES if other not in parts]
-        starts = [
-            self.global_rank({**dict(zip(others, place, strict=True)), **dict.fromkeys(parts, 0)})
-            for place in product(*(range(self.degree(other)) for other in others))
-        ]
-        return tuple(self.group(axis, start) for start in sorted(starts))

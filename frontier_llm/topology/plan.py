@@ -214,24 +214,37 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if size % degree:
             yield Problem(key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}")
-    ranks = parallel.expert * parallel.expert_tensor
-    if plane % ranks:
-        what = f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the {plane} ranks of a stage (tensor x data)"
-        fix = f"use one of {nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for expert, with expert_tensor=1"
-        yield Problem("parallel.expert", what, fix)
-    if model.sequence_length % parallel.tensor:
-        what = f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part of the sequence"
-        fix = f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}"
-        yield Problem("model.sequence_length", what, fix)
-    if parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed":
-        where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
-        what = f"{who} cuts all weights over the same ranks, and experts have replicas of their own"
-        yield Problem(where, what, "use the native engine with data_mode=zero")
-    if ranks > 1 and config.guard.recompute_interval > 0:
-        what = "replicas that share out experts have different ones, whose gradients cannot be compared"
-        yield Problem("guard.recompute_interval", what, "set it to 0, or parallel.expert=1 and expert_tensor=1")
-    if model.bias:
-        yield Problem("model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)")
+    ranks, cuts = parallel.expert * parallel.expert_tensor, parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
+    where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
+    for broken, key, what, fix in (
+        (
+            plane % ranks,
+            "parallel.expert",
+            f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the {plane} ranks of a stage (tensor x data)",
+            f"use one of {nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for expert, with expert_tensor=1",
+        ),
+        (
+            model.sequence_length % parallel.tensor,
+            "model.sequence_length",
+            f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part of the sequence",
+            f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}",
+        ),
+        (
+            cuts,
+            where,
+            f"{who} cuts all weights over the same ranks, and experts have replicas of their own",
+            "use the native engine with data_mode=zero",
+        ),
+        (
+            ranks > 1 and config.guard.recompute_interval > 0,
+            "guard.recompute_interval",
+            "replicas that share out experts have different ones, whose gradients cannot be compared",
+            "set it to 0, or parallel.expert=1 and expert_tensor=1",
+        ),
+        (model.bias, "model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"),
+    ):
+        if broken:
+            yield Problem(key, what, fix)
 
 
 def tp_limit(model: ModelConfig) -> int:

@@ -33,26 +33,6 @@ class ShardSpec:
         return self.parameter.shape
 
     @property
-    def decay(self) -> bool:
-        """Whether weight decay applies."""
-        return self.parameter.decay
-
-    @property
-    def init_std(self) -> float | None:
-        """See Parameter."""
-        return self.parameter.init_std
-
-    @property
-    def init_value(self) -> float:
-        """See Parameter."""
-        return self.parameter.init_value
-
-    @property
-    def partial_axes(self) -> tuple[str, ...]:
-        """Axes over which the ranks' gradients have to be summed before the sum over data parallelism."""
-        return self.parameter.partial_axes()
-
-    @property
     def counted(self) -> bool:
         """True on the one copy that enters the gradient norm and the checkpoint: the first on every axis that does not split it."""
         return not any(self.coordinates[axis] for axis in self.coordinates if not self.splits_over(axis))

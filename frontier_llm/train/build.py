@@ -73,18 +73,16 @@ class TrainState:
             # routers that are told the whole step's load: no forward may run ahead of it
             told = moe is not None and (moe.selection_bias or moe.balance == "global")
             runs_ahead = config.optimizer.validated == "after" and not told and schedule.name != FORWARD_ONLY
-            overlap = config.comm.overlap_messages
-            weights, shapes = losses.weights(config), losses.shapes(config.model)
             return Engine(
                 schedule,
                 self.stages,
                 self.mesh,
                 context.gradients,
                 activation,
-                overlap=overlap,
+                overlap=config.comm.overlap_messages,
                 runs_ahead=runs_ahead,
-                loss_weights=weights,
-                shapes=shapes,
+                loss_weights=losses.weights(config),
+                shapes=losses.shapes(config.model),
             )
 
         schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks)

@@ -73,10 +73,10 @@ class Feed:
         samples = self._source.microbatch(step + self.left_out_steps, index)
         tokens_S1B = samples.tokens_BS1.T
         return Microbatch(
-            self._tensor(self._held(tokens_S1B[:-1])),
-            self._tensor(self._held(tokens_S1B[1:])),
+            self.held(tokens_S1B[:-1]),
+            self.held(tokens_S1B[1:]),
             None if samples.documents_BS is None else self._tensor(samples.documents_BS),
-            None if samples.loss_mask_BS is None else self._tensor(self._held(samples.loss_mask_BS.T)),
+            None if samples.loss_mask_BS is None else self.held(samples.loss_mask_BS.T),
             global_targets,
             self._sequences_per_step,
         )
@@ -97,8 +97,11 @@ class Feed:
         mask_BS = samples.loss_mask_BS
         return samples.target_count // self._mesh.cp.size if mask_BS is None else int(self._held(mask_BS.T).sum())
 
+    def held(self, rows: np.ndarray) -> Tensor:
+        """Of rows for a whole sequence those of this rank's tokens, on the device."""
+        return self._tensor(self._held(rows))
+
     def _held(self, rows: np.ndarray) -> np.ndarray:
-        """Of rows for a whole sequence those of this rank's tokens."""
         cp = self._mesh.cp
         if cp.size == 1:
             return rows

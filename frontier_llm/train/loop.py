@@ -259,8 +259,7 @@ def _checkpoints(train: TrainConfig) -> Path:
 def _validation(state: TrainState) -> dict[str, Batches]:
     """Of each held-out set by name."""
     dp = state.mesh.dp
-    opened = {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
-    return {split: batches for split, batches in opened.items() if batches is not None}
+    return {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
 
 
 def _manager(config: RunConfig, state: TrainState, resume: Resume) -> CheckpointManager:

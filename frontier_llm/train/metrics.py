@@ -53,7 +53,7 @@ class Metrics:
         self._observers = observers
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = open_lines(run_dir / "metrics.jsonl")
-        self._take_back("start", done_steps)
+        self._write("start", done_steps, {"layout": self._layout})
         self._since = self._started = time.perf_counter()  # when the steps since the last record began; when `_first_step` did
         self._steps_since, self._first_step, self._last_step = 0, done_steps, done_steps
 
@@ -113,13 +113,10 @@ class Metrics:
 
     def go_back(self, step: int) -> None:
         """The run has returned to where `step` steps were done."""
-        self._take_back("rewind", step)
+        self._write("rewind", step, {"layout": self._layout})
         self._since = self._started = time.perf_counter()
         self._steps_since, self._first_step = 0, step
         self._clock.take()
-
-    def _take_back(self, kind: str, step: int) -> None:
-        self._write(kind, step, {"layout": self._layout})
 
     def communication(self) -> None:
         """Write down what has been communicated so far."""

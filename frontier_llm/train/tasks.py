@@ -1,10 +1,10 @@
-"""In-context tasks while training: each option of each question is a row of a microbatch, and the training stages play it forward only."""
+"""In-context tasks while training: the options of their questions, packed into samples, are played forward by the training stages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,25 +23,51 @@ from frontier_llm.model import Microbatch
 from frontier_llm.train.build import TrainState
 
 
-@dataclass
-class Texts:
-    """A sample stream of (context, continuation): one in each sample, behind it zeros, where causal attention never looks from within."""
+class PackedTexts:
+    """A sample stream of (context, continuation), as many as fit into each sample, as documents that do not see each other."""
 
-    pairs: Sequence[Pair]
-    sequence_length: int
-    masked: bool = True  # of a sample its continuation alone counts
+    masked = True  # of a text its continuation alone counts
+
+    def __init__(self, pairs: Sequence[Pair], sequence_length: int, most: int | None = None) -> None:
+        """What does not fit into a sample by itself is cut from the left; `most` texts in each (None: no bound)."""
+        self.sequence_length = sequence_length
+        self._texts = [[*context, *continuation][-(sequence_length + 1) :] for context, continuation in pairs]
+        self._counted = [len(continuation) for _, continuation in pairs]
+        self._rows: list[list[int]] = []  # numbers of the texts in each sample, in order
+        room = 0
+        for number, text in enumerate(self._texts):
+            if len(text) > room or len(self._rows[-1]) == most:
+                self._rows.append([])
+                room = sequence_length + 1
+            self._rows[-1].append(number)
+            room -= len(text)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
-        """See SampleStream; past the last text nothing counts. What does not fit is cut from the left."""
-        tokens_S1[:] = 0
+        """See SampleStream; past the last text nothing counts."""
         assert learnt_S1 is not None
-        learnt_S1[:] = False
-        if k < len(self.pairs):
-            context, continuation = self.pairs[k]
-            text = [*context, *continuation][-len(tokens_S1) :]
-            tokens_S1[: len(text)] = text
-            learnt_S1[max(len(text) - len(continuation), 1) : len(text)] = True
-        return np.array([len(tokens_S1)], np.int64)
+        tokens_S1[:], learnt_S1[:] = 0, False
+        lengths, end = [], 0
+        for number in self._numbers(k):
+            text = self._texts[number]
+            start, end = end, end + len(text)
+            tokens_S1[start:end] = text
+            learnt_S1[max(end - self._counted[number], start + 1) : end] = True
+            lengths.append(len(text))
+        return np.array([*lengths, len(tokens_S1) - end], np.int64)
+
+    def texts_of_targets(self, k: int) -> NDArray[np.int64]:
+        """Of each target of a sample the number of its text; some text's where none counts."""
+        numbers = self._numbers(k)
+        texts_S1 = np.zeros(self.sequence_length + 1, np.int64)
+        of_tokens = np.repeat(np.array(numbers, np.int64), [len(self._texts[number]) for number in numbers])
+        texts_S1[: len(of_tokens)] = of_tokens
+        return texts_S1[1:]
+
+    def _numbers(self, k: int) -> list[int]:
+        return self._rows[k] if k < len(self._rows) else []
 
 
 def open_tasks(config: RunConfig) -> list[Asked]:
@@ -58,12 +84,12 @@ def open_tasks(config: RunConfig) -> list[Asked]:
 
 def evaluate_tasks(state: TrainState, tasks: Sequence[Asked], interrupted: Callable[[], bool]) -> dict[str, Mapping[str, float]]:
     """Accuracies by kind and task; logged. Collective over the world. Empty when `interrupted()`, asked after each global batch, said so."""
+    scores = log_likelihoods(state, [pair for task in tasks for pair in task.pairs], interrupted)
+    if scores is None:
+        return {}
     results: list[TaskResult] = []
     for task in tasks:
-        scores = log_likelihoods(state, task.pairs, interrupted)
-        if scores is None:
-            return {}
-        result = task.judge(scores)
+        result, scores = task.judge(scores[: len(task.pairs)]), scores[len(task.pairs) :]
         results.append(result)
         log.info(
             f"task {result.task} after step {state.current_step}: accuracy {result.acc:.4f} of {result.items}, per token {result.acc_token:.4f}"
@@ -80,19 +106,20 @@ def evaluate_tasks(state: TrainState, tasks: Sequence[Asked], interrupted: Calla
 def log_likelihoods(state: TrainState, pairs: Sequence[Pair], interrupted: Callable[[], bool]) -> list[float] | None:
     """log p(continuation | context) of each pair, on every rank; None when `interrupted()`. Collective over the world."""
     batch, mesh = state.config.batch, state.mesh
-    texts = Texts(pairs, state.config.model.sequence_length)
-    source = Batches(texts, batch.global_batch, batch.micro_batch, mesh.dp.rank, mesh.dp.size, read_ahead=0)
-    feed, steps = state.new_feed(source), math.ceil(len(pairs) / batch.global_batch)
-    losses_R = torch.zeros(steps * batch.global_batch, dtype=torch.float64, device=state.device)
+    documents = state.config.data.reset_at_documents or mesh.cp.size == 1  # attention over stretches may have been chosen that knows none
+    texts = PackedTexts(pairs, state.config.model.sequence_length, None if documents else 1)
+    source = Batches(texts, batch.global_batch, batch.micro_batch, mesh.dp.rank, mesh.dp.size, reset_at_documents=documents, read_ahead=0)
+    feed = state.new_feed(source)
+    sums_T = torch.zeros(len(pairs), dtype=torch.float64, device=state.device)
 
     def microbatch(step: int, index: int) -> Microbatch:
-        rows = source.sample_ids(step, index)
-        return replace(feed.microbatch(step, index, 1), row_losses_B=losses_R[rows.start : rows.stop])
+        texts_BS = np.stack([texts.texts_of_targets(k) for k in source.sample_ids(step, index)])
+        return replace(feed.microbatch(step, index, 1), text_losses=(sums_T, feed.held(texts_BS.T)))
 
-    for step in range(steps):
+    for step in range(math.ceil(len(texts) / batch.global_batch)):
         state.evaluator.run(partial(microbatch, step))
         if interrupted():
             return None
     # the tp ranks of a last stage have the same, those of cp each their tokens' part
-    total_R = all_reduce_(losses_R * (mesh.tp.rank == 0), mesh.world)
-    return [-loss for loss in total_R[: len(pairs)].tolist()]
+    total_T = all_reduce_(sums_T * (mesh.tp.rank == 0), mesh.world)
+    return [-loss for loss in total_T.tolist()]

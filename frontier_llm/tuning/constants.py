@@ -28,7 +28,6 @@ CONSTANTS = (
 SHARES = ("gemm_efficiency", "hbm_efficiency", "network_efficiency")  # at most 1
 PRIOR = 0.004  # weight of (log factor)² against one trial's (log error)²: 3 % of a step is worth a change by 1.6
 CHANGED = 0.1  # of a constant, below which the file keeps its value
-UNITS = {"_us": 1e6, "_gbps": 1e-9}
 
 
 def scaled(numbers: Rates, logs: np.ndarray) -> Rates:
@@ -92,16 +91,15 @@ def write_machine(path: Path, search: Tuner) -> Path:
     source = {"tag": "estimated", "source": f"frontier-llm tune, {datetime.now(UTC):%Y-%m-%d}: {words}"}
     content: dict[str, Any] = {"base": name, "title": f"{machine.title}, as trials have it"}
     for constant in changed(before, after):
-        section, key = PLACES[constant]
-        unit = next((factor for suffix, factor in UNITS.items() if key.endswith(suffix)), 1.0)
+        section, key, unit = PLACES[constant]
         value = getattr(after, constant)
         if constant == "fabric_bytes_s":
             sizes = dict(zip(after.fabric_size, value, strict=True))
-            content.setdefault("node", {})["fabric_gbps"] = {size: {"value": _digits(one * 1e-9), **source} for size, one in sizes.items()}
+            content.setdefault("node", {})["fabric_gbps"] = {size: {"value": _digits(one / unit), **source} for size, one in sizes.items()}
         elif section == "stack":
-            content.setdefault("stacks", {}).setdefault(own_stack(machine), {})[key] = {"value": _digits(value * unit), **source}
+            content.setdefault("stacks", {}).setdefault(own_stack(machine), {})[key] = {"value": _digits(value / unit), **source}
         else:
-            content.setdefault(section, {})[key] = {"value": _digits(value * unit), **source}
+            content.setdefault(section, {})[key] = {"value": _digits(value / unit), **source}
     write_atomically(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140))
     load_machine(str(path))
     return path

@@ -85,7 +85,7 @@ def read_trials(path: Path, like: Layout) -> list[Trial]:
 
 
 def _trial(row: dict[str, str], like: Layout) -> Trial:
-    shared = {name: getattr(like, name) for name in ("dtype", "gradient_wire", "optimizer")}
+    shared = {name: getattr(like, name) for name in ("dtype", "gradient_wire", "optimizer", "data_shard")}
     values = {name: _read(row[name], getattr(like, name)) for name in (*CHOICES, "microbatches")}
     return Trial(
         number=int(row["number"]),

@@ -46,7 +46,6 @@ def built(model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf
         train=TrainConfig(steps=1000, recompute=recompute),
     )
     batches = open_batches(config, 0, 1)
-    assert batches is not None
     return build_state(config, make_plan(config, 1), serial_mesh(), torch.device(device, *([0] if device == "cuda" else [])), batches)
 
 

@@ -54,8 +54,9 @@ def test_the_first_allocations_costs_are_what_the_dry_runs_say(tmp_path) -> None
             args = parse(line.split()[1:])
             config = load_run(args.run, [f"machine={SITE.machine}", *args.overrides, f"train.run_dir={tmp_path}"])
             step_s = predict(config, args.nodes * SITE.tasks_per_node).step_time_s
-            request = JobRequest(config=config, site=SITE, nodes=args.nodes, spares=args.spares, minutes=parse_walltime(args.time))
-            cost = cost_of(request.with_step_time(step_s))
+            minutes = parse_walltime(args.time)
+            request = JobRequest(config, SITE, args.nodes, args.spares, minutes=minutes, expected_step_s=step_s)
+            cost = cost_of(request)
             job = {"train_small": 1, "train_22b": 3, "train_175b": 6, "train_1t": 7}[args.run]
             nodes, predicted, most = table[job]
             assert float(predicted) == pytest.approx(cost.node_hours, rel=0.03, abs=0.05), line

@@ -146,7 +146,8 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
             update(lr, grad_scale)
 
         state.optimizer.step = observed  # type: ignore[method-assign]
-        state.mesh.ledger.reset()
+        state.mesh.ledger.calls.clear()
+        state.mesh.ledger.bytes.clear()
         with routed_rows(state) as routed:
             results = [train_step(state)]
         traffic = [] if sabotage else _traffic(state, routed, case.read_only)

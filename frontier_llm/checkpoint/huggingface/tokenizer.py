@@ -60,20 +60,16 @@ def _bytes() -> str:
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-    vocabulary = {_byte_letter(byte): byte for byte in range(256)}
+    # a letter below 256 is the byte of its own number, the others are in order the bytes that have none
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = {ord(letter): letter for letter in letters if ord(letter) < 256}
+    others = iter(letters[len(own) :])
+    vocabulary = {own.get(byte) or next(others): byte for byte in range(256)}
     model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     return str(model.to_str(pretty=True))
-
-
-def _byte_letter(byte: int) -> str:
-    """The printable letter that byte-level tokenizers (GPT-2's) write for a byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + [other for other in range(256) if other not in printable].index(byte))
 
 
 def _sentencepiece(path: Path) -> tuple[str, str]:

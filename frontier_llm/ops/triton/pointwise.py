@@ -1,4 +1,7 @@
-"""RoPE, SwiGLU, GELU with its bias and dropout with its residual; each reads its inputs once and writes its outputs once."""
+"""RoPE, SwiGLU and GELU with its bias (times a weight for each row), dropout with its residual, rows from anywhere and their sums.
+
+Each reads its inputs once and writes its outputs once.
+"""
 
 import triton
 import triton.language as tl
@@ -31,19 +34,25 @@ def rope(
 
 
 @triton.jit
-def swiglu_forward(x: "*T:16", out: "*T:16", columns: "i32:16", BLOCK: tl.constexpr):
-    """out [rows, columns] = silu(gate) * up for x [rows, 2, columns]."""
+def swiglu_forward(x: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16", has_weights: "i32", BLOCK: tl.constexpr):
+    """out [rows, columns] = silu(gate) * up * weight of the row, for x [rows, 2, columns]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     gate = tl.load(x + 2 * row * columns + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (2 * row + 1) * columns + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    y = gate * tl.sigmoid(gate) * up
+    if has_weights:
+        y *= tl.load(weights + row)
+    tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swiglu_backward(grad: "*T:16", x: "*T:16", grad_x: "*T:16", columns: "i32:16", BLOCK: tl.constexpr):
-    """The gradient of both halves of x."""
+def swiglu_backward(
+    grad: "*T:16", x: "*T:16", weights: "*fp32", grad_x: "*T:16", partial_weights: "*fp32", rows: "i32", columns: "i32:16",
+    has_weights: "i32", BLOCK: tl.constexpr
+):  # fmt: skip
+    """The gradient of both halves of x, and what these columns add to that of the row's weight, to partial_weights [column blocks, rows]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -52,32 +61,47 @@ def swiglu_backward(grad: "*T:16", x: "*T:16", grad_x: "*T:16", columns: "i32:16
     up = tl.load(x + (2 * row + 1) * columns + column, mask=inside, other=0.0).to(tl.float32)
     slope = tl.sigmoid(gate)
     silu = gate * slope
+    if has_weights:
+        tl.store(partial_weights + tl.program_id(1) * rows.to(tl.int64) + row, tl.sum(g * silu * up, 0))
+        g *= tl.load(weights + row)
     tl.store(grad_x + 2 * row * columns + column, (g * up * (slope + silu * (1.0 - slope))).to(grad_x.dtype.element_ty), mask=inside)
     tl.store(grad_x + (2 * row + 1) * columns + column, (g * silu).to(grad_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def gelu_forward(x: "*T:16", bias: "*T:16", out: "*T:16", columns: "i32:16", has_bias: "i32", TANH: tl.constexpr, BLOCK: tl.constexpr):
-    """out = gelu(x + bias)."""
+def _gelu(value, TANH: tl.constexpr):
+    if TANH:
+        return value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    return value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_forward(
+    x: "*T:16", bias: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16", has_bias: "i32", has_weights: "i32", TANH: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """out = gelu(x + bias) * weight of the row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     if has_bias:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    if TANH:
-        y = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
-    else:
-        y = value * 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+    y = _gelu(value, TANH)
+    if has_weights:
+        y *= tl.load(weights + row)
     tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gelu_backward(
-    grad: "*T:16", x: "*T:16", bias: "*T:16", grad_x: "*T:16", partial_bias: "*fp32:16", rows: "i32", columns: "i32:16",
-    rows_per_program: "i32", has_bias: "i32", TANH: tl.constexpr, BLOCK: tl.constexpr
+    grad: "*T:16", x: "*T:16", bias: "*T:16", weights: "*fp32", grad_x: "*T:16", partial_bias: "*fp32:16", partial_weights: "*fp32",
+    rows: "i32", columns: "i32:16", rows_per_program: "i32", has_bias: "i32", has_weights: "i32", TANH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK columns of a strip of rows: grad_x = grad * gelu'(x + bias), and its column sums to one row of partial_bias [strips, columns]."""
+    """BLOCK columns of a strip of rows: grad_x = grad * weight * gelu'(x + bias), its column sums to one row of partial_bias [strips, columns].
+
+    What these columns add to the gradient of each row's weight goes to partial_weights [column blocks, rows].
+    """
     strip = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -94,7 +118,11 @@ def gelu_backward(
         else:
             bell = tl.exp(-0.5 * value * value)
             slope = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476)) + value * bell * 0.3989422804014327
-        dx = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * slope
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        if has_weights:
+            tl.store(partial_weights + tl.program_id(1) * rows.to(tl.int64) + row, tl.sum(g * _gelu(value, TANH), 0))
+            g *= tl.load(weights + row)
+        dx = g * slope
         tl.store(grad_x + at, dx.to(grad_x.dtype.element_ty), mask=inside)
         bias_sum += dx
     if has_bias:
@@ -131,3 +159,15 @@ def drop(
     _drop_one(x, residual, out, at + 5 * blocks, (lane < blocks) & (lane + 5 * blocks < columns), w2, limit, scale, has_residual)
     _drop_one(x, residual, out, at + 6 * blocks, (lane < blocks) & (lane + 6 * blocks < columns), w3 << 16, limit, scale, has_residual)
     _drop_one(x, residual, out, at + 7 * blocks, (lane < blocks) & (lane + 7 * blocks < columns), w3, limit, scale, has_residual)
+
+
+@triton.jit
+def gather_rows(x: "*T:16", places: "*i64", out: "*T:16", fan: "i32", columns: "i32:16", BLOCK: tl.constexpr):
+    """out[row] = the sum of the rows of x that places[row, :fan] name, in their order; a negative place names none."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for f in range(0, fan):
+        place = tl.load(places + row * fan + f + column * 0)
+        total += tl.load(x + place * columns + column, mask=(place >= 0) & (column < columns), other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column < columns)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint.optimizers import MASTER, STATISTIC
+from frontier_llm.blueprint.optimizers import STATISTIC
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.comm import Axis, Mesh, all_gather, all_gather_json, maximum
 from frontier_llm.errors import Problem
@@ -75,20 +75,19 @@ class ReplicaCheck:
 
     def __init__(self, optimizer: Optimizer, mesh: Mesh) -> None:
         weights = [(f"weights of {spec.name}", spec, values) for spec, values in optimizer.weights()]
+        tensors = [(kind, part, values) for part in optimizer.state() for kind, values in part.tensors.items()]
+        # a slice's owner has the statistics of its whole bucket: they are the same on all replicas, however the rest is sharded
+        common = weights + [(f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind == STATISTIC]
         # the same parameters lie in the same places on all ranks of a stage, and on all replicas that hold the same share: so the rectangles correspond
-        state = [(f"{kind} of {part.name}", part.spec, values) for part in optimizer.state() for kind, values in part.tensors.items()]
-        # every owner of a slice has all statistics of its bucket
-        statistics = [
-            (f"{STATISTIC} of {part.name}", part.spec, part.tensors[STATISTIC]) for part in optimizer.state() if MASTER not in part.tensors
-        ]
+        shares = [(f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind != STATISTIC]
         self._copies = [
             _Copies(axis, apart, [(name, values) for name, spec, values in held if spec.parameter.replicas == name_of_axis])
             for name_of_axis, axis in (("dp", mesh.replicas), ("edp", mesh.edp))
-            for apart, held in ((1, weights + statistics), (optimizer.shards, state))
+            for apart, held in ((1, common), (optimizer.shards, shares))
         ]
-        copied = {axis for _, spec, _ in (*weights, *state) for axis in spec.coordinates if not spec.splits_over(axis)}
+        copied = {axis for _, spec, _ in (*common, *shares) for axis in spec.coordinates if not spec.splits_over(axis)}
         for axis in sorted(copied - {mesh.replicas.name, "edp"}):
-            held = weights if axis == mesh.tied.name else weights + state  # tied: ranks of two stages, whose rectangles differ
+            held = weights if axis == mesh.tied.name else common + shares  # tied: ranks of two stages, whose rectangles differ
             copies = [(name, values) for name, spec, values in held if axis in spec.coordinates and not spec.splits_over(axis)]
             self._copies.append(_Copies(mesh.axis(axis), 1, copies))
         self._optimizer, self._device = optimizer, optimizer.device

@@ -26,7 +26,7 @@ CASES = {
 }  # fmt: skip
 # of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding into another choice) and of the
 # other families' ops
-NOT_NEEDED = {name for name in all_kernels() if name.endswith("_long") or name.startswith("grouped_") or name == "drop"}
+NOT_NEEDED = {name for name in all_kernels() if name.endswith("_long") or name.startswith("grouped_") or name in ("drop", "gather_rows")}
 OTHERS = {"llama": {"gelu_forward", "gelu_backward"}, "mpt": {"rope", "swiglu_forward", "swiglu_backward"}}
 VARIANTS = {"llama": {"rmsnorm-2048", "r32", "d64"}, "mpt": {"layernorm-2048", "erf", "d64-extras"}}
 

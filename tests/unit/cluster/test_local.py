@@ -165,10 +165,13 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_forwarded(tmp_path: Path, number: signal.Signals) -> None:
     code = """
+        import time
         from frontier_llm.cluster.signals import SignalWatcher
         with SignalWatcher() as watcher:
             print("ready")
-            print("asked by", watcher.wait(60))
+            while watcher.requested is None:
+                time.sleep(0.01)
+            print("asked by", watcher.requested)
     """
     launcher, ranks = start_launcher(tmp_path, code)
     deadline = time.monotonic() + 120
@@ -200,9 +203,12 @@ with held():
 
 def test_a_signal_while_ranks_are_started_reaches_all_and_none_dies_of_it(tmp_path: Path) -> None:
     code = """
+        import time
         from frontier_llm.cluster.signals import SignalWatcher
         with SignalWatcher() as watcher:
-            print("asked by", watcher.wait(60))
+            while watcher.requested is None:
+                time.sleep(0.01)
+            print("asked by", watcher.requested)
     """
     command = [sys.executable, "-c", STRUCK_WHILE_STARTING, str(tmp_path), textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

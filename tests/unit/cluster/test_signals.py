@@ -11,10 +11,14 @@ from frontier_llm.cluster.signals import SignalWatcher, held
 
 # locking a C mutex twice never comes back to the interpreter, not even after a signal: what a blocked collective looks like
 BLOCKED = """
-import ctypes, os, threading
+import ctypes, os, threading, time
 from frontier_llm.cluster.signals import SignalWatcher
 with SignalWatcher(debounce_s=0.3) as watcher:
-    threading.Thread(target=lambda: os.write(1, watcher.wait().encode() + b"\\n"), daemon=True).start()
+    def tell():
+        while watcher.requested is None:
+            time.sleep(0.01)
+        os.write(1, watcher.requested.encode() + b"\\n")
+    threading.Thread(target=tell, daemon=True).start()
     os.write(1, b"ready\\n")
     mutex = ctypes.create_string_buffer(64)
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -22,12 +26,20 @@ with SignalWatcher(debounce_s=0.3) as watcher:
 """
 
 
+def first_of(watcher: SignalWatcher) -> str | None:
+    """What has been asked for, as soon as anything has."""
+    deadline_s = time.monotonic() + 60.0
+    while watcher.requested is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return watcher.requested
+
+
 def test_first_signal_is_remembered_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with SignalWatcher(debounce_s=600.0) as watcher:
         assert watcher.requested is None
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert watcher.wait(60.0) == "SIGUSR1"
+        assert first_of(watcher) == "SIGUSR1"
         os.kill(os.getpid(), signal.SIGTERM)  # within the debounce: the same request
         time.sleep(0.2)
         assert watcher.requested == "SIGUSR1"
@@ -39,7 +51,7 @@ def test_what_comes_before_the_watcher_waits_for_it() -> None:
     with held():
         signal.pthread_kill(main, signal.SIGUSR1)
         with SignalWatcher() as watcher:
-            assert watcher.wait(60.0) == "SIGUSR1"
+            assert first_of(watcher) == "SIGUSR1"
         # after it, it is held back again: no moment in which it would kill a rank that is leaving
         signal.pthread_kill(main, signal.SIGUSR1)
         assert signal.sigwait({signal.SIGUSR1}) == signal.SIGUSR1
@@ -61,13 +73,13 @@ def test_blocked_main_thread_sees_the_flag_and_the_second_signal_ends_it() -> No
 def test_a_terminal_that_closes_is_heard_unless_nohup_says_otherwise() -> None:
     with SignalWatcher() as watcher:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert watcher.wait(60.0) == "SIGHUP"
+        assert first_of(watcher) == "SIGHUP"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with SignalWatcher() as watcher:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert watcher.wait(60.0) == "SIGUSR1"
+            assert first_of(watcher) == "SIGUSR1"
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.comm import build_mesh, start_narrow_all_reduce_, start_narrow_reduce_scatter_
+from frontier_llm.comm import build_mesh, start_narrow_sum_
 from frontier_llm.config import CommConfig
 from frontier_llm.topology import Grid
 from frontier_llm.train.step import train_step
@@ -28,10 +28,10 @@ def _sums(rank: int, size: int, transport: str) -> tuple[torch.Tensor, torch.Ten
     axis = build_mesh(Grid(1, 1, size), rank, timeout_s=30.0, comm=CommConfig(transport=transport)).dp  # type: ignore[arg-type]
     x = _contribution(rank, size)
     scattered = x.clone()
-    start_narrow_reduce_scatter_(scattered, axis, torch.bfloat16).wait()
+    start_narrow_sum_(scattered, axis, torch.bfloat16, everywhere=False).wait()
     moved = dict(axis.ledger.bytes)
     everywhere = x.clone()
-    pending = start_narrow_all_reduce_(everywhere, axis, torch.bfloat16)
+    pending = start_narrow_sum_(everywhere, axis, torch.bfloat16, everywhere=True)
     pending.wait()
     pending.wait()  # nothing is added twice
     return scattered.chunk(size)[rank], everywhere, moved

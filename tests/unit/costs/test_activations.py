@@ -16,6 +16,7 @@ from frontier_llm.costs.memory import held
 from frontier_llm.costs.memory import kept_bytes as kept_by_the_list
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.machine import load_machine, rates
+from frontier_llm.ops.native import load_cpu_library
 from frontier_llm.topology import make_plan
 from frontier_llm.train.build import build_state
 
@@ -132,3 +133,15 @@ def test_queries_that_are_copied_leave_nothing_of_the_product_behind(shape: dict
     """A view of v alone would keep the whole qkv beside rotated queries and keys."""
     measured = (kept_bytes(config_of(4, "none", 1, **shape)) - kept_bytes(config_of(2, "none", 1, **shape))) / 2
     assert listed(config_of(4, "none", 1, **shape)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.skipif(bool(load_cpu_library()), reason="scripts/build_native.sh")
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "geglu_tanh"])
+def test_experts_keep_their_rows_and_no_outputs(activation: str) -> None:
+    """With the C++ activations: autograd through the reference's keeps products before they are weighted."""
+
+    def layers(count: int) -> RunConfig:
+        config = config_of(count, "none", 1, activation=activation, bias=False, moe={"experts": 4, "top_k": 2, "expert_hidden": 128})
+        return config.model_copy(update={"ops": config.ops.model_copy(update={"activation": "cpu"})})
+
+    assert listed(layers(4)) == pytest.approx((kept_bytes(layers(4)) - kept_bytes(layers(2))) / 2, rel=0.02)

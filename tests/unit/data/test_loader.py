@@ -150,7 +150,9 @@ def test_open_batches_from_a_config(corpus: Path) -> None:
     tokens = train.microbatch(0, 0).tokens_BS1
     assert tokens.shape == (2, config.model.sequence_length + 1)
     assert "text of the corpus" in bytes(tokens[0][tokens[0] < 256].tolist()).decode()
-    assert open_batches(run_config(corpus), 0, 1, "validation") is None
+    assert list(run_config(corpus).data.splits) == ["train"]
+    with pytest.raises(KeyError):
+        open_batches(run_config(corpus), 0, 1, "validation")
     for batches in (train, validation):
         batches.close()
 

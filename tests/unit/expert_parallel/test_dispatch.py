@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from frontier_llm.comm import build_mesh, start_all_to_all_rows
-from frontier_llm.config import CommConfig
+from frontier_llm.config import CommConfig, OpsConfig
 from frontier_llm.expert_parallel import ToNodes, combine, dispatch, plan_dispatch
+from frontier_llm.ops import select_ops
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
 EXPERTS, WIDTH = 4, 3
+OPS = select_ops(OpsConfig(), "cpu", torch.float64)
 
 
 def chosen(kind: str, rank: int, tokens: int) -> torch.Tensor:
@@ -31,7 +33,7 @@ def there_and_back(rank: int, size: int, etp: int, kind: str, transport: str) ->
     x_NH = torch.arange(tokens * WIDTH, dtype=torch.float64).view(tokens, WIDTH) + 100 * rank
     x_NH.requires_grad_()
     weights_Nk = (experts_Nk + 1).double().requires_grad_()
-    plan = plan_dispatch(experts_Nk, EXPERTS, axis, etp)
+    plan = plan_dispatch(experts_Nk, EXPERTS, axis, OPS, etp)
     x_MH, weights_M = dispatch(x_NH, weights_Nk, plan)
     local = EXPERTS * etp // size
     number_M = torch.arange(local).repeat_interleave(torch.tensor(plan.rows)) + rank // etp * local
@@ -64,9 +66,9 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
     x_NH = torch.randn(len(experts_Nk), WIDTH, dtype=torch.float64, requires_grad=True)
     weights_Nk = torch.rand(experts_Nk.shape, dtype=torch.float64, requires_grad=True)
     dropped_Nk = torch.arange(experts_Nk.numel()).view_as(experts_Nk) % 3 == 0 if drops else None
-    to_nodes = ToNodes(x_NH, experts_Nk, weights_Nk, EXPERTS, rail, dropped_Nk)
+    to_nodes = ToNodes(x_NH, (experts_Nk, weights_Nk, dropped_Nk), EXPERTS, rail, OPS)
     x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
-    plan = plan_dispatch(experts_Mk, EXPERTS // rail.size, node, etp, elsewhere_Mk)
+    plan = plan_dispatch(experts_Mk, EXPERTS // rail.size, node, OPS, etp, elsewhere_Mk)
     rows_MH, weights_M = dispatch(x_MH, weights_Mk, plan)
     y_NH = combine(combine(rows_MH * weights_M[:, None] / etp, plan), to_nodes.plan)
     expected = x_NH * (weights_Nk if dropped_Nk is None else weights_Nk * ~dropped_Nk).sum(-1, keepdim=True)

@@ -72,7 +72,6 @@ def state(draws: bool) -> TrainState:
         "bench", ["model=llama-tiny", "train.device=cpu", "batch.global_batch=2", "batch.micro_batch=1", "data.train=synthetic"]
     )
     batches = open_batches(config, 0, 1)
-    assert batches is not None
     return build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), batches, draws)
 
 

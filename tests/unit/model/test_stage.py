@@ -33,5 +33,5 @@ def test_modules_hold_what_the_blueprint_declares(name: str, tp: int, sequence_p
         for parameter in parameters:
             spec = parameter.spec
             assert tuple(parameter.shape) == spec.shape and spec.numel == spec.parameter.rank_numel({"tp": tp})
-            first = (rank == 0 or spec.splits_over("tp")) and (0 in held or "tied" not in spec.partial_axes)
+            first = (rank == 0 or spec.splits_over("tp")) and (0 in held or "tied" not in spec.parameter.partial_axes())
             assert spec.counted == first, spec.name

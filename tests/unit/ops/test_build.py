@@ -203,8 +203,8 @@ def test_what_triton_asks_beside_the_arguments_is_refused():
 
 def test_arguments_stand_in_the_sources_signature():
     swiglu = all_kernels()["swiglu_forward"]
-    assert swiglu.signature("bf16") == {"x": "*bf16", "out": "*bf16", "columns": "i32"}
-    assert [argument.by16 for argument in swiglu.arguments] == [True, True, True] and swiglu.module == "pointwise"
+    assert swiglu.signature("bf16") == {"x": "*bf16", "weights": "*fp32", "out": "*bf16", "columns": "i32", "has_weights": "i32"}
+    assert [argument.by16 for argument in swiglu.arguments] == [True, False, True, True, False] and swiglu.module == "pointwise"
     assert not any("BLOCK" in argument.name for kernel in all_kernels().values() for argument in kernel.arguments)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frontier_llm.ops import AdamWUpdate, Mask, Scores, native, reference
-from frontier_llm.ops.check import against_reference, grouped_gradient, grouped_products, normal
+from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -41,9 +41,9 @@ def close(got, expected, factor=1.0):
     assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
 
 
-def compare(op_name, inputs, *args, factor=1.0):
+def compare(op_name, inputs, *args, factor=1.0, weights=None):
     """Outputs and input gradients of cpu.<op> equal those of reference.<op> on the same values in float64."""
-    for got, expected in against_reference(cpu, op_name, inputs, *args):
+    for got, expected in against_reference(cpu, op_name, inputs, *args, weights=weights):
         assert got.shape == expected.shape
         close(got, expected, factor)
 
@@ -175,6 +175,29 @@ def test_activations(isa, dtype, width):
     for approximate in (False, True):
         compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate)
         compare("gelu", (4 * normal(3, 5, width, dtype=dtype), None), approximate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 77])
+def test_rows_are_weighted_where_they_are_activated(isa, dtype, width):
+    weights = normal(3, 5)
+    compare("swiglu", (4 * normal(3, 5, 2, width, dtype=dtype),), weights=weights)
+    for approximate in (False, True):
+        compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=weights)
+    with pytest.raises(RuntimeError, match="one for each of 15 rows"):
+        cpu.swiglu(normal(15, 2, width, dtype=dtype), weights[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 77])
+def test_rows_are_gathered_and_summed(isa, dtype, width):
+    for got, expected in gathered_rows(dtype, width, cpu):
+        close(got, expected)
+    x = normal(7, width, dtype=dtype)
+    assert torch.equal(cpu.gather_rows(x, torch.arange(6, -1, -1)[:, None]), x.flip(0))  # a copy, bit for bit
+    assert not cpu.gather_rows(x[:0], torch.full((2, 3), -1)).any() and cpu.gather_rows(x, torch.empty(0, 4).long()).shape == (0, width)
+    with pytest.raises(RuntimeError, match="place 7 of 7 rows"):
+        cpu.gather_rows(x, torch.tensor([[7]]))
 
 
 def test_activations_at_the_ends(isa):

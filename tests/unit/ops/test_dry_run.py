@@ -94,7 +94,12 @@ def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no
         ends, main_grad = torch.empty(16, dtype=torch.int32), torch.empty(16, 1536, 5120)
         assert ops.grouped_linear(x, weight, ends).shape == grad.shape and ops.grouped_input_gradient(grad, weight, ends).shape == x.shape
         ops.accumulate_grouped_gradient_(main_grad, grad, x, ends)
-    assert len(kernels._functions) == 3 and all(path.name.endswith("-True") for _, path in kernels._functions)
+        places, weights = torch.empty(4096, 6, dtype=torch.int64), torch.empty(24576, requires_grad=True)
+        assert ops.gather_rows(x, places).shape == (4096, 5120) and ops.gather_rows(x, places.view(-1, 1)).shape == x.shape
+        weighted = ops.swiglu(torch.empty(24576, 2, 1536, dtype=torch.bfloat16), weights)
+        weighted.backward(torch.empty_like(weighted))
+        assert weights.grad is not None and weights.grad.shape == weights.shape
+    assert len(kernels._functions) == 6 and all(path.name.endswith("-True") for _, path in kernels._functions)
 
 
 @pytest.mark.parametrize(("rows", "column_blocks", "expected"), [(256, 1, 2), (100, 1, 1), (8192, 1, 32), (256, 48, 32), (4096, 1, 18)])

@@ -102,11 +102,11 @@ def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
     kernels._functions.clear()
     fused = torch.zeros(100, 2, 3, 4, 64, dtype=torch.float16)
     q, k, v = (x.requires_grad_() for x in fused.unbind(2))
-    watch(driver, 26)
+    watch(driver, 29)
     out = GpuOps(kernels).attention(q, k, v, Scores(0.125))
     block = kernels.block("attention_forward", "d64", "BLOCK_M")
     assert list(record.grid) == [-(-100 // block), 8, 1] and record.shared == 60000
-    assert [slot & 0xFFFFFFFF for slot in record.slots[9:17]] == [100, 100, 4, 1, 64, *q.stride()[:3]]  # from the window on
+    assert [slot & 0xFFFFFFFF for slot in record.slots[10:20]] == [100, 100, 100, 0, 4, 1, 64, *q.stride()[:3]]  # from the window on
     assert kernels.architecture == "gfx90a" or record.shared_attribute == 60000
     watch(driver, 0)
     launches = record.launches
@@ -124,12 +124,13 @@ def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
         kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main_grad=main.double(), grad=main, count=64)
     with pytest.raises(BackendError, match=r"on cpu, the kernel reads torch\.float32 on the current device \(0\)"):
         checked_address("grad", torch.float32, main, 0)
+    given = {"x": main, "weights": None, "out": main, "has_weights": 0}
     with pytest.raises(BackendError, match=r"does not fit its type(.|\n)*columns 4294967296"):
-        kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), x=main, out=main, columns=2**32)
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), columns=2**32, **given)
     with pytest.raises(BackendError, match=r"grid has at most"):
-        kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), x=main, out=main, columns=64)
-    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), x=main, out=main, columns=64)  # nothing to do
-    for wrong in ({"x": main, "out": main}, {"x": main, "out": main, "rows": 1}, {"x": main, "out": main, "columns": 64, "rows": 1}):
+        kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), columns=64, **given)
+    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), columns=64, **given)  # nothing to do
+    for wrong in (given, {**given, "rows": 1}, {**given, "columns": 64, "rows": 1}):
         with pytest.raises((AssertionError, KeyError)):
             kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), **wrong)
     assert record.launches == launches

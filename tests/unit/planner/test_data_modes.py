@@ -20,6 +20,7 @@ from frontier_llm.planner.candidates import enumerate_layouts, parse_fixed
 from frontier_llm.planner.emit import Request, emit
 from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import search, simulate_layout
+from frontier_llm.topology import plan_problems
 
 FRONTIER = rates(load_machine("frontier"))
 MODEL = load_model("llama-2-7b")
@@ -72,6 +73,23 @@ def test_copies_gather_inside_the_node_and_sum_their_shares_across() -> None:
     assert float(lines["optimizer"]) == pytest.approx(12 * total_parameters(MODEL) / 8)
     table = enumerate_layouts(MODEL, 32, 256, 8, parse_fixed(["data_mode=fsdp", "data_shard=8"]))
     assert len(table) and set(table.data_shard.tolist()) == {8}
+
+
+def test_copies_inside_a_node_are_proposed_where_they_are_faster_and_emitted(tmp_path: Path) -> None:
+    """Eight small microbatches: gathers stay inside the node, and the sums across nodes are made once."""
+    numbers = rates(load_machine("mi300x"))
+    small = ["data_mode=fsdp", "micro_batch=1", "tensor=1", "recompute=none"]
+    found = search(MODEL, numbers, 4, 256, parse_fixed(small))
+    best, all_share = found.best, search(MODEL, numbers, 4, 256, parse_fixed([*small, "data_shard=32"])).best
+    assert best.layout.sharding == all_share.layout.sharding == "weights"
+    assert 1 < best.layout.data_shard <= 8 and best.step_s < all_share.step_s
+    emit(tmp_path / "mine.yaml", Request("llama-2-7b", "mi300x"), load_machine("mi300x"), found, numbers, None)
+    config = load_run(str(tmp_path / "mine.yaml"))
+    assert config.parallel.data_shard == best.layout.data_shard and plan_problems(config, 32) == []
+    in_a_node = enumerate_layouts(MODEL, 32, 256, 8, parse_fixed(["data_mode=fsdp"]))
+    assert set(zip(in_a_node.tp.tolist(), in_a_node.data_shard.tolist(), strict=True)) == {
+        (tp, shard) for tp in (1, 2, 4, 8) for shard in (0, 2, 4, 8) if tp * shard <= 8
+    }
 
 
 def test_simulation_equals_the_closed_form_and_the_breakdown_adds_up() -> None:

@@ -151,7 +151,7 @@ def test_every_enumerated_layout_is_legal_to_the_runtime_and_none_is_missing() -
                 "parallel": {
                     "tensor": one.tp, "pipeline": one.pp, "chunks": one.chunks, "schedule": one.schedule,
                     "sequence_parallel": one.sequence_parallel, "axis_order": one.axis_order,
-                    **({"data_mode": "fsdp"} if one.sharding == "weights" else {"zero": SHARDING[one.sharding]}),
+                    **({"data_mode": "fsdp", "data_shard": one.data_shard or None} if one.sharding == "weights" else {"zero": SHARDING[one.sharding]}),
                 },
                 "batch": {"global_batch": batch, "micro_batch": one.micro_batch},
                 "train": {"recompute": one.recompute},

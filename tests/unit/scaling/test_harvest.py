@@ -14,7 +14,8 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
-from frontier_llm.scaling.figure import PUBLISHED, write_report
+from frontier_llm.planner.figures import PUBLISHED
+from frontier_llm.scaling.figure import write_report
 from frontier_llm.scaling.harvest import Row, as_csv, half_width, harvest, with_efficiency
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import Point, announce, make_series
@@ -86,7 +87,7 @@ def test_nothing_to_harvest_is_an_error(tmp_path: Path) -> None:
 
 def simulated(root: Path) -> list[Row]:
     config = load_run("train_175b", ["train.steps=20"])
-    return simulated_rows(make_series("strong", config, FRONTIER, [8, 16, 128], 8000, root), "frontier")
+    return simulated_rows(make_series("strong", config, FRONTIER, [8, 16, 128], 8000, root))
 
 
 def test_simulated_rows_say_so_and_fall_with_fewer_microbatches(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "GiB per device" in problem.what and "recompute=full" in problem.fix
     assert predict(load_run("train_1t"), 3072, "frontier").memory_problems() == []
     with pytest.raises(ConfigError, match="GiB per device"):
-        simulated_rows(make_series("weak", config, FRONTIER, [4], 1600, tmp_path), "frontier")
+        simulated_rows(make_series("weak", config, FRONTIER, [4], 1600, tmp_path))
     assert predict(load_run("train_1t"), 3072).tokens_per_s > 0
 
 

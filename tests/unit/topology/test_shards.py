@@ -37,8 +37,12 @@ def test_of_copies_the_first_on_every_axis_counts() -> None:
     norm = Parameter("n", (8,), ParameterKind.VECTOR, {"tp": How.PARTIAL}, init_value=1.0)
     specs = [shard(norm, {"tp": 4}, {"tp": rank}) for rank in range(4)]
     assert [spec.counted for spec in specs] == [True, False, False, False]
-    assert all(spec.partial_axes == ("tp",) and spec.shape == spec.global_shape == (8,) for spec in specs)
+    assert all(spec.parameter.partial_axes() == ("tp",) and spec.shape == spec.global_shape == (8,) for spec in specs)
     assert not specs[1].splits_over("tp")
     tied = Parameter("e", (8, 2), ParameterKind.EMBEDDING, {"tp": Split(0), "tied": How.PARTIAL})
     copies = [shard(tied, {"tp": 2}, {"tp": 1, "tied": rank}) for rank in range(2)]
-    assert [spec.counted for spec in copies] == [True, False] and copies[1].partial_axes == ("tied",) and copies[1].splits_over("tp")
+    assert (
+        [spec.counted for spec in copies] == [True, False]
+        and copies[1].parameter.partial_axes() == ("tied",)
+        and copies[1].splits_over("tp")
+    )

@@ -62,7 +62,7 @@ def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int
     torch.Tensor.tolist = lambda tensor: reads.append(tensor) or tolist(tensor)  # type: ignore[method-assign,assign,func-returns-value]
     try:
         for step in range(4):
-            mesh.ledger.reset()
+            mesh.ledger.calls.clear()
             reads.clear()
             with Waits() as waits, watch.step():
                 result = train_step(state, lambda step=step: Wish(save=rank == 1 and step == 2))  # type: ignore[misc]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import ConfigError
 from frontier_llm.measure.report import write_report
 from frontier_llm.train import loop
-from frontier_llm.train.tasks import log_likelihoods
+from frontier_llm.train.tasks import PackedTexts, log_likelihoods
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.oracle import gpt
@@ -41,6 +42,7 @@ def scores(rank: int, case: Case) -> tuple[list[float], list[Piece]]:
     [
         Case("llama", tp=2, pp=2, dp=2, sequence_parallel=True, micro_batch=2),
         Case("gpt", cp=2, pp=2, schedule="interleaved", documents=True),
+        thorough(Case("gpt", cp=2, dp=2)),
         thorough(Case("mixtral", tp=2, dp=2, settings=("parallel.expert=2",))),
     ],
     ids=str,
@@ -54,6 +56,18 @@ def test_every_layout_scores_as_the_oracle_does(ranks: RankPool, case: Case) -> 
         logits = gpt.logits(case.config().model.model_dump(), params, text[:-1]).log_softmax(-1)
         expected = logits.gather(1, text[1:, None])[-len(continuation) :].sum()
         assert all(values[number] == pytest.approx(float(expected), rel=1e-10) for values, _ in played)
+
+
+def test_options_are_packed_in_order_and_none_is_lost() -> None:
+    texts = PackedTexts(PAIRS, 16)
+    assert len(texts) == 4 and len(PackedTexts(PAIRS, 16, most=1)) == len(PAIRS)
+    tokens, learnt = np.empty(17, np.int64), np.empty(17, np.bool_)
+    assert texts.fill(0, tokens, learnt).tolist() == [4, 4, 9] and tokens[:8].tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
+    assert np.flatnonzero(learnt).tolist() == [3, 5, 6, 7]
+    assert texts.texts_of_targets(0)[:7].tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert texts.fill(4, tokens, learnt).tolist() == [17] and not learnt.any()
+    short = PackedTexts([([1] * 90, [2] * 10)] * 400, 2048)  # as long as HellaSwag's
+    assert len(short) == 20
 
 
 @pytest.fixture

@@ -46,7 +46,6 @@ def state_on(rank: int, config: RunConfig) -> TrainState:
     plan = make_plan(config, world_size)
     mesh = serial_mesh() if world_size == 1 else build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    assert batches is not None
     return build_state(config, plan, mesh, torch.device("cpu"), batches)
 
 
