@@ -19,7 +19,7 @@ from frontier_llm.topology.plan import tp_limit
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
-V_SHAPED = ("zb-v", "v-half", "v-min")
+V_SHAPED = ("zb-v", "dualpipe-v", "v-half", "v-min")
 SEARCHED = "searched"  # the fastest V of all, not only of those
 MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
 
