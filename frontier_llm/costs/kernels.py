@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil, exp, log, log2, sqrt
+from statistics import NormalDist
 from typing import Any
 
 from frontier_llm.blueprint.items import FlashCore, Product
@@ -47,6 +48,21 @@ def _measured_over_formula(product: Product, rates: Rates) -> float:
         total += weight * log(measured_s / product_s(Product(int(m), int(n), int(k), fp8=product.fp8), formula))
         weights += weight
     return exp(total / weights)
+
+
+def pace(devices: int, rates: Rates) -> float:
+    """Time of a product on the slowest of `devices` over that on the slowest of one node, where efficiencies are measured.
+
+    Like devices differ in clock and power, all wait for the slowest in every step, and of more devices the slowest is slower.
+    """
+    if not rates.speed_variation or devices <= rates.node_devices:
+        return 1.0
+    return 1 + rates.speed_variation * (_largest(devices) - _largest(rates.node_devices))
+
+
+def _largest(samples: int) -> float:
+    """Expected largest of so many normally distributed numbers, in standard deviations (Blom 1958)."""
+    return NormalDist().inv_cdf((samples - 0.375) / (samples + 0.25))
 
 
 def memory_s(moved_bytes: Any, kernels: int, rates: Rates) -> Any:

@@ -21,7 +21,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.collectives import fabric_bandwidth, message_s, node_s
 from frontier_llm.costs.experts import experts_inside, experts_s
 from frontier_llm.costs.hierarchical import collective_s
-from frontier_llm.costs.kernels import flash_s, memory_s, product_s
+from frontier_llm.costs.kernels import flash_s, memory_s, pace, product_s
 from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split, stage_length
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import rule
@@ -32,19 +32,18 @@ FORWARD_OPS, BACKWARD_OPS = 24, 40
 RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
 WAITING, RECOMPUTED, LAUNCHES = "waiting for tp ranks", "recompute", "launch-bound"
 
-Prices = dict[
-    tuple[Work, int, int, int, int, int], float
-]  # by work, tp, cp, ep, how many of its ranks share a node and tp's pieces, for the time of one fold: layouts share most of it
+# by work, devices, tp, cp, ep, how many of its ranks share a node and tp's pieces, for the time of one fold: layouts share most of it
+Prices = dict[tuple[Work, int, int, int, int, int, int], float]
 
 
 def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
     """Seconds of one item's work, as far as it shows."""
-    key = work, layout.tp, layout.cp, layout.ep, int(experts_inside(layout, rates)), layout.tensor_chunks
+    key = work, layout.devices, layout.tp, layout.cp, layout.ep, int(experts_inside(layout, rates)), layout.tensor_chunks
     if key not in prices:
         if isinstance(work, Product):
-            prices[key] = product_s(work, rates)
+            prices[key] = product_s(work, rates) * pace(layout.devices, rates)
         elif isinstance(work, FlashCore):
-            prices[key] = flash_s(work, rates)
+            prices[key] = flash_s(work, rates) * pace(layout.devices, rates)
         elif isinstance(work, Collective):
             by_axis = {"tp": tensor_s, "cp": context_s, "ep": experts_s}
             prices[key] = by_axis[work.axis.split(".")[0]](work, layout, rates)
@@ -210,7 +209,7 @@ def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: i
 
     sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
     parts: Parts = over_layouts(
-        layouts, fold, split(layouts), experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
+        layouts, fold, layouts.devices, split(layouts), experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
     )
     return parts
 

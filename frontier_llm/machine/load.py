@@ -177,6 +177,7 @@ PLACES: dict[str, tuple[str, str, float]] = {
     "hbm_bytes_s": ("device", "memory_gbps", 1e9),
     "memory_bytes": ("device", "memory_gib", GIB),
     "compute_units": ("device", "compute_units", 1.0),
+    "speed_variation": ("device", "speed_variation", 1.0),
     "node_devices": ("node", "devices", 1.0),
     "node_network_bytes_s": ("node", "nic_gbps", 1e9),
 }

@@ -29,6 +29,7 @@ class Rates(Software):
     memory_bytes: float
     hbm_bytes_s: float  # peak
     compute_units: int  # SMs or CUs: the wave size of tiled kernels
+    speed_variation: float  # standard deviation of the speed of like devices, as a share
     # node and network
     node_devices: int
     nodes: int

@@ -41,6 +41,8 @@ class Device(Section):
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
     compute_units: Number  # SMs or CUs
+    # standard deviation of the speed of like devices, as a share of it
+    speed_variation: Number = Number(value=0, tag="estimated", source="runs on more than one node have not told it")
     flushes_fp16: bool = False  # its fp16 matrix products take and give 0 for numbers below 6.1e-5 (MI200)
     gemm_shapes: GemmShapes | None = None
     host_executes: bool = False  # a CPU: the cores that dispatch operations are those that run them

@@ -67,6 +67,16 @@ class GpuOps(DifferentiableOps):
         """Gradients of q, k and v."""
         return gpu_attention.backward(self.kernels, grad_o, saved, scores)
 
+    def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over one stretch of keys, which begins before or with the queries."""
+        return gpu_attention.block(self.kernels, q_SBaD, kv_KBgD, scores)
+
+    def attention_block_backward(
+        self, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What one stretch of keys adds to the gradients."""
+        return gpu_attention.block_backward(self.kernels, grad_SBaD, q_SBaD, kv_KBgD, o_SBaD, logsumexp_BaS, scores)
+
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ WIDTH = 140  # columns of a report that is not shown on a terminal
 
 # which numbers of the machine file each line of the breakdown rests on
 SOURCES = {
-    "matrix products": ("gemm_efficiency", "peak_flops"),
+    "matrix products": ("gemm_efficiency", "peak_flops", "speed_variation"),
     "attention": ("flash_efficiency", "peak_flops"),
     "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
     "tp communication": ("fabric_bytes_s", "fabric_latency_s"),

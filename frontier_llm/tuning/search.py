@@ -12,7 +12,7 @@ from frontier_llm.tuning.space import Space
 from frontier_llm.tuning.surrogate import Belief, Surrogate
 from frontier_llm.tuning.trials import RETRIED, Trial
 
-SPREAD_TRIALS = 3  # at random, after the planner's choice: of one point nothing about differences is learnt
+SPREAD_TRIALS = 3  # far from each other, after the planner's choice: of one point nothing about differences is learnt
 WORTH = 0.003  # of a step: the search ends when no untried layout is expected to gain more, which two runs of one layout differ by
 LEAST_TRIALS = 8
 MOST_NODE_FAILURES = 3  # in a row
@@ -65,7 +65,8 @@ class Tuner:
         belief = self.belief()
         expected = np.exp(belief.mean)
         if len(tried) <= SPREAD_TRIALS or self.best is None:
-            number = int(np.random.default_rng([self.seed, len(tried)]).choice(left))
+            shares = self.surrogate.distances(left, list(tried)) ** 2
+            number = int(np.random.default_rng([self.seed, len(tried)]).choice(left, p=shares / shares.sum() if shares.any() else None))
             return Proposal(number, "spread", float(expected[number]))
         gain = belief.expected_gain(self.best.step_s or math.inf)
         number = max(left, key=lambda index: gain[index])

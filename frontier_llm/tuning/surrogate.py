@@ -60,6 +60,11 @@ class Surrogate:
             mean, deviation = process.predict(self._table, return_std=True)
         return Belief(self.predicted + np.median(errors) + mean, deviation)
 
+    def distances(self, layouts: list[int], others: list[int]) -> np.ndarray:
+        """Of each layout, to the nearest of the others, by its coordinates."""
+        apart = self._table[layouts][:, None] - self._table[others][None]
+        return np.sqrt(np.square(apart).sum(axis=-1)).min(axis=1)
+
     def importance(self, belief: Belief) -> dict[str, float]:
         """By choice: the share of the variance of the expected log time, over the whole space, that its values alone explain."""
         whole = float(belief.mean.var())
