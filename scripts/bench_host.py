@@ -1,6 +1,8 @@
 """What the host needs per kernel launch, layer, microbatch and step: below this a GPU would wait for its host.
 
     OMP_NUM_THREADS=1 python scripts/bench_host.py [--rounds 40] [--dtype fp32]
+    python scripts/bench_host.py --limit MS    # given its time of a layer and microbatch, for which models is the host the limit? The cost model's answer
+    python scripts/bench_host.py --launches MODEL [MODEL…]    # what a layer launches, by operation
 
 Launches go the whole way to a driver that only takes notes (tests/unit/ops/fake_driver.c; its harness adds 0.1 us per argument, a real driver its own
 time). Steps are those of a model so small (H32, S16) that computing is a minor part, on the CPU: the costs of layers, microbatches and steps are
@@ -13,8 +15,9 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,15 +28,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from frontier_llm.config import load_run
+from frontier_llm.blueprint.layout import layout_of
+from frontier_llm.config import RunConfig, load_model, load_run
+from frontier_llm.config.load import build
+from frontier_llm.costs.seconds import times
+from frontier_llm.costs.time import layer_s
+from frontier_llm.machine import load_machine, rates
 from frontier_llm.ops import Scores
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.step import train_step
 from tests.unit.ops.fake_gpu import fake_gpu
+from tests.unit.ops.launches import of_a_layer, without_numbers
 
 LAUNCHES = 500  # timed together
 FEW, MANY = 2, 10  # layers, microbatches
+MODELS = (
+    ("mpt-125m", 1), ("mpt-350m", 1), ("mpt-1b", 1), ("mpt-3b", 1), ("llama-2-7b", 1), ("llama-2-7b", 8), ("gpt-22b", 8), ("llama-2-70b", 8),
+    ("gpt-175b", 8), ("gpt-1t", 8),
+)  # fmt: skip
 TINY = ("hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64", "sequence_length=16")
 
 
@@ -104,12 +117,44 @@ def bench_steps(dtype: str, rounds: int) -> None:
         )
 
 
+def print_launches(models: Sequence[str]) -> None:
+    """A row for each model and direction."""
+    print("| model | | launches | by operation |\n|---|---|--:|---|")
+    with tempfile.TemporaryDirectory() as folder, fake_gpu("gfx90a", Path(folder)) as (kernels, _, _), without_numbers(kernels):
+        for model in models:
+            counts = of_a_layer(kernels, load_model(model))
+            for phase in ("forward", "backward"):
+                by_name = {launch.name: count for launch, count in counts.items() if launch.phase == phase}
+                named = ", ".join(name if count == 1 else f"{count} {name}" for name, count in sorted(by_name.items()))
+                print(f"| {model} | {phase} | {sum(by_name.values())} | {named} |")
+
+
+def print_limit(host_ms: float) -> None:
+    """A layer's forward and backward of one sequence of 2,048 tokens on the device, whose host costs nothing, beside what the host needs for it."""
+    machines = {name: replace(rates(load_machine(name)), launch_s=0.0) for name in ("frontier", "h200")}
+    print(f"| model | TP | {' | '.join(f'{name}, ms of the device | host {host_ms} ms' for name in machines)} |\n|---|--:|--:|--:|--:|--:|")
+    for model, tp in MODELS:
+        settings = {"parallel": {"tensor": tp, "sequence_parallel": tp > 1}, "batch": {"global_batch": 1, "micro_batch": 1}}
+        shape = load_model(model, {"sequence_length": 2048})
+        layout = layout_of(build(RunConfig, {"model": shape.model_dump(), "precision": {"dtype": "bf16"}, **settings}), tp)
+        cells = []
+        for machine in machines.values():
+            device_ms = 1e3 * float(sum(layer_s(times(shape, layout, machine).block, layout, machine)))
+            cells += [f"{device_ms:.2f}", f"{host_ms / device_ms:.0%}{' **limit**' if host_ms > device_ms else ''}"]
+        print(f"| {model} | {tp} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--dtype", default="fp32", help="of the tiny model's steps; the host's work is the same in all")
+    parser.add_argument("--limit", type=float, metavar="MS", help="print the table of models for this time of the host, and end")
+    parser.add_argument("--launches", nargs="+", metavar="MODEL", help="print what a layer of these launches, and end")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.limit or args.launches:
+        print_limit(args.limit) if args.limit else print_launches(args.launches)
+        return
     bench_launches(args.rounds)
     bench_steps(args.dtype, args.rounds)
 

@@ -4,7 +4,8 @@
     python scripts/bench_moe.py --peers-python PEERS_VENV/bin/python [--rounds 2] [--layouts serial,ep2,ep4,ep2tp2]
 
 The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take turns, one thread per
-rank, bf16. Processor seconds are of all ranks together; on a machine that others use they are what can be compared, wall seconds are given beside.
+rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has fewer cores than a layout ranks, they are what can be
+compared, and wall seconds are given beside.
 Layouts are added to docs/results/moe_step.json as they are measured, and the measured part of docs/moe.md is written from it.
 """
 
@@ -84,7 +85,8 @@ def page(result: dict) -> str:
         f"`scripts/bench_moe.py`: L8 H384 A6 S256 V8192, {EXPERTS['experts']} experts of {EXPERTS['expert_hidden']}, top {EXPERTS['top_k']}, {TOKENS:,} tokens a "
         "step, bf16, one thread per rank; megatron-core 0.16.1 with its all-to-all dispatcher (dropless, experts one after the other: its grouped product needs a "
         "GPU). Two cores **shared with other jobs**, so processor seconds of all ranks are the measure and wall seconds stand beside; medians of the "
-        "steps, in turns. The dense model's MLP is as wide as the four experts of a token; the last column is the experts' rate of model FLOPs over its rate.", "",
+        "steps, in turns. Four ranks share the two cores, so that their wall seconds say little. The dense model's MLP is as wide as the four experts of a token; "
+        "the last column is the experts' rate of model FLOPs over its rate.", "",
         "| layout | ours, cpu / wall s | megatron-core | our dense model | megatron-core over ours | rate over dense |", "|---|--:|--:|--:|--:|--:|", *rows, "",
     ]  # fmt: skip
     return "\n".join(lines)

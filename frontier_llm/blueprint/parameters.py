@@ -133,7 +133,7 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
             yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
 
     def row(part: str, shape: tuple[int, int]) -> Iterator[Parameter]:
-        """Input features cut over tp; the bias is added once, after the sum."""
+        """Input features cut over tp; the bias is added once."""
         yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, {"tp": Split(1)}, output_std)
         if model.bias:
             yield Parameter(f"{name}.{part}.bias", shape[:1], ParameterKind.VECTOR, across)

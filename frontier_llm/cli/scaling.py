@@ -59,6 +59,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.scaling.forecast import as_text
+    from frontier_llm.scaling.launch import AllocationRanks
     from frontier_llm.scaling.series import default_batch, find_run, make_series
 
     overrides = ["train.save_interval=0", "train.save_final=false", "train.tensorboard=false", *args.overrides]
@@ -67,9 +68,8 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     if args.site is None and not args.in_job:
         raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
     site = load_site(args.site or environ("FRONTIER_LLM_SITE", "generic") or "generic")
-    launcher = _launcher(args, site) if args.in_job else None
-    if launcher is not None:
-        site = launcher.site
+    launcher = AllocationRanks(site, spares=args.spares) if args.in_job else None
+    site = launcher.site if launcher else site
     try:
         nodes = [int(count) for count in args.nodes.split(",")]
     except ValueError:
@@ -88,15 +88,6 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     show(args, rows, lambda: as_text(priced, jobs))
     log.info("dry run: nothing is written or queued" if args.dry_run else f"when they have run: frontier-llm scaling report {root}")
     return 0
-
-
-def _launcher(args: argparse.Namespace, site: Site) -> AllocationRanks:
-    """This allocation, with as many tasks per node as it was queued with."""
-    from frontier_llm.scaling.launch import AllocationRanks
-
-    launcher = AllocationRanks(site, spares=args.spares)
-    launcher.site = site.model_copy(update={"tasks_per_node": launcher.allocation.tasks_per_node})
-    return launcher
 
 
 def _run_here(args: argparse.Namespace, points: list[Point], launcher: AllocationRanks, words: list[str], root: Path) -> int:

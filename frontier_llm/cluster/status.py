@@ -189,11 +189,13 @@ def _progress(status: Status) -> str:
 
 
 def _speed(status: Status) -> str:
-    parts = [f"loss {status.loss:.4f}"] if status.loss is not None else []
-    parts += [f"{status.tokens_per_s:,.0f} tokens/s"] if status.tokens_per_s is not None else []
-    parts += [f"{format_seconds(status.step_time_s)} per step"] if status.step_time_s is not None else []
-    parts += [f"{format_count(status.tokens)} tokens seen"] if status.tokens else []
-    return ", ".join(parts)
+    parts = (
+        "" if status.loss is None else f"loss {status.loss:.4f}",
+        "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s",
+        "" if status.step_time_s is None else f"{format_seconds(status.step_time_s)} per step",
+        f"{format_count(status.tokens)} tokens seen" if status.tokens else "",
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _waits(axis: str, row: dict[str, int]) -> str:

@@ -140,7 +140,7 @@ class OpsConfig(Section):
     cross_entropy: Literal["auto", "reference", "cpu", "triton"] = "auto"  # loss over the vocabulary that tp splits
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
-    experts: Literal["auto", "reference", "cpu", "triton"] = "auto"  # products with the weights of each token's expert (since 0.2)
+    experts: Literal["auto", "reference", "cpu", "triton"] = "auto"  # tokens' rows to experts, products with their weights (since 0.2)
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
     attention_table: str = "shipped"  # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote (since 0.2)
     allow_fallback: bool = False  # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)

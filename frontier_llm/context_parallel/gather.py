@@ -67,17 +67,24 @@ class _Gathered(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SBaD,), (q, k, v, o, *sums), ops, cp = grad_outputs, ctx.saved_tensors, ctx.ops, ctx.cp
-        keys, grad_q = _Keys(k, v, cp), torch.empty_like(q)
+        keys, grad_q = _Keys(k, v, cp), torch.zeros_like(q)
         grad_K2BgD = torch.zeros_like(keys.whole_K2BgD)
+        half = len(grad_K2BgD) // 2
+        parts: list[tuple[Tensor, Pending]] = []
         for query, logsumexp_BaQ in zip(queries_of(q.shape[0], cp), sums, strict=True):
-            rows, seen = query.rows, range(query.positions.stop)
-            grad_q[rows], *grads = ops.attention_block_backward(
-                grad_SBaD[rows], q[rows], keys.seen_by(query), o[rows], logsumexp_BaQ, query.scores(ctx.scores, seen)
-            )
-            for to_KBgD, grad_KBgD in zip(grad_K2BgD[: seen.stop].unbind(1), grads, strict=True):
-                to_KBgD += grad_KBgD
-        front, back = grad_K2BgD.chunk(2)
-        parts = [start_reduce_scatter(half, cp) for half in (front, _chunks_reversed(back, cp.size))]
+            rows, last, seen_KBgD = query.rows, query.positions.stop, keys.seen_by(query)
+            # only the second chunk sees keys of the back half: first, so that their gradients travel while it reads the front half
+            for seen in (range(half, last), range(half)) if last > half else (range(last),):
+                stretch = slice(seen.start, seen.stop)
+                grad_q_QBaD, *grads = ops.attention_block_backward(
+                    grad_SBaD[rows], q[rows], tuple(x[stretch] for x in seen_KBgD), o[rows], logsumexp_BaQ, query.scores(ctx.scores, seen)
+                )
+                grad_q[rows] += grad_q_QBaD
+                for to_KBgD, grad_KBgD in zip(grad_K2BgD[stretch].unbind(1), grads, strict=True):
+                    to_KBgD += grad_KBgD
+                if seen.start:
+                    parts.append(start_reduce_scatter(_chunks_reversed(grad_K2BgD[half:], cp.size), cp))
+        parts.insert(0, start_reduce_scatter(grad_K2BgD[:half], cp))
         for _, pending in parts:
             pending.wait()
         grad_k, grad_v = torch.cat([part for part, _ in parts]).unbind(1)

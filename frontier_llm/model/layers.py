@@ -94,6 +94,21 @@ class Attention(nn.Module):
         """(S or s, B, H) → (S or s, B, H)."""
         qkv = self.qkv(x)
         qkv_SBgqD = qkv.view(*qkv.shape[:2], self.local_kv_heads, self.queries + 2, self.head_dim)
+        if positions.rope is not None and self.q_norm is None:
+            q_SBaD, k_SBgD, v_SBgD = self.ops.rotated_heads(qkv_SBgqD, *positions.rope)
+        else:
+            q_SBaD, k_SBgD, v_SBgD = self._heads(qkv_SBgqD, positions)
+
+        scores = replace(self.scores, alibi_slopes_a=positions.alibi_slopes_a, documents_BS=positions.documents_BS)
+
+        def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
+            return self.attend(q_SBaD, k_SBgD, v_SBgD, scores)
+
+        o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)
+        return self.output(o_SBaD.flatten(2))
+
+    def _heads(self, qkv_SBgqD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values where they are not only turned."""
         # one split, not three slices: its backward writes one gradient instead of adding up three that are mostly zeros
         q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((self.queries, 1, 1), dim=-2)
         q_SBaD, k_SBgD, v_SBgD = q_SBgqD.flatten(2, 3), k_SBgqD.squeeze(-2), v_SBgqD.squeeze(-2)
@@ -103,14 +118,7 @@ class Attention(nn.Module):
             q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
         if positions.rope is not None or self.queries > 1:  # q is a copy: views beside it would keep all of qkv until backward
             k_SBgD, v_SBgD = k_SBgD.contiguous(), v_SBgD.contiguous()
-
-        scores = replace(self.scores, alibi_slopes_a=positions.alibi_slopes_a, documents_BS=positions.documents_BS)
-
-        def core(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor) -> Tensor:
-            return self.attend(q_SBaD, k_SBgD, v_SBgD, scores)
-
-        o_SBaD = recompute(core, q_SBaD, k_SBgD, v_SBgD) if self.recompute_core else core(q_SBaD, k_SBgD, v_SBgD)
-        return self.output(o_SBaD.flatten(2))
+        return q_SBaD, k_SBgD, v_SBgD
 
 
 class Mlp(nn.Module):
@@ -150,9 +158,13 @@ class Block(nn.Module):
             self.moe = MixtureOfExperts(model, context, declared, f"{name}.moe", shared)
         self.mlp = Mlp(model, context, declared, f"{name}.mlp") if self.moe is None else None
 
-    def forward(self, x: Tensor, positions: Positions) -> tuple[Tensor, Routed | None]:
-        """(S or s, B, H) → (S or s, B, H), and what the router says, if there is one."""
-        attended, drawn = self.attention_output_norm(self.attention(self.attention_norm(x), positions)), positions.drawn
+    def forward(self, x: Tensor, added: Tensor | None, positions: Positions) -> tuple[Tensor, Tensor | None, Routed | None]:
+        """Two summands of the residual stream, each (S or s, B, H) → the same behind this block, and what the router says, if there is one.
+
+        Whoever reads next adds them: a norm does it in its own pass, forward and backward.
+        """
+        normed, x = (self.attention_norm(x), x) if added is None else self.attention_norm.add(added, x)
+        attended, drawn = self.attention_output_norm(self.attention(normed, positions)), positions.drawn
         if self.parallel_residual:
             normed, x = self.mlp_norm(x), x + attended if drawn is None else self.attention_dropout(attended, x, drawn)
         elif drawn is None:
@@ -162,7 +174,7 @@ class Block(nn.Module):
             normed = self.mlp_norm(x)
         y, routed = self._feed_forward(normed)
         y = self.mlp_output_norm(y)
-        return x + y if drawn is None else self.mlp_dropout(y, x, drawn), routed
+        return (x, y, routed) if drawn is None else (self.mlp_dropout(y, x, drawn), None, routed)
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, Routed | None]:
         if self.moe is not None:

@@ -110,12 +110,15 @@ class Stage(nn.Module):
         x = embedded
         if self.embedding_dropout is not None and positions.drawn is not None:
             x = self.embedding_dropout(embedded, None, positions.drawn)
-        routers = dict[int, Routed]()
+        routers, added = dict[int, Routed](), None
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            x, routed = recompute(lambda x, block=block: block(x, positions), x) if layer in self._recomputed else block(x, positions)
+            if layer in self._recomputed:  # keeps its input, which is one tensor for it and not two
+                x, added, routed = recompute(lambda x, block=block: block(x, None, positions), _sum(x, added))
+            else:
+                x, added, routed = block(x, added, positions)
             if routed is not None:
                 routers[layer] = routed
-        return x, routers
+        return _sum(x, added), routers
 
     def routers(self) -> Iterator[tuple[int, Router]]:
         """(its layer, one) of the routers."""
@@ -208,6 +211,10 @@ def build_stages(
     parameters = rank_parameters(model, specs, context.sequence_parallel)
     declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}
     return [Stage(model, spec, context, declared, device, recompute_modes, terms=terms) for spec in specs]
+
+
+def _sum(x: Tensor, added: Tensor | None) -> Tensor:
+    return x if added is None else x + added
 
 
 def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -158,6 +158,23 @@ def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, hea
     return against_reference(ops, "attention", (q, k, v), Scores(head_dim**-0.5, slopes, documents, window=window, softcap=softcap))
 
 
+def _attention_block(dtype: torch.dtype, keys: int, offset: int, head_dim: int, kind: str, ops: GpuOps) -> list[Pair]:
+    """40 queries, which with documents see some or none of the keys, and a log-sum-exp over more keys in the backward."""
+    q, grad, o = (normal(40, 1, 2, head_dim, dtype=dtype, seed=seed) for seed in (0, 3, 4))
+    kv = normal(2, keys, 1, 1, head_dim, dtype=dtype, seed=1).unbind(0)
+    scores = Scores(head_dim**-0.5, offset=offset)
+    if kind:
+        slopes, of_queries, of_keys = 2.0 ** -torch.arange(1, 3), (torch.arange(40)[None] // 25) + 1, torch.arange(keys)[None] // 50
+        softcap, window = (1.0, 30) if "soft cap" in kind else (0.0, 0)
+        scores = Scores(head_dim**-0.5, slopes, of_queries, offset, of_keys, window, softcap)
+    wide, wide_kv = [x.double() for x in (q, grad, o)], tuple(x.double() for x in kv)
+    (out, logsumexp), (expected, exact) = ops.attention_block(q, kv, scores), reference.attention_block(wide[0], wide_kv, scores)
+    over_more = (exact + 1.0).float()
+    grads = ops.attention_block_backward(grad, q, kv, o, over_more, scores)
+    wanted = reference.attention_block_backward(wide[1], wide[0], wide_kv, wide[2], over_more, scores)
+    return [(out, expected), (logsumexp.exp().to(dtype), exact.exp()), *zip(grads, wanted, strict=True)]
+
+
 def cases(dtype: torch.dtype) -> Iterator[Check]:
     """Every op in every variant, first with sizes that are multiples of 16, then without; all code objects of a type are among them."""
     one = 32.0 if dtype is torch.float32 else 1.0  # fp32 results are sums of rounded numbers
@@ -185,6 +202,8 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
             angle = normal(5, half - odd)
             x = normal(5, 2, 3, head_dim - odd, dtype=dtype)
             yield compared("rope", f"5 x 2 x 3 x {head_dim - odd}, {half - odd} angles", (x,), angle.cos(), angle.sin())
+            qkv = normal(5, 2, 2, 4, head_dim - odd, dtype=dtype)
+            yield compared("rotated_heads", f"5 x 2 x 2 x 4 x {head_dim - odd}, {half - odd} angles", (qkv,), angle.cos(), angle.sin())
         width = 1104 - odd
         yield compared("swiglu", f"3 x {width}", (2 * normal(3, 2, width, dtype=dtype),))
         yield from weighted("swiglu", f"3 x {width}", 2 * normal(3, 2, width, dtype=dtype))
@@ -219,6 +238,9 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
                 shape = f"{sequence} x {heads}/{kv_heads} x {head_dim}{', ' * bool(kind)}{kind}"
                 # two products in a row, each of inputs rounded to the type
                 yield case("attention", shape, partial(_attention, dtype, sequence, heads, kv_heads, head_dim, kind), 2.0)
+        for keys, offset, head_dim, kind in ((70, 30, 128, ""), (70, 90, 64, ""), (70, 30, 64, extras), (70, 90, 64, bounded)):
+            shape = f"40 after {offset} x {keys} x 2/1 x {head_dim}{', ' * bool(kind)}{kind}"
+            yield case("attention_block", shape, partial(_attention_block, dtype, keys, offset, head_dim, kind), 2.0)
 
 
 def check(ops: GpuOps, device: str, dtypes: Sequence[str] = tuple(DTYPES)) -> Iterator[Result]:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -70,6 +71,10 @@ class DifferentiableOps(ABC):
         """Rotate-half embedding; the backward turns the gradient back by the same angles."""
         return _Rope.apply(x_SBaD, cos_SR, sin_SR, self)
 
+    def rotated_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys turned, and values; the backward writes the projection's gradient once."""
+        return _Heads.apply(qkv_SBgqD, cos_SR, sin_SR, self)
+
     def swiglu(self, x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
         """silu(gate) * up; saves its inputs alone."""
         return _Swiglu.apply(x_2f, weights, self)
@@ -99,6 +104,16 @@ class DifferentiableOps(ABC):
     @abstractmethod
     def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
         """rope by sign times the angles."""
+
+    def split_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `reference.rotated_heads`."""
+        q_SBaD, k_SBgD = qkv_SBgqD[:, :, :, :-2].flatten(2, 3), qkv_SBgqD[:, :, :, -2]
+        return self.rotate(q_SBaD, cos_SR, sin_SR, 1.0), self.rotate(k_SBgD, cos_SR, sin_SR, 1.0), qkv_SBgqD[:, :, :, -1].contiguous()
+
+    def join_heads(self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        """The gradient of the projection."""
+        grad_q_SBgqD = self.rotate(grad_q, cos_SR, sin_SR, -1.0).unflatten(2, (grad_k.shape[2], -1))
+        return torch.cat((grad_q_SBgqD, self.rotate(grad_k, cos_SR, sin_SR, -1.0)[:, :, :, None], grad_v[:, :, :, None]), dim=-2)
 
     @abstractmethod
     def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
@@ -146,17 +161,16 @@ class _Norm(Function):
         out, total, mean, scale = ops.norm_forward(x, residual, _of_type(weight, x), None if bias is None else _of_type(bias, x), kind)
         ctx.save_for_backward(total, weight, mean, scale)
         ctx.kind, ctx.ops = kind, ops
-        ctx.has_residual, ctx.bias_dtype = residual is not None, None if bias is None else bias.dtype
+        ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
         return (out, total) if residual is not None else out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, mean, scale = ctx.saved_tensors
-        saved = Normed(total, _of_type(weight, total), mean, scale, ctx.kind, ctx.bias_dtype is not None)
+        saved = Normed(total, _of_type(weight, total), mean, scale, ctx.kind, ctx.has_bias)
         grad_total = grad_outputs[1] if ctx.has_residual else None
         grad_x, grad_weight, grad_bias = ctx.ops.norm_backward(grad_outputs[0], grad_total, saved)
-        grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
-        return grad_x, grad_x if ctx.has_residual else None, grad_weight.to(weight.dtype), grad_bias, None, None
+        return grad_x, grad_x if ctx.has_residual else None, grad_weight, grad_bias if ctx.has_bias else None, None, None
 
 
 class _Rope(Function):
@@ -169,6 +183,18 @@ class _Rope(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.ops.rotate(grad_outputs[0], *ctx.saved_tensors, -1.0), None, None, None
+
+
+class _Heads(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor, ops: DifferentiableOps) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos_SR, sin_SR)
+        ctx.ops = ops
+        return ops.split_heads(qkv_SBgqD, cos_SR, sin_SR)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ops.join_heads(*grad_outputs, *ctx.saved_tensors), None, None, None
 
 
 class _Swiglu(Function):
@@ -196,7 +222,7 @@ class _Gelu(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, weights = ctx.saved_tensors
         grads = ctx.ops.gelu_backward(grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate, weights)
-        return grads[0], None if bias is None else grads[1].to(bias.dtype), None, _of_rows(grads[2], weights), None
+        return grads[0], None if bias is None else grads[1], None, _of_rows(grads[2], weights), None
 
 
 def _of_rows(grad_weights: Tensor, weights: Tensor | None) -> Tensor | None:

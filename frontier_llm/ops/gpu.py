@@ -12,7 +12,7 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import gpu_attention
 from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
-from frontier_llm.ops.kernel_table import NORM_BLOCKS
+from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 
@@ -53,6 +53,14 @@ def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
     return ("_long", name) if block is None else ("", f"{name}-{block}")
 
 
+def _rope_variant(cos_SR: Tensor) -> str:
+    """Of kernels that turn heads by these angles."""
+    half = cos_SR.shape[-1]
+    if half > ROPE_BLOCKS[-1]:
+        raise BackendError(f"rope over {2 * half} dims of a head; the kernel has at most {2 * ROPE_BLOCKS[-1]}", "set ops.rope=reference")
+    return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"
+
+
 class GpuOps(DifferentiableOps):
     """The face's functions over one set of kernels."""
 
@@ -66,6 +74,16 @@ class GpuOps(DifferentiableOps):
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         return gpu_attention.backward(self.kernels, grad_o, saved, scores)
+
+    def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over one stretch of keys, which begins before or with the queries."""
+        return gpu_attention.block(self.kernels, q_SBaD, kv_KBgD, scores)
+
+    def attention_block_backward(
+        self, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What one stretch of keys adds to the gradients."""
+        return gpu_attention.block_backward(self.kernels, grad_SBaD, q_SBaD, kv_KBgD, o_SBaD, logsumexp_BaS, scores)
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
@@ -118,9 +136,7 @@ class GpuOps(DifferentiableOps):
         cos_SR, sin_SR = cos_SR.float().contiguous(), sin_SR.float().contiguous()
         sequence, batch, heads, head_dim = x_SBaD.shape
         half, out = cos_SR.shape[-1], torch.empty(x_SBaD.shape, dtype=x_SBaD.dtype, device=x_SBaD.device)
-        if half > 128:
-            raise BackendError(f"rope over {2 * half} dims of a head; the kernel has at most 256", "set ops.rope=reference")
-        variant = f"r{next(block for block in (32, 64, 128) if block >= half)}"
+        variant = _rope_variant(cos_SR)
         angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
         grid = (sequence * batch, _blocks(heads, self.kernels.block("rope", variant, "BLOCK_HEADS")), 1)
         self.kernels.launch(
@@ -128,6 +144,31 @@ class GpuOps(DifferentiableOps):
             head_dim=head_dim, half=half, x_s=x_SBaD.stride(0), x_b=x_SBaD.stride(1), x_a=x_SBaD.stride(2), angle_s=angle_s, angle_b=angle_b,
         )  # fmt: skip
         return out
+
+    def split_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v in one pass."""
+        sequence, batch, groups, members, head_dim = qkv_SBgqD.shape
+        q, k, v = (qkv_SBgqD.new_empty(sequence, batch, groups * count, head_dim) for count in (members - 2, 1, 1))
+        self._heads("split", qkv_SBgqD.contiguous(), (q, k, v), cos_SR, sin_SR)
+        return q, k, v
+
+    def join_heads(self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+        """The projection's gradient in one pass."""
+        sequence, batch, groups, head_dim = grad_k.shape
+        grad_qkv = grad_q.new_empty(sequence, batch, groups, grad_q.shape[2] // groups + 2, head_dim)
+        self._heads("join", grad_qkv, (grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()), cos_SR, sin_SR)
+        return grad_qkv
+
+    def _heads(self, way: str, qkv_SBgqD: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos_SR: Tensor, sin_SR: Tensor) -> None:
+        sequence, batch, groups, members, head_dim = qkv_SBgqD.shape
+        cos_SR, sin_SR, variant = cos_SR.float().contiguous(), sin_SR.float().contiguous(), f"{way}-{_rope_variant(cos_SR)}"
+        q, k, v = parts
+        angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
+        grid = (sequence * batch, _blocks(groups * members, self.kernels.block("heads", variant, "BLOCK_HEADS")), 1)
+        self.kernels.launch(
+            "heads", qkv_SBgqD.dtype, variant, grid, qkv=qkv_SBgqD, q=q, k=k, v=v, cos=cos_SR, sin=sin_SR, batch=batch, groups=groups,
+            members=members, head_dim=head_dim, half=cos_SR.shape[-1], angle_s=angle_s, angle_b=angle_b,
+        )  # fmt: skip
 
     def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
         """silu(gate) * up, times each row's weight."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,56 +17,89 @@ from frontier_llm.ops.reference import Scores
 
 
 def forward(kernels: Kernels, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-    """See `reference.attention`. Raises BackendError for a head dim that no kernel has."""
+    """See `reference.attention`, and `reference.attention_block`. Raises BackendError for a head dim that no kernel has."""
     q, k, v = _readable(q_SBaD), _readable(k_SBgD), _readable(v_SBgD)
     sequence, batch, heads, head_dim = q.shape
     if head_dim % 16 or head_dim > HEAD_DIMS[-1]:
         what = f"head dim {head_dim}: the prebuilt attention wants a multiple of 16 up to {HEAD_DIMS[-1]}"
         raise BackendError(what, "set ops.attention=sdpa, or another model.head_dim")
-    slopes, documents = scores.alibi_slopes_a, scores.documents_BS
-    if slopes is not None or documents is not None or scores.softcap:  # one variant has both, so each gets its neutral value
-        slopes = q.new_zeros(heads) if slopes is None else slopes.detach()
-        documents = q.new_zeros(batch, sequence) if documents is None else documents
-        # numbers of documents within a row are small, so exact in fp32, where a difference and its size are one instruction each
-        documents = pad(documents.float(), (0, _padded(sequence) - sequence), value=-1.0)
-        slopes = slopes.float().contiguous()
+    if scores.offset < 0:
+        what = f"queries that begin {-scores.offset} positions before the keys: the prebuilt attention wants keys that begin before or with them"
+        raise BackendError(what, "set ops.attention=reference")
+    slopes, documents, key_documents = _extras(q, k, scores)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty(batch, heads, _padded(sequence), dtype=torch.float32, device=q.device)
     variant = _variant(head_dim, documents is not None, scores.softcap)
     grid = (-(-sequence // kernels.block("attention_forward", variant, "BLOCK_M")), batch * heads, 1)
     kernels.launch(
-        "attention_forward", q.dtype, variant, grid, q=q, k=k, v=v, slopes=slopes, documents=documents, o=o, logsumexp=logsumexp,
-        **_numbers(scores, sequence), heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
+        "attention_forward", q.dtype, variant, grid, q=q, k=k, v=v, slopes=slopes, documents=documents, key_documents=key_documents, o=o, logsumexp=logsumexp,
+        **_numbers(scores, q, k), heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
     )  # fmt: skip
-    return Attended(q, k, v, o, logsumexp, slopes, documents)
+    return Attended(q, k, v, o, logsumexp, slopes, documents, key_documents)
 
 
 def backward(kernels: Kernels, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    q, k, v, o, logsumexp, slopes, documents, _ = saved
+    q, k, v, o, logsumexp, slopes, documents, key_documents = saved
     grad_o, delta = _readable(grad_o), torch.empty_like(logsumexp)
     sequence, batch, heads, head_dim = q.shape
     group, plain, variant = heads // k.shape[2], _variant(head_dim), _variant(head_dim, documents is not None, scores.softcap)
 
-    def grid(kernel: str, name: str, block: str, read_by: int) -> Grid:
-        return -(-sequence // kernels.block(kernel, name, block)), batch * read_by, 1
+    def grid(kernel: str, name: str, block: str, x: Tensor) -> Grid:
+        return -(-len(x) // kernels.block(kernel, name, block)), batch * x.shape[2], 1
 
     kernels.launch(
-        "attention_delta", q.dtype, plain, grid("attention_delta", plain, "BLOCK_M", heads), o=o, grad_o=grad_o, delta=delta,
+        "attention_delta", q.dtype, plain, grid("attention_delta", plain, "BLOCK_M", q), o=o, grad_o=grad_o, delta=delta,
         sequence=sequence, heads=heads, head_dim=head_dim, **_strides(o=o, g=grad_o),
     )  # fmt: skip
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     kernels.launch(
-        "attention_grad_kv", q.dtype, variant, grid("attention_grad_kv", variant, "BLOCK_N", k.shape[2]),
-        q=q, k=k, v=v, slopes=slopes, documents=documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_k=grad_k, grad_v=grad_v,
-        **_numbers(scores, sequence), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
+        "attention_grad_kv", q.dtype, variant, grid("attention_grad_kv", variant, "BLOCK_N", k),
+        q=q, k=k, v=v, slopes=slopes, documents=documents, key_documents=key_documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_k=grad_k, grad_v=grad_v,
+        **_numbers(scores, q, k), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
     )  # fmt: skip
     kernels.launch(
-        "attention_grad_q", q.dtype, variant, grid("attention_grad_q", variant, "BLOCK_M", heads),
-        q=q, k=k, v=v, slopes=slopes, documents=documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_q=grad_q,
-        **_numbers(scores, sequence), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
+        "attention_grad_q", q.dtype, variant, grid("attention_grad_q", variant, "BLOCK_M", q),
+        q=q, k=k, v=v, slopes=slopes, documents=documents, key_documents=key_documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_q=grad_q,
+        **_numbers(scores, q, k), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
     )  # fmt: skip
     return grad_q, grad_k, grad_v
+
+
+def block(kernels: Kernels, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+    """See `reference.attention_block`."""
+    saved = forward(kernels, q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
+    return saved.o, saved.logsumexp[:, :, : len(q_SBaD)] * math.log(2)
+
+
+def block_backward(
+    kernels: Kernels, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.attention_block_backward`."""
+    q, k, v, o = (_readable(x) for x in (q_SBaD, *kv_KBgD, o_SBaD))
+    # of rows past the sequence, and of those that see nothing, whose probabilities are to be 0
+    logsumexp = torch.nan_to_num(logsumexp_BaS.float() / math.log(2), nan=math.nan, neginf=math.inf, posinf=math.inf)
+    logsumexp = pad(logsumexp, (0, _padded(len(q)) - len(q)), value=math.inf).contiguous()
+    return backward(kernels, grad_SBaD, Attended(q, k, v, o, logsumexp, *_extras(q, k, scores)), scores)
+
+
+def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Slopes and the documents of queries and keys, as the kernels read them: one variant has all, so each gets its neutral value."""
+    slopes, documents, key_documents = scores.alibi_slopes_a, scores.documents_BS, scores.key_documents_BK
+    if slopes is None and documents is None and not scores.softcap:
+        return None, None, None
+    slopes = q.new_zeros(q.shape[2]) if slopes is None else slopes.detach()
+    of_queries = _numbered(q, documents)
+    same = key_documents is None and len(q) == len(k)
+    return slopes.float().contiguous(), of_queries, of_queries if same else _numbered(k, key_documents)
+
+
+def _numbered(x_SBaD: Tensor, documents_BS: Tensor | None) -> Tensor:
+    """Documents with room for whole blocks. Numbers within a row are small, so exact in fp32, where a difference and its size are one instruction each."""
+    sequence, batch = x_SBaD.shape[:2]
+    if documents_BS is None:
+        documents_BS = x_SBaD.new_zeros(batch, sequence)
+    return pad(documents_BS.float(), (0, _padded(sequence) - sequence), value=-1.0)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -83,8 +118,10 @@ def _variant(head_dim: int, extras: bool = False, softcap: float = 0.0) -> str:
     return f"d{padded}{'-softcap' if softcap else '-extras' if extras else ''}"
 
 
-def _numbers(scores: Scores, sequence: int) -> dict[str, float]:
-    return {"scale": scores.scale, "softcap": scores.softcap, "window": scores.window or sequence, "sequence": sequence}
+def _numbers(scores: Scores, q: Tensor, k: Tensor) -> dict[str, float]:
+    window = scores.window or scores.offset + len(q)  # as far as the last query sees
+    lengths = {"sequence": len(q), "keys": len(k), "offset": scores.offset}
+    return {"scale": scores.scale, "softcap": scores.softcap, "window": window, **lengths}
 
 
 _STRIDES = {name: (f"{name}_s", f"{name}_b", f"{name}_a") for name in ("q", "k", "v", "o", "g", "gk", "gq")}

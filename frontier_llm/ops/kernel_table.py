@@ -53,6 +53,7 @@ class Variant:
     warps: int
     stages: int = 1
     matrix: int = 0  # rows and columns of AMD's matrix instruction; 0: the compiler's choice
+    waves: int = 0  # per SIMD, for which AMD's compiler must leave registers; 0: its choice
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,10 @@ class Blocks(NamedTuple):
     warps: int
     stages: int = 1
     matrix: int = 0
+    waves: int = 0
 
 
-# By kernel and variant; where documents and ALiBi ("-extras") have none, they take the blocks of the variant without them; "-softcap" has theirs.
+# By kernel and variant; where soft caps ("-softcap") have none, they take those of documents and ALiBi ("-extras"), and these the plain variant's.
 # CDNA's are the best that `scripts/tune_attention.py simulate` found (docs/ops.md), NVIDIA's the largest that the registers hold. A block's outer
 # side must give each warp rows of its own: 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
@@ -146,6 +148,9 @@ _CDNA: _AttentionBlocks = {
     },
     "attention_delta": _DELTA,
 }
+# left to itself the compiler takes 260 registers, 4 more than two waves may have; soft caps would spill 131, on gfx942 both would
+_CDNA2_GRAD_Q = {"d128-extras": Blocks(64, 64, 4, matrix=16, waves=2), "d128-softcap": Blocks(64, 64, 4, matrix=16)}
+_CDNA2 = {**_CDNA, "attention_grad_q": {**_CDNA["attention_grad_q"], **_CDNA2_GRAD_Q}}
 _AMPERE: _AttentionBlocks = {
     "attention_forward": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(128, 32, 8), "d256": Blocks(64, 32, 8, 2)},
     "attention_grad_kv": {"d64": Blocks(32, 128, 8, 2), "d128": Blocks(32, 64, 8, 2), "d256": Blocks(32, 32, 8)},
@@ -158,10 +163,11 @@ _HOPPER: _AttentionBlocks = {
     "attention_grad_q": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(128, 64, 8, 2), "d256": Blocks(64, 32, 8, 2)},
     "attention_delta": _DELTA,
 }
-ATTENTION_BLOCKS = {"gfx90a": _CDNA, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
+ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
 ATTENTION_KINDS = ("", "-extras", "-softcap")  # the last bounds scores and knows a window beside the extras
 ROWS_PER_PAD = 128  # of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
+ROPE_BLOCKS = (32, 64, 128)  # most rotated pairs of a head of rope's and heads' variants
 NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
 
 
@@ -174,12 +180,12 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
     if kernel in attention:
         for head_dim, kind in itertools.product(HEAD_DIMS, ("",) if kernel == "attention_delta" else ATTENTION_KINDS):
             plain, extras, name = f"d{head_dim}", f"d{head_dim}-extras", f"d{head_dim}{kind}"
-            blocks = attention[kernel].get(extras if kind else plain) or attention[kernel][plain]
+            blocks = attention[kernel].get(name) or attention[kernel].get(extras if kind else plain) or attention[kernel][plain]
             constants = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": head_dim, "SOFT_BF16": int(wave == 64)}
             constants |= {"EXTRAS": int(kind != ""), "SOFTCAP": int(kind == "-softcap")}
             if kernel == "attention_delta":
                 constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
-            yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix)
+            yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix, blocks.waves)
     elif kernel in ("norm_forward", "norm_backward"):
         for block in NORM_BLOCKS:
             for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
@@ -194,9 +200,12 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
         block, warps = (256, 2) if kernel == "norm_weight_gradient_long" else (4096, 8)
         for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
             yield name, Variant({"CENTRED": centred, "BLOCK": block}, warps)
-    elif kernel == "rope":
-        for half in (32, 64, 128):
-            yield f"r{half}", Variant({"BLOCK_HEADS": 512 // half, "BLOCK_HALF": half}, 4)
+    elif kernel in ("rope", "heads"):
+        for half in ROPE_BLOCKS:
+            constants = {"BLOCK_HEADS": 512 // half, "BLOCK_HALF": half}
+            ways = {"": {}} if kernel == "rope" else {"split-": {"JOIN": 0}, "join-": {"JOIN": 1}}
+            for way, direction in ways.items():
+                yield f"{way}r{half}", Variant(direction | constants, 4)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):
             yield name, Variant({"TANH": tanh, "BLOCK": 1024}, 4)

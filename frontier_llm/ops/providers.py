@@ -216,6 +216,7 @@ PROVIDERS: dict[str, Provider] = {
             missing=_triton_missing,
             required=True,
             group_dtypes={"attention": HALVES, "experts": HALVES},
+            parts=_any_part,
             windows=False,
             softcaps=True,
         ),

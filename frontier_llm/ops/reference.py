@@ -163,22 +163,19 @@ def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, devi
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dim (arXiv:1910.07467)."""
     wide = x.to(statistics_dtype(x.dtype))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.to(wide.dtype)).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; variance divides by H (arXiv:1607.06450)."""
     wide = x.to(statistics_dtype(x.dtype))
-    bias = None if bias is None else bias.to(wide.dtype)
-    return F.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), bias, eps).to(x.dtype)
+    return F.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype), eps).to(x.dtype)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); `kind` is "rmsnorm" or "layernorm". The sum is rounded before it is normed."""
     total = x + residual
-    normed = rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps)
-    return normed, total
+    return rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps), total
 
 
 def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
@@ -186,14 +183,18 @@ def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
 
     cos and sin are [S, R], or [S, B, R] where positions restart at documents.
     """
-    half = cos_SR.shape[-1]
-    dtype = statistics_dtype(x_SBaD.dtype)
-    cos_SBaR = (cos_SR[:, None, None] if cos_SR.dim() == 2 else cos_SR[:, :, None]).to(dtype)
-    sin_SBaR = (sin_SR[:, None, None] if sin_SR.dim() == 2 else sin_SR[:, :, None]).to(dtype)
+    half, dtype = cos_SR.shape[-1], statistics_dtype(x_SBaD.dtype)
+    cos_SBaR, sin_SBaR = ((angle[:, None, None] if angle.dim() == 2 else angle[:, :, None]).to(dtype) for angle in (cos_SR, sin_SR))
     first, second, rest = x_SBaD.split((half, half, x_SBaD.shape[-1] - 2 * half), dim=-1)
     first, second = first.to(dtype), second.to(dtype)
     rotated = (first * cos_SBaR - second * sin_SBaR, second * cos_SBaR + first * sin_SBaR)
     return torch.cat([part.to(x_SBaD.dtype) for part in rotated] + [rest], dim=-1)
+
+
+def rotated_heads(qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q_SBaD, k_SBgD, v_SBgD), each by itself, of a projection with each key/value head's queries, key and value; `rope` of queries and keys."""
+    q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((qkv_SBgqD.shape[-2] - 2, 1, 1), dim=-2)
+    return rope(q_SBgqD.flatten(2, 3), cos_SR, sin_SR), rope(k_SBgqD.squeeze(-2), cos_SR, sin_SR), v_SBgqD.squeeze(-2).contiguous()
 
 
 def swiglu(x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -205,8 +206,7 @@ def swiglu(x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
 def gelu(x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None = None) -> Tensor:
     """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh; times the row's weight, which is fp32 (fp64)."""
     wide = x.to(statistics_dtype(x.dtype))
-    if bias is not None:
-        wide = wide + bias.to(wide.dtype)
+    wide = wide if bias is None else wide + bias.to(wide.dtype)
     return _weighted(F.gelu(wide, approximate="tanh" if approximate else "none"), weights).to(x.dtype)
 
 
@@ -223,8 +223,7 @@ def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) 
     max_N = wide_Nv.amax(-1)
     sum_N = (wide_Nv - max_N[:, None]).exp().sum(-1)
     column_N, mine_N = _local_targets(targets_N, first_vocab, logits_Nv.shape[1])
-    target_N = torch.where(mine_N, wide_Nv.gather(1, column_N[:, None])[:, 0], 0)
-    return torch.stack((max_N, sum_N, target_N))
+    return torch.stack((max_N, sum_N, torch.where(mine_N, wide_Nv.gather(1, column_N[:, None])[:, 0], 0)))
 
 
 def cross_entropy_backward_(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor) -> Tensor:
@@ -316,6 +315,7 @@ class Ops:
     layer_norm = _op("norm", layer_norm)
     add_norm = _op("norm", add_norm)
     rope = _op("rope", rope)
+    rotated_heads = _op("rope", rotated_heads)
     swiglu = _op("activation", swiglu)
     gelu = _op("activation", gelu)
     drop = _op("activation", drop)

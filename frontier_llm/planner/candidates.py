@@ -19,7 +19,7 @@ from frontier_llm.topology.plan import tp_limit
 
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
-V_SHAPED = ("zb-v", "v-half", "v-min")
+V_SHAPED = ("zb-v", "dualpipe-v", "v-half", "v-min")
 SEARCHED = "searched"  # the fastest V of all, not only of those
 MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
 
@@ -60,11 +60,11 @@ def context_degrees(model: ModelConfig, devices: int) -> list[int]:
 
 
 def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None) -> list[str]:
-    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches with ALiBi or in windows they have none."""
+    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches in windows only where scores are bounded."""
     if cp == 1:
         return ["auto"]
-    plain = model.position != "alibi" and model.sliding_window is None
-    ways = [*(("gather", "ring") if plain else ()), *(("heads",) if model.num_kv_heads // tp % cp == 0 else ())]
+    stretches = model.sliding_window is None or model.score_softcap is not None
+    ways = [*(("gather", "ring") if stretches else ()), *(("heads",) if model.num_kv_heads // tp % cp == 0 else ())]
     chosen = context_way(model, tp, cp) if wanted == "auto" else wanted
     return [way for way in ways if chosen in (None, way)]
 

@@ -90,7 +90,8 @@ class AllocationRanks:
 
     def __init__(self, site: Site, nodes: int | None = None, spares: int = 0) -> None:
         """`nodes` of the allocation at a time (None: all but the spares). Raises FrontierError outside a job, or in one too small."""
-        self.allocation, self.site = slurm.Allocation.from_environment(), site
+        self.allocation = slurm.Allocation.from_environment()
+        self.site = site.model_copy(update={"tasks_per_node": self.allocation.tasks_per_node})  # as many as it was queued with
         have = len(self.allocation.nodes)
         self.nodes = nodes or have - spares
         if not 0 < self.nodes <= have:

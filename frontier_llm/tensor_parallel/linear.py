@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from frontier_llm.comm import start_all_reduce_, start_reduce_scatter
+from frontier_llm.ops import statistics_dtype
 from frontier_llm.tensor_parallel.chunked import gather_and_multiply, in_sequence, multiply_and_reduce, multiply_and_scatter
 from frontier_llm.tensor_parallel.context import LayerContext
 from frontier_llm.tensor_parallel.gradients import Factor
@@ -27,6 +28,10 @@ def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, gra
         context.ops.accumulate_weight_gradient_(gradient.view(-1, x_Nk.shape[1])[: grad_No.shape[1]], grad_No, x_Nk)
 
     return context.gradients.submit(weight, accumulate, (grad_SBo, x_SBk))
+
+
+def _bias_gradient(grad_SBo: Tensor) -> Tensor:
+    return grad_SBo.flatten(0, -2).sum(0, dtype=statistics_dtype(grad_SBo.dtype))
 
 
 def _rows(weight: ShardedParameter, num_rows: int | None) -> Tensor:
@@ -64,21 +69,22 @@ class _ColumnLinear(Function):
         else:
             reducing = start_all_reduce_(grad_x, context.tp)
         grad_weight = _submit_weight_gradient(context, ctx.weight, Factor(grad_SBo), x_SBH)  # while the input gradient is summed
-        grad_bias = None if ctx.bias_shape is None else grad_SBo.flatten(0, -2).sum(0).view(ctx.bias_shape)
+        grad_bias = None if ctx.bias_shape is None else _bias_gradient(grad_SBo).view(ctx.bias_shape)
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
 
 class _RowLinear(Function):
-    """y = the sum over tp of x_SBk Wᵀ: whole on every rank (S), or each rank's part of the sequence (s)."""
+    """y = the sum over tp of x_SBk Wᵀ, plus b: whole on every rank (S), or each rank's part of the sequence (s)."""
 
     @staticmethod
-    def forward(ctx: Any, x_SBk: Tensor, weight: ShardedParameter, context: LayerContext) -> Tensor:
-        ctx.context, ctx.weight = context, weight
+    def forward(ctx: Any, x_SBk: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, context: LayerContext) -> Tensor:
+        ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
         ctx.save_for_backward(x_SBk)
+        summand = bias if context.tp.rank == 0 else None  # one rank's product adds it as it leaves the registers, so the sum has it once
 
         def multiply(x_SBk: Tensor) -> Tensor:
-            return context.ops.linear(x_SBk, weight.detach(), None)
+            return context.ops.linear(x_SBk, weight.detach(), summand)
 
         if context.sequence_parallel:
             return multiply_and_scatter(x_SBk, multiply, context.tp, context.tensor_chunks)
@@ -98,7 +104,8 @@ class _RowLinear(Function):
             grad_SBH = Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
         else:
             grad_x, grad_SBH = multiply(grad_y), Factor(grad_y)
-        return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, Factor(x_SBk)), None
+        grad_bias = _bias_gradient(grad_y) if ctx.has_bias else None  # of this rank's part of the sequence
+        return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, Factor(x_SBk)), grad_bias, None
 
 
 def column_linear(
@@ -122,7 +129,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Input features cut over tp: (S, B, k) → (S or s, B, H), summed over tp; the bias is added once, after the sum."""
+    """Input features cut over tp: (S, B, k) → (S or s, B, H), summed over tp, the bias in it once."""
 
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -131,5 +138,4 @@ class RowLinear(nn.Module):
 
     def forward(self, x_SBk: Tensor) -> Tensor:
         """(S, B, k) → (S or s, B, H)."""
-        y = _RowLinear.apply(x_SBk, self.weight, self.context)
-        return y if self.bias is None else y + self.bias
+        return _RowLinear.apply(x_SBk, self.weight, self.bias, self.context)

@@ -51,6 +51,13 @@ def _field(bits: Array, place: Array) -> Array:
     return (bits.astype(np.uint64) >> (place & 31)) & ((np.uint64(1) << width) - np.uint64(1))
 
 
+def _signed_field(bits: Array, place: Array) -> Array:
+    """The same, its highest bit repeated above it."""
+    width = np.minimum((place >> 16) & 0x7F, 32).astype(np.uint64)
+    sign = (np.uint64(1) << width) >> np.uint64(1)
+    return ((_field(bits, place) ^ sign) - sign).astype(np.uint32)
+
+
 def reverse_bits(x: Array) -> Array:
     """Bit 31 becomes bit 0."""
     return np.packbits(np.unpackbits(np.ascontiguousarray(x)[..., None].view(np.uint8), axis=-1), axis=-1, bitorder="little").view(">u4")[
@@ -94,6 +101,7 @@ TABLE: Final[dict[str, Scalar]] = {
     "s_lshl2_add_u32": _op(_U, lambda a, b: _carried((_wide(a) << 2) + _wide(b)), "given"),
     "s_lshl3_add_u32": _op(_U, lambda a, b: _carried((_wide(a) << 3) + _wide(b)), "given"),
     "s_bfe_u32": _op(_U, _field, "result"),
+    "s_bfe_i32": _op(_U, _signed_field, "result"),
     "s_cselect_b32": _op(_U, lambda a, b, c: np.where(c, a, b), takes_flag=True),
     "s_cselect_b64": _op(_D, lambda a, b, c: np.where(c, a, b), takes_flag=True),
     "s_bitcmp0_b32": _op("= u32 u32", lambda a, b: (None, a >> (b & 31) & 1 == 0), "given"),

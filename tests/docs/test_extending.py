@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +27,15 @@ from tests.parity.witness import witness
 TOLERANCE = 1e-11
 
 
+def python_of_the_page() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
 @pytest.fixture(scope="module")
 def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's Python, as the one file of a user."""
-    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
-    assert len(blocks) == 3
+    blocks = python_of_the_page()
+    assert len(blocks) == 5
     path = tmp_path_factory.mktemp("extensions") / "my_extensions.py"
     path.write_text("\n\n".join(blocks), encoding="utf-8")
     return path
@@ -75,6 +82,28 @@ def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks:
         assert differences(ours, alone) == [], str(case)
         for reported in ranks.run(case.world_size, further_losses, str(extensions), case):
             assert reported == pytest.approx(terms, rel=TOLERANCE)
+
+
+def test_an_observer_hears_of_evaluations_on_a_data_source_of_its_own(tmp_path: Path) -> None:
+    """In a process of its own, because what is registered stays."""
+    (tmp_path / "mine.py").write_text(next(block for block in python_of_the_page() if "observers" in block), encoding="utf-8")
+    source: dict[str, Any] = {}
+    exec(next(block for block in python_of_the_page() if "IndexedWriter" in block), source)  # the page's own example
+    source["write_sums"](tmp_path / "sums", 12)
+    run = {
+        "plugins": [str(tmp_path / "mine.py")],
+        "model": {"base": "llama-tiny", "sequence_length": 64},
+        "batch": {"global_batch": 2},
+        "data": {"train": str(tmp_path / "sums"), "validation": str(tmp_path / "sums")},
+        "train": {
+            "run_dir": str(tmp_path / "run"), "steps": 2, "eval_interval": 1, "eval_samples": 2, "device": "cpu", "tensorboard": False,
+            "save_final": False, "observers": ["announcements"],
+        },
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "frontier_llm.cli.main", "train", str(tmp_path / "run.yaml")], check=True, cwd=ROOT, timeout=120)
+    lines = (tmp_path / "run" / "announcements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line.split(":")[0] for line in lines][-2:] == ["after step 1", "after step 2"]
 
 
 def refusal(rank: int, plugin: str, case: Case) -> str:

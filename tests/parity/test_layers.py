@@ -96,8 +96,9 @@ class Positioned(nn.Module):
         self.positions = Positions(rope_table(MODEL, torch.device("cpu"), torch.float64), None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x, self.positions)
-        return y[0] if isinstance(y, tuple) else y  # a block also says what its router says
+        if isinstance(self.layer, Attention):
+            return self.layer(x, self.positions)
+        return sum(self.layer(x / 2, x / 2, self.positions)[:2])  # a block reads and writes two summands
 
 
 class Kind(NamedTuple):

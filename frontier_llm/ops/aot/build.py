@@ -102,6 +102,8 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
     triton.knobs.amd.use_in_thread_transpose = amd  # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
     if variant.matrix:
         options["matrix_instr_nonkdim"] = variant.matrix
+    if variant.waves:
+        options["waves_per_eu"] = variant.waves
     compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]

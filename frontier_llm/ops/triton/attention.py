@@ -2,8 +2,11 @@
 
 Scores are kept in base 2: log2(e) is folded into the scale, because exp2 is one instruction on both vendors' hardware.
 EXTRAS compiles ALiBi and documents in; without them only the diagonal blocks are masked. SOFTCAP, which comes with EXTRAS, compiles in that
-scores are bounded (Gemma 2, arXiv:2408.00118) and that a row sees the last `window` positions alone. Loads past the sequence read its last
-position instead of being masked: causality hides what they bring, and lane masks would take the scalar registers of CDNA.
+scores are bounded (Gemma 2, arXiv:2408.00118) and that a row sees the last `window` positions alone.
+
+Queries and keys may be two stretches of a sequence: query i stands `offset` + i behind the first key, and sees keys up to there. Loads past a
+stretch read its last position instead of being masked: only blocks with the end of some row's keys compare positions, once for both ends, and
+lane masks would take the scalar registers of CDNA.
 
 fp16 probabilities are lifted by 2^14 before they are multiplied, and the product lowered again: at most 1, they would mostly be
 subnormal in long rows (below 6.1e-5), and MI200's matrix instructions take subnormals for zero (docs/numerics.md).
@@ -64,14 +67,24 @@ def _bounded_slope(ds, scores, bound2, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _logits(
-    scores, tilt, row, column, row_document, column_document, window, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr
+    scores,
+    tilt,
+    row,
+    last,
+    column,
+    row_document,
+    column_document,
+    window,
+    DIAGONAL: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """Base-2 logits of one block: ALiBi added, -inf where column comes after row, about -1e20 where it is of another document or too far away.
+    """Base-2 logits of one block: ALiBi added, -inf where column comes after `last`, about -1e20 where it is of another document or too far from row.
 
-    `row` and its document, `column`, its document and its `tilt` broadcast against each other, in either order. ALiBi is slope * (column - row); its part
-    of the row is the same for a whole softmax, so only `tilt` = slope * (column - some position near by) is added to each number.
+    `row`, `last` and its document, `column`, its document and its `tilt` broadcast against each other, in either order. ALiBi is slope * (column - row); its
+    part of the row is the same for a whole softmax, so only `tilt` = slope * (column - some position near by) is added to each number.
     Documents and window by arithmetic: a comparison's lane masks would spill the scalar registers of CDNA. A block that is all hidden
-    leaves garbage in the running sums, which the next visible block scales by exp2(-1e20) = 0; every row sees at least itself.
+    leaves garbage in the running sums, which the next visible block scales by exp2(-1e20) = 0; what only hidden blocks left is cleared at the end.
     """
     if EXTRAS:
         apart = tl.abs(row_document - column_document)
@@ -79,7 +92,7 @@ def _logits(
             apart = tl.maximum(apart, (row - column - window + 1).to(tl.float32))
         scores = scores + tilt - 1e20 * apart
     if DIAGONAL:
-        scores = tl.where(row >= column, scores, -float("inf"))
+        scores = tl.where(last >= column, scores, -float("inf"))
     return scores
 
 
@@ -90,18 +103,18 @@ def _padded(sequence):
 
 
 @triton.jit
-def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents, row_document, top, total,
+def _forward_block(q_MD, k, v, k_s, v_s, first, origin, row, last, keys, head_dim, scale2, bound2, window, slope2, key_documents, row_document, top, total,
                    out_MD, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     column = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    read = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
+    read = tl.minimum(column, keys - 1).to(tl.int64)[:, None]
     k_ND = tl.load(k + read * k_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     tilt, column_document = column, column
     if EXTRAS:
-        tilt, column_document = slope2 * (column - first_row).to(tl.float32), tl.load(documents + column)
+        tilt, column_document = slope2 * (column - origin).to(tl.float32), tl.load(key_documents + column)
     # the largest product has the largest score, so the others are scaled where they are subtracted from it: one instruction
     inner, outer = (scale2, 1.0) if EXTRAS else (1.0, scale2)
-    scores = _logits(_scores(tl.dot(q_MD, tl.trans(k_ND)), inner, bound2, SOFTCAP), tilt[None, :], row[:, None], column[None, :],
+    scores = _logits(_scores(tl.dot(q_MD, tl.trans(k_ND)), inner, bound2, SOFTCAP), tilt[None, :], row[:, None], last[:, None], column[None, :],
                      row_document[:, None], column_document[None, :], window, DIAGONAL, EXTRAS, SOFTCAP)  # fmt: skip
     new_top = tl.maximum(top, tl.max(scores, 1) * outer)
     p = tl.exp2(scores * outer - (new_top - _lift(v.dtype.element_ty))[:, None])
@@ -113,12 +126,12 @@ def _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_d
 
 @triton.jit
 def attention_forward(
-    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", o: "*T:16", logsumexp: "*fp32:16", scale: "fp32",
-    softcap: "fp32", window: "i32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16",
+    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", key_documents: "*fp32:16", o: "*T:16", logsumexp: "*fp32:16", scale: "fp32",
+    softcap: "fp32", window: "i32", sequence: "i32", keys: "i32", offset: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16",
     k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16", o_s: "i32:16", o_b: "i32:16", o_a: "i32:16",
     EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, and infinite past the sequence."""
+    """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, infinite past the sequence, and -infinite where a row sees nothing."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
     b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row = first_row + tl.arange(0, BLOCK_M)
@@ -132,25 +145,30 @@ def attention_forward(
     row_document = row
     if EXTRAS:
         slope2 = tl.load(slopes + a) * 1.4426950408889634
-        documents += b * _padded(sequence)
-        row_document = tl.load(documents + row)
+        key_documents += b * _padded(keys)
+        row_document = tl.load(documents + b * _padded(sequence) + row)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin = 0
+    origin = first_row + offset
+    begin, whole = 0, tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N  # up to `whole` every row sees whole blocks
     if SOFTCAP:
-        begin = tl.maximum(first_row - window + 1, 0) // BLOCK_N * BLOCK_N
-    for first in range(begin, first_row, BLOCK_N):
-        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents,
+        begin = tl.maximum(origin - window + 1, 0) // BLOCK_N * BLOCK_N
+    for first in range(begin, whole, BLOCK_N):
+        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, origin, row + offset, row, keys, head_dim, scale2, bound2, window, slope2, key_documents,
                                             row_document, top, total, out_MD, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
-    for first in range(first_row, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
-        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents,
+    last = tl.minimum(row + offset, keys - 1)
+    for first in range(whole, tl.minimum(origin + BLOCK_M, keys), BLOCK_N):
+        top, total, out_MD = _forward_block(q_MD, k, v, k_s, v_s, first, origin, row + offset, last, keys, head_dim, scale2, bound2, window, slope2, key_documents,
                                             row_document, top, total, out_MD, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     to = o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :]
-    tl.store(to, (out_MD / total[:, None]).to(o.dtype.element_ty), mask=inside)
     lse = top - _lift(q.dtype.element_ty) + tl.log2(total)
+    out_MD = out_MD / total[:, None]
     if EXTRAS:
-        lse -= slope2 * (row - first_row).to(tl.float32)
+        sees = top > -1e19
+        out_MD = tl.where(sees[:, None], out_MD, 0.0)
+        lse = tl.where(sees, lse - slope2 * (row - first_row).to(tl.float32), -float("inf"))
+    tl.store(to, out_MD.to(o.dtype.element_ty), mask=inside)
     tl.store(logsumexp + (b * heads + a) * _padded(sequence) + row, tl.where(row < sequence, lse, float("inf")))
 
 
@@ -170,10 +188,12 @@ def attention_delta(
 
 
 @triton.jit
-def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g_s, first, first_column, column, sequence, head_dim, scale2, bound2,
+def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g_s, first, origin, column, sequence, head_dim, scale2, bound2,
                    window, slope2, documents, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Scores are kept transposed, [N, M]: then they are the left operand of both products without a way through shared memory."""
+    """`origin` and `column` are counted as rows are. Scores are kept transposed, [N, M]: then they are the left operand of both products without a way
+    through shared memory. What columns past the keys add up is not stored.
+    """
     row = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     wide = tl.minimum(row, sequence - 1).to(tl.int64)[:, None]
@@ -181,10 +201,10 @@ def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g
     lse = tl.load(logsumexp + row)
     tilt, row_document = column, row
     if EXTRAS:
-        tilt, row_document = slope2 * (column - first_column).to(tl.float32), tl.load(documents + row)
-        lse += slope2 * (row - first_column).to(tl.float32)
+        tilt, row_document = slope2 * (column - origin).to(tl.float32), tl.load(documents + row)
+        lse += slope2 * (row - origin).to(tl.float32)
     scores = _scores(tl.dot(k_ND, tl.trans(q_MD)), scale2, bound2, SOFTCAP)
-    p_NM = tl.exp2(_logits(scores, tilt[:, None], row[None, :], column[:, None], row_document[None, :], column_document[:, None], window,
+    p_NM = tl.exp2(_logits(scores, tilt[:, None], row[None, :], row[None, :], column[:, None], row_document[None, :], column_document[:, None], window,
                            DIAGONAL, EXTRAS, SOFTCAP) - lse[None, :])  # fmt: skip
     g_MD = tl.load(grad_o + wide * g_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     gv_ND = tl.dot(_narrow(p_NM * 2.0 ** _lift(g_MD.dtype), g_MD.dtype, SOFT_BF16), g_MD, gv_ND)
@@ -194,8 +214,8 @@ def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q, grad_o, logsumexp, delta, q_s, g
 
 @triton.jit
 def attention_grad_kv(
-    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
-    delta: "*fp32:16", grad_k: "*T:16", grad_v: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16",
+    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", key_documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
+    delta: "*fp32:16", grad_k: "*T:16", grad_v: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", keys: "i32", offset: "i32", heads: "i32", group: "i32", head_dim: "i32:16",
     q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16",
     v_a: "i32:16", g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gk_s: "i32:16", gk_b: "i32:16", gk_a: "i32:16", EXTRAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
@@ -209,17 +229,20 @@ def attention_grad_kv(
     b, head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
     column = first_column + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    inside = (column < sequence)[:, None] & (d < head_dim)[None, :]
+    inside = (column < keys)[:, None] & (d < head_dim)[None, :]
     k_ND = tl.load(k + b * k_b + head * k_a + column.to(tl.int64)[:, None] * k_s + d[None, :], mask=inside, other=0.0)
     v_ND = tl.load(v + b * v_b + head * v_a + column.to(tl.int64)[:, None] * v_s + d[None, :], mask=inside, other=0.0)
     column_document = column
     if EXTRAS:
         documents += b * _padded(sequence)
-        column_document = tl.load(documents + column)
+        column_document = tl.load(key_documents + b * _padded(keys) + column)
     scale2, bound2 = _scales(scale, softcap, SOFTCAP)
+    origin = first_column - offset
+    begin = tl.maximum(origin, 0) // BLOCK_M * BLOCK_M
+    whole = tl.cdiv(tl.maximum(origin + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M  # from there on every row sees all of these keys
     past_last = sequence
     if SOFTCAP:
-        past_last = tl.minimum(sequence, first_column + BLOCK_N + window - 1)
+        past_last = tl.minimum(sequence, origin + BLOCK_N + window - 1)
     gk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     gv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, group):
@@ -229,13 +252,13 @@ def attention_grad_kv(
             slope2 = tl.load(slopes + a) * 1.4426950408889634
         q_a_start, g_a_start = q + b * q_b + a * q_a, grad_o + b * g_b + a * g_a
         lse_start, delta_start = logsumexp + (b * heads + a) * _padded(sequence), delta + (b * heads + a) * _padded(sequence)
-        for first in range(first_column, tl.minimum(first_column + BLOCK_N, sequence), BLOCK_M):
+        for first in range(begin, tl.minimum(whole, past_last), BLOCK_M):
             gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first,
-                                          first_column, column, sequence, head_dim, scale2, bound2, window, slope2, documents, column_document,
+                                          origin, column - offset, sequence, head_dim, scale2, bound2, window, slope2, documents, column_document,
                                           True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
-        for first in range(first_column + BLOCK_N, past_last, BLOCK_M):
+        for first in range(whole, past_last, BLOCK_M):
             gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_a_start, g_a_start, lse_start, delta_start, q_s, g_s, first,
-                                          first_column, column, sequence, head_dim, scale2, bound2, window, slope2, documents, column_document,
+                                          origin, column - offset, sequence, head_dim, scale2, bound2, window, slope2, documents, column_document,
                                           False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_M, BLOCK_D)  # fmt: skip
     to = b * gk_b + head * gk_a + column.to(tl.int64)[:, None] * gk_s + d[None, :]
     tl.store(grad_k + to, (gk_ND * scale).to(grad_k.dtype.element_ty), mask=inside)
@@ -243,27 +266,27 @@ def attention_grad_kv(
 
 
 @triton.jit
-def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2, documents,
-                  row_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, origin, row, last, keys, head_dim, scale2, bound2, window, slope2,
+                  key_documents, row_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     column = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    wide = tl.minimum(column, sequence - 1).to(tl.int64)[:, None]
+    wide = tl.minimum(column, keys - 1).to(tl.int64)[:, None]
     k_ND = tl.load(k + wide * k_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     v_ND = tl.load(v + wide * v_s + d[None, :], mask=(d < head_dim)[None, :], other=0.0)
     tilt, column_document = column, column
     if EXTRAS:
-        tilt, column_document = slope2 * (column - first_row).to(tl.float32), tl.load(documents + column)
+        tilt, column_document = slope2 * (column - origin).to(tl.float32), tl.load(key_documents + column)
     scores = _scores(tl.dot(q_MD, tl.trans(k_ND)), scale2, bound2, SOFTCAP)
-    p = tl.exp2(_logits(scores, tilt[None, :], row[:, None], column[None, :], row_document[:, None], column_document[None, :], window, DIAGONAL,
-                        EXTRAS, SOFTCAP) - lse[:, None])  # fmt: skip
+    p = tl.exp2(_logits(scores, tilt[None, :], row[:, None], last[:, None], column[None, :], row_document[:, None], column_document[None, :],
+                        window, DIAGONAL, EXTRAS, SOFTCAP) - lse[:, None])  # fmt: skip
     ds = _bounded_slope(p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None]), scores, bound2, SOFTCAP)
     return tl.dot(_narrow(ds, k_ND.dtype, SOFT_BF16), k_ND, gq_MD)
 
 
 @triton.jit
 def attention_grad_q(
-    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
-    delta: "*fp32:16", grad_q: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16",
+    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", key_documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
+    delta: "*fp32:16", grad_q: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", keys: "i32", offset: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16",
     q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16",
     g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gq_s: "i32:16", gq_b: "i32:16", gq_a: "i32:16", EXTRAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
@@ -286,18 +309,20 @@ def attention_grad_q(
     row_document = row
     if EXTRAS:
         slope2 = tl.load(slopes + a) * 1.4426950408889634
-        documents += b * _padded(sequence)
-        row_document = tl.load(documents + row)
+        key_documents += b * _padded(keys)
+        row_document = tl.load(documents + b * _padded(sequence) + row)
         lse += slope2 * (row - first_row).to(tl.float32)
     gq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin = 0
+    origin = first_row + offset
+    begin, whole = 0, tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N  # up to `whole` every row sees whole blocks
     if SOFTCAP:
-        begin = tl.maximum(first_row - window + 1, 0) // BLOCK_N * BLOCK_N
-    for first in range(begin, first_row, BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2,
-                              documents, row_document, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
-    for first in range(first_row, tl.minimum(first_row + BLOCK_M, sequence), BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, first_row, row, sequence, head_dim, scale2, bound2, window, slope2,
-                              documents, row_document, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+        begin = tl.maximum(origin - window + 1, 0) // BLOCK_N * BLOCK_N
+    for first in range(begin, whole, BLOCK_N):
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, origin, row + offset, row, keys, head_dim, scale2, bound2, window,
+                              slope2, key_documents, row_document, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+    last = tl.minimum(row + offset, keys - 1)
+    for first in range(whole, tl.minimum(origin + BLOCK_M, keys), BLOCK_N):
+        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, origin, row + offset, last, keys, head_dim, scale2, bound2, window,
+                              slope2, key_documents, row_document, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
     to = grad_q + b * gq_b + a * gq_a + row.to(tl.int64)[:, None] * gq_s + d[None, :]
     tl.store(to, (gq_MD * scale).to(grad_q.dtype.element_ty), mask=inside)

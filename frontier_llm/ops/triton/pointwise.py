@@ -34,6 +34,69 @@ def rope(
 
 
 @triton.jit
+def _of_parts(q, k, v, of_q, of_k, of_v):
+    """From the one of three places that a number has."""
+    return tl.where(
+        of_q, tl.load(q, mask=of_q, other=0.0), tl.where(of_k, tl.load(k, mask=of_k, other=0.0), tl.load(v, mask=of_v, other=0.0))
+    )
+
+
+@triton.jit
+def _to_parts(q, k, v, of_q, of_k, of_v, x):
+    tl.store(q, x, mask=of_q)
+    tl.store(k, x, mask=of_k)
+    tl.store(v, x, mask=of_v)
+
+
+@triton.jit
+def heads(
+    qkv: "*T:16", q: "*T:16", k: "*T:16", v: "*T:16", cos: "*fp32:16", sin: "*fp32:16", batch: "i32", groups: "i32", members: "i32",
+    head_dim: "i32:16", half: "i32:16", angle_s: "i32:16", angle_b: "i32:16", JOIN: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr
+):  # fmt: skip
+    """One position of a projection [groups, members, head_dim] whose members are a group's queries, its key and its value.
+
+    Apart: queries and keys turned by the angle, values as they are. With JOIN: their gradients put together, turned back.
+    """
+    position = tl.program_id(0)
+    s, b, row = (position // batch).to(tl.int64), (position % batch).to(tl.int64), position.to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    lane = tl.arange(0, BLOCK_HALF)[None, :]
+    group, member = head // members, head % members
+    there, turns = head < groups * members, member < members - 1
+    of_q, of_k, of_v = there & (member < members - 2), there & (member == members - 2), there & (member == members - 1)
+    angle = s * angle_s + b * angle_b + lane
+    c = tl.load(cos + angle, mask=lane < half, other=1.0)
+    d = tl.load(sin + angle, mask=lane < half, other=0.0) * (-1.0 if JOIN else 1.0)
+    fused = qkv + (row * groups * members + head) * head_dim + lane
+    one = (row * groups + group) * head_dim + lane
+    q, k, v = q + ((row * groups + group) * (members - 2) + member) * head_dim + lane, k + one, v + one
+    pair = lane < half
+    if JOIN:
+        first = _of_parts(q, k, v, of_q & pair, of_k & pair, of_v & pair).to(tl.float32)
+        second = _of_parts(q + half, k + half, v + half, of_q & pair, of_k & pair, of_v & pair).to(tl.float32)
+    else:
+        first = tl.load(fused, mask=there & pair, other=0.0).to(tl.float32)
+        second = tl.load(fused + half, mask=there & pair, other=0.0).to(tl.float32)
+    turned_first = tl.where(turns, first * c - second * d, first).to(qkv.dtype.element_ty)
+    turned_second = tl.where(turns, second * c + first * d, second).to(qkv.dtype.element_ty)
+    if JOIN:
+        tl.store(fused, turned_first, mask=there & pair)
+        tl.store(fused + half, turned_second, mask=there & pair)
+    else:
+        _to_parts(q, k, v, of_q & pair, of_k & pair, of_v & pair, turned_first)
+        _to_parts(q + half, k + half, v + half, of_q & pair, of_k & pair, of_v & pair, turned_second)
+    for done in range(2 * half, head_dim, BLOCK_HALF):
+        rest = done + lane < head_dim
+        if JOIN:
+            x = _of_parts(q + done, k + done, v + done, of_q & rest, of_k & rest, of_v & rest)
+            tl.store(fused + done, x, mask=there & rest)
+        else:
+            x = tl.load(fused + done, mask=there & rest, other=0.0)
+            _to_parts(q + done, k + done, v + done, of_q & rest, of_k & rest, of_v & rest, x)
+
+
+@triton.jit
 def swiglu_forward(x: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16", has_weights: "i32", BLOCK: tl.constexpr):
     """out [rows, columns] = silu(gate) * up * weight of the row, for x [rows, 2, columns]."""
     row = tl.program_id(0).to(tl.int64)

@@ -24,11 +24,13 @@ CASES = {
     "llama": Case("llama", settings=(*SHAPE, "model.kv_heads=2", "model.head_dim=32")),  # RoPE, grouped heads, SwiGLU, RMSNorm
     "mpt": Case("mpt", documents=True, settings=(*SHAPE, "model.head_dim=48", "model.bias=true", "model.norm_bias=true")),  # ALiBi, GELU, LayerNorm
 }  # fmt: skip
-# of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding into another choice) and of the
-# other families' ops
-NOT_NEEDED = {name for name in all_kernels() if name.endswith("_long") or name.startswith("grouped_") or name in ("drop", "gather_rows")}
-OTHERS = {"llama": {"gelu_forward", "gelu_backward"}, "mpt": {"rope", "swiglu_forward", "swiglu_backward"}}
-VARIANTS = {"llama": {"rmsnorm-2048", "r32", "d64"}, "mpt": {"layernorm-2048", "erf", "d64-extras"}}
+# of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding into another choice), of queries that
+# are normed before they are turned (rope) and of the other families' ops
+NOT_NEEDED = {
+    name for name in all_kernels() if name.endswith("_long") or name.startswith("grouped_") or name in ("drop", "rope", "gather_rows")
+}
+OTHERS = {"llama": {"gelu_forward", "gelu_backward"}, "mpt": {"heads", "swiglu_forward", "swiglu_backward"}}
+VARIANTS = {"llama": {"rmsnorm-2048", "split-r32", "join-r32", "d64"}, "mpt": {"layernorm-2048", "erf", "d64-extras"}}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +74,7 @@ class PlantedGpu(SimulatedGpu):
 @pytest.mark.parametrize(
     ("name", "kernel", "without", "seen"),
     [
-        ("llama", "rope", "fma_f32", "losses"),
+        ("llama", "heads", "fma_f32", "losses"),
         ("llama", "attention_grad_q", "v_mfma", "gradients of layers.1.attention.qkv.weight"),
         ("llama", "adamw", "v_sqrt_f32", "weights of all"),
         ("mpt", "gelu_backward", "v_exp_f32", "gradients of layers.1.mlp.up.weight"),

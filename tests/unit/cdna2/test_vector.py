@@ -257,6 +257,8 @@ def test_scalars_and_their_flag():
         ("s_add_i32 s2, s0, s1", 0x7FFFFFFF, 1, 0x80000000, True), ("s_mul_hi_i32 s2, s0, s1", 0xFFFFFFFF, 2, 0xFFFFFFFF, None),
         ("s_ashr_i32 s2, s0, 31", 0x80000000, 0, 0xFFFFFFFF, True), ("s_abs_i32 s2, s0", 0xFFFFFFFB, 0, 5, True),
         ("s_bfe_u32 s2, s0, 0x10007", 0x80, 0, 1, True), ("s_brev_b32 s2, -2", 0, 0, 0x7FFFFFFF, None),
+        ("s_bfe_i32 s2, s0, 0x1001b", 0x8000000, 0, 0xFFFFFFFF, True), ("s_bfe_i32 s2, s0, 0x40004", 0x75, 0, 7, True),
+        ("s_bfe_i32 s2, s0, 0x200000", 0x80000000, 0, 0x80000000, True), ("s_bfe_i32 s2, s0, 0x0", 5, 0, 0, False),
         ("s_lshl2_add_u32 s2, s0, s1", 0x40000001, 3, 7, True), ("s_min_i32 s2, s0, s1", 0xFFFFFFFF, 1, 0xFFFFFFFF, True),
         ("s_movk_i32 s2, 0x8000", 0, 0, 0xFFFF8000, None),
     ]  # fmt: skip

@@ -164,6 +164,7 @@ def test_rope(isa, dtype, per_sample, dim, half):
     x = normal(9, 2, 3, dim, dtype=dtype)
     angle = normal(9, 2, half, dtype=torch.float32) if per_sample else normal(9, half, dtype=torch.float32)
     compare("rope", (x,), angle.cos(), angle.sin())
+    compare("rotated_heads", (normal(9, 2, 3, 4, dim, dtype=dtype),), angle.cos(), angle.sin())
     fused = normal(9, 2, 3, 2, dim, dtype=dtype)
     close(cpu.rope(fused[:, :, :, 1], angle.cos(), angle.sin()), reference.rope(fused[:, :, :, 1].double(), angle.cos(), angle.sin()))
 

@@ -102,11 +102,11 @@ def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
     kernels._functions.clear()
     fused = torch.zeros(100, 2, 3, 4, 64, dtype=torch.float16)
     q, k, v = (x.requires_grad_() for x in fused.unbind(2))
-    watch(driver, 26)
+    watch(driver, 29)
     out = GpuOps(kernels).attention(q, k, v, Scores(0.125))
     block = kernels.block("attention_forward", "d64", "BLOCK_M")
     assert list(record.grid) == [-(-100 // block), 8, 1] and record.shared == 60000
-    assert [slot & 0xFFFFFFFF for slot in record.slots[9:17]] == [100, 100, 4, 1, 64, *q.stride()[:3]]  # from the window on
+    assert [slot & 0xFFFFFFFF for slot in record.slots[10:20]] == [100, 100, 100, 0, 4, 1, 64, *q.stride()[:3]]  # from the window on
     assert kernels.architecture == "gfx90a" or record.shared_attribute == 60000
     watch(driver, 0)
     launches = record.launches

@@ -123,22 +123,25 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
     assert (wanted if provider.parts else wanted - providers.PARTS) <= set(functions)
 
 
-def test_stretches_on_a_gpu_are_torchs_flash_kernels_and_never_silently_squares_of_scores(monkeypatch):
+def test_stretches_on_a_gpu_have_kernels_and_are_never_silently_squares_of_scores(monkeypatch):
     for name in ("flash_attn", "triton"):
         monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
 
-    def chosen(dtype=torch.bfloat16, allow_fallback=False, **masks):
-        return select.choose("attention", "auto", "cuda", dtype, AttentionNeeds(parts=True, **masks), allow_fallback=allow_fallback)
+    def chosen(wanted="auto", dtype=torch.bfloat16, allow_fallback=False, **masks):
+        return select.choose("attention", wanted, "cuda", dtype, AttentionNeeds(parts=True, **masks), allow_fallback=allow_fallback)
 
-    assert chosen().provider.name == "sdpa" and "triton has no attention over part" in chosen().why
-    masks = {"documents": "document masks", "alibi": "ALiBi", "window": "a sliding window"}
-    for mask, name in masks.items():
-        outcome = chosen(**{mask: True})
-        assert outcome.where == "ops.attention=auto" and f"torch's flash kernels know no {name}" in outcome.what and "=heads" in outcome.fix
-        assert chosen(allow_fallback=True, **{mask: True}).provider.name == "reference"
-    assert "no float32 on a GPU" in chosen(torch.float32).what
+    for masks in ({}, {"documents": True}, {"alibi": True}, {"documents": True, "alibi": True, "window": True, "softcap": True}):
+        assert chosen(**masks).provider.name == "triton"
+    for mask, name in {"documents": "document masks", "alibi": "ALiBi", "window": "a sliding window"}.items():
+        assert f"torch's flash kernels know no {name}" in chosen("sdpa", **{mask: True}).what
+    outcome = chosen(window=True)
+    assert (
+        outcome.where == "ops.attention=auto" and "triton has no attention in a sliding window" in outcome.what and "=heads" in outcome.fix
+    )
+    assert chosen(allow_fallback=True, window=True).provider.name == "reference"
+    assert "no float32 on a GPU" in chosen(dtype=torch.float32).what
     monkeypatch.setattr(sdpa, "blocks_missing", lambda: "torch's flash attention does not run on this GPU")
-    assert "does not run on this GPU" in chosen().what
+    assert "does not run on this GPU" in chosen("sdpa").what
 
 
 def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_scores_on_a_gpu(monkeypatch):

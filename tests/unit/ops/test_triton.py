@@ -66,6 +66,39 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
     compare("attention", (q, k, v), Scores(1.0, window=window, softcap=softcap), factor=2.0)
 
 
+# all, some or none of the keys in sight; ends of both stretches within blocks
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset"), [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (140, 150, 7), (5, 3, 0)]
+)
+@pytest.mark.parametrize("kind", ["plain", "documents, ALiBi", "documents, ALiBi, soft cap, window"])
+def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
+    """The backward with a log-sum-exp over more keys than these. A row that sees none of them: output 0, log-sum-exp -infinite, no gradient."""
+    q, grad, o = (normal(queries, 2, 4, 16, dtype=torch.float16, seed=seed) for seed in (0, 3, 4))
+    k, v = normal(keys, 2, 2, 2, 16, dtype=torch.float16, seed=1).unbind(1)
+    scores = Scores(0.25, offset=offset)
+    if kind != "plain":
+        of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
+        softcap, window = (2.0, 90) if "window" in kind else (0.0, 0)
+        scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window, softcap)
+    wide = [x.double() for x in (q, k, v, grad, o)]
+    out, logsumexp = gpu.attention_block(q, (k, v), scores)
+    expected, exact = reference.attention_block(wide[0], (wide[1], wide[2]), scores)
+    close(out, expected, 2.0)
+    assert torch.equal(logsumexp == -torch.inf, exact == -torch.inf)
+    torch.testing.assert_close(logsumexp.double(), exact, rtol=1e-5, atol=1e-5)
+    over_more = exact + 1.0
+    grads = gpu.attention_block_backward(grad, q, (k, v), o, over_more.float(), scores)
+    wanted = reference.attention_block_backward(wide[3], wide[0], (wide[1], wide[2]), wide[4], over_more, scores)
+    for got, true in zip(grads, wanted, strict=True):
+        close(got, true, 4.0)
+
+
+def test_keys_that_begin_after_the_queries_are_refused():
+    q = normal(64, 1, 1, 16, dtype=torch.float16)
+    with pytest.raises(BackendError, match="queries that begin 20 positions before the keys"):
+        gpu.attention_block(q, (q, q), Scores(0.25, offset=-20))
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(80, 144), (33, 7)])
 def test_products_over_groups(inputs, outputs):
     """Groups of no, few and more rows than a block has, the last ones at the end of a block and past it."""
@@ -123,6 +156,8 @@ def test_add_norm(dtype, kind):
 def test_rope(dtype, per_sample, dim, half):
     angle = normal(5, 2, half) if per_sample else normal(5, half)
     compare("rope", (normal(5, 2, 17, dim, dtype=dtype),), angle.cos(), angle.sin())
+    for groups, members in ((1, 3), (5, 4)):
+        compare("rotated_heads", (normal(5, 2, groups, members, dim, dtype=dtype),), angle.cos(), angle.sin())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,6 +73,8 @@ def test_activations(dtype, rows, columns, has_bias, approximate):
 def test_rope(dtype, sequence, batch, heads, half, rest, per_sample):
     angle = normal(sequence, batch, half) if per_sample else normal(sequence, half)
     compare("rope", (normal(sequence, batch, heads, 2 * half + rest, dtype=dtype),), angle.cos(), angle.sin())
+    qkv = normal(sequence, batch, heads, 3 + (heads + rest) % 3, 2 * half + rest, dtype=dtype)
+    compare("rotated_heads", (qkv,), angle.cos(), angle.sin())
 
 
 @EXAMPLES

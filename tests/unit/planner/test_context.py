@@ -24,8 +24,10 @@ def test_ways_that_heads_and_kernels_allow() -> None:
     assert context_ways(LONG, 2, 1) == ["auto"]
     assert context_ways(LONG, 2, 4) == ["gather", "ring", "heads"]
     assert context_ways(LONG, 4, 4) == ["gather", "ring"]
-    for masked in (load_model("mpt-7b"), load_model("llama-3-8b", {"sliding_window": 4096})):
-        assert context_ways(masked, 2, 4) == ["heads"]
+    assert context_ways(load_model("mpt-7b"), 2, 4) == ["gather", "ring", "heads"]
+    windows = {"sliding_window": 4096}
+    assert context_ways(load_model("llama-3-8b", windows), 2, 4) == ["heads"]
+    assert context_ways(load_model("llama-3-8b", {**windows, "score_softcap": 50.0}), 2, 4) == ["gather", "ring", "heads"]
     assert context_ways(LONG, 2, 4, "ring") == ["ring"] and context_ways(LONG, 4, 4, "heads") == []
     assert context_ways(LONG, 2, 4, "auto") == [context_way(LONG, 2, 4)]
 
@@ -45,6 +47,15 @@ def test_the_cheapest_way_is_written_into_the_run(tmp_path: Path, capsys: pytest
         all(f"attention by {way}: the fastest layout that fits" in out for way in others)
         and f"attention by {parallel.context_attention}, " in out
     )
+
+
+@pytest.mark.thorough
+def test_131072_tokens_on_sixteen_nodes_get_a_layout_that_fits_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "long.yaml"
+    assert main(["plan", "llama-3-8b", "--sequence-length", "131072", "--machine", "frontier", "--nodes", "16", "--emit", str(path)]) == 0
+    config, out = load_run(str(path)), capsys.readouterr().out
+    assert config.model.sequence_length == 131072 and config.parallel.context > 1
+    assert f"attention by {config.parallel.context_attention}, " in out
 
 
 def test_memory_knows_the_way() -> None:

@@ -69,6 +69,13 @@ def test_columns_are_the_layouts_one_by_one() -> None:
     assert np.all(memory > 0)
 
 
+def test_a_v_in_pairs_is_chosen_where_one_communication_is_in_flight() -> None:
+    """Its neighbours keep step with each other's messages; the other schedules of this shape wait for theirs."""
+    fixed = {"tp": 8, "pp": 4, "micro_batch": 2, "recompute": "none", "sharding": "optimizer"}
+    best = search(load_model("gpt-175b"), FRONTIER, 128, 2048, fixed).best
+    assert FRONTIER.one_in_flight and best.layout.schedule == "dualpipe-v"
+
+
 def test_a_search_for_the_fastest_v_is_at_least_as_fast_as_the_named_ones() -> None:
     fixed = {"tp": 8, "pp": 4, "micro_batch": 1, "recompute": "none", "sharding": "optimizer"}
     best = search(MODEL, FRONTIER, 16, 1024, {**fixed, "schedule": "searched"}).best

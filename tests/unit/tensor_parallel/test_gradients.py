@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,3 +40,25 @@ def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
     gradients.run(work)
     assert alive == [3, 2, 1]
     assert parameter.main_grad.tolist() == [12.0, 12.0]
+
+
+class _Doubled(torch.autograd.Function):
+    """As the backwards of norms and biases: the gradient of a bf16 parameter was summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].float() + 2**-12
+
+
+def test_what_autograd_brings_reaches_the_fp32_buffer_unrounded() -> None:
+    shape = shard(Parameter("weight", (2,), ParameterKind.VECTOR))
+    parameter, gradients = ShardedParameter.create(torch.zeros(2, dtype=torch.bfloat16), shape), WeightGradients()
+    parameter.main_grad = torch.zeros(2)
+    gradients.collect_from_autograd(parameter, Tensor.add_)
+    for _ in range(3):
+        _Doubled.apply(parameter).sum().backward()
+    assert parameter.main_grad.tolist() == [3 * (1 + 2**-12)] * 2 and parameter.grad is None
