@@ -105,9 +105,8 @@ class WeightGradients:
             assert owner is not None and grad is not None and isinstance(tensor, ShardedParameter)
             owner.submit(tensor, lambda main_grad: accumulate(main_grad, grad))
 
-        parameter.grad_dtype = (
-            None  # as it was summed, in fp32: without it autograd would round to the parameter's type, in one more kernel
-        )
+        # as it was summed, in fp32: autograd would round it to the parameter's type, in one more kernel
+        parameter.grad_dtype = None
         parameter.register_post_accumulate_grad_hook(move)
 
 
