@@ -99,7 +99,7 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
         yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}"))
         yield Item(Phase.W, EXPERTS, Product(outputs, inputs, m, local, f"experts.{name}"))
         yield Item(Phase.W, ADDING, Pass(software.accumulate_bytes * local * outputs * inputs, 0))
-    yield Item(Phase.F, EXPERTS, Pass(size * rows.computed * (up + f), 2), FULL)
-    yield Item(Phase.I, EXPERTS, Pass(size * rows.computed * 2 * (up + f), 5))
+    yield Item(Phase.F, EXPERTS, Pass(size * rows.computed * (up + f), 1), FULL)
+    yield Item(Phase.I, EXPERTS, Pass(size * rows.computed * (2 * up + f), 1))
     kept = size * rows.computed * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (rows.computed + 4 * t * E)
     yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # the router keeps its input too
