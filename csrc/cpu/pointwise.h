@@ -95,8 +95,11 @@ void gather_rows(const T* x, const int64_t* places, T* out, int64_t rows, int64_
     }
     for_vectors(columns, [&](int64_t i, auto, auto store) {
       vf total{};
-      for (int64_t f = 0; f < fan; ++f)
-        if (const T* from = x + places[f] * columns; places[f] >= 0) total += i + kLanes <= columns ? load(from + i) : load_part(from + i, columns - i);
+      for (int64_t f = 0; f < fan; ++f) {
+        if (places[f] < 0) continue;
+        const T* from = x + places[f] * columns + i;
+        total += i + kLanes <= columns ? load(from) : load_part(from, columns - i);
+      }
       store(out, total);
     });
   }

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _THEN = "`frontier-llm train RUN` then goes on from it on any layout. Without RUN, print the model section that a run file needs."
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
-
+_PLUGIN = option(
+    "--plugin", action="append", default=[], metavar="MODULE", help="module, .py file or entry point that registers a family; repeatable"
+)
 
 IMPORT_OPTIONS = (
     option("run", nargs="?", metavar="RUN", help="run file whose model has the same shape, or the name of one in configs/runs"),
@@ -30,13 +32,16 @@ IMPORT_OPTIONS = (
 @command(
     option("source", metavar="DIR", help="holds config.json and safetensors"),
     *IMPORT_OPTIONS,
+    _PLUGIN,
     line="start a run from a Hugging Face model (docs/huggingface.md has the families)",
     about=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
 )
 def import_hf(args: argparse.Namespace) -> int:
     """From a Hugging Face directory."""
     from frontier_llm.checkpoint.huggingface import HuggingFaceModel, read_model_config
+    from frontier_llm.config.plugins import import_plugins
 
+    import_plugins(args.plugin)
     return _import(args, read_model_config, lambda directory, model: HuggingFaceModel(directory, model.vocab_multiple))
 
 
@@ -96,15 +101,18 @@ def _import(
         help="upload the export to this repository of the Hugging Face Hub, which is made if there is none",
     ),
     option("--private", action="store_true", help="with --push-to-hub: make it one that only you see"),
+    _PLUGIN,
     line="write a checkpoint as a Hugging Face model",
     about="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, whatever layout wrote it.",
 )
 def export_hf(args: argparse.Namespace) -> int:
     """Open, verify, write."""
     from frontier_llm.checkpoint.huggingface import Companions, HubRepository, export_huggingface, tokenizer_files
+    from frontier_llm.config.plugins import import_plugins
     from frontier_llm.inference.open import open_model, open_tokenizer
     from frontier_llm.ops import working_dtype
 
+    import_plugins(args.plugin)
     repository = HubRepository(args.push_to_hub, args.private) if args.push_to_hub else None
     opened = open_model(args.source, verified=not args.no_verify)
     companions = Companions(facts=run_facts(opened))

@@ -19,6 +19,7 @@ MOST_NODE_FAILURES = 3  # in a row
 START_S = 600.0  # of a start, while none has been seen: environment, imports, rendezvous, weights
 SLOWER = 2.5  # times the best measured step: a layout that is so much slower need not finish
 PATIENCE = 4.0  # times the planner's step, while none has been measured
+AGAIN = "start the same again to go on"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def run_search(
         if used + expected_s * limits.nodes / 3600 > limits.node_hours:
             return f"a further trial of about {expected_s:.0f} s would exceed {limits.node_hours:.3g} node-hours"
         if (left_s := limits.time_left_s()) < expected_s:
-            return f"{max(left_s, 0):.0f} s of walltime are left, a trial takes about {expected_s:.0f} s; start the same again to go on"
+            return f"{max(left_s, 0):.0f} s of walltime are left, a trial takes about {expected_s:.0f} s; {AGAIN}"
         affordable_s = (limits.node_hours - used) * 3600 / limits.nodes
         granted_s = min(limit_s, left_s, affordable_s)
         trial = measure(proposal, granted_s)
@@ -138,7 +139,7 @@ def run_search(
         search.trials.append(trial)
         record(search.trials)
         if trial.status == "interrupted":
-            return "told to stop"
+            return f"told to stop; {AGAIN}"
         last = [one.status for one in search.trials[-MOST_NODE_FAILURES:]]
         if last == ["node failure"] * MOST_NODE_FAILURES:
             return f"nodes failed in {MOST_NODE_FAILURES} trials in a row"

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from frontier_llm.checkpoint.huggingface import HuggingFaceModel, export_huggingface
 from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
 from frontier_llm.config.plugins import import_plugins
@@ -35,7 +37,7 @@ def python_of_the_page() -> list[str]:
 def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's Python, as the one file of a user."""
     blocks = python_of_the_page()
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     path = tmp_path_factory.mktemp("extensions") / "my_extensions.py"
     path.write_text("\n\n".join(blocks), encoding="utf-8")
     return path
@@ -117,6 +119,28 @@ def refusal(rank: int, plugin: str, case: Case) -> str:
 def test_names_that_nobody_registered_are_refused_with_the_nearest(ranks: RankPool, extensions: Path) -> None:
     case = Case("gpt", pp=2, schedule="v-gpip", settings=("parallel.chunks=2",))
     assert "v-gpipe" in ranks.run(1, refusal, str(extensions), case)[0]
+
+
+def test_a_family_of_hugging_face_computes_what_transformers_computes(
+    extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.unit.checkpoint.huggingface.families import VARIANTS, llama, saved
+    from tests.unit.checkpoint.huggingface.test_parity import compare, imported
+
+    monkeypatch.setitem(VARIANTS, "starcoder2", lambda: llama("Starcoder2", norm_epsilon=1e-5, sliding_window=5))
+    theirs = saved("starcoder2", tmp_path / "theirs")
+    command = [sys.executable, "-m", "frontier_llm", "checkpoint", "import-hf", str(tmp_path / "theirs")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode and "'Starcoder2ForCausalLM' has no mapping" in refused.stderr and "--plugin MODULE" in refused.stderr
+    shown = subprocess.run([*command, "--plugin", str(extensions)], capture_output=True, text=True, check=True)
+    assert "norm: layernorm" in shown.stdout and "sliding_window: 5" in shown.stdout
+
+    import_plugins([str(extensions)])
+    compare(imported(tmp_path / "theirs", "fp32"), theirs, 1e-5)
+    assert export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", torch.float32).model_type == "starcoder2"
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

@@ -5,17 +5,28 @@ example a training checkpoint. So neither direction knows how the model is or wa
 """
 
 from frontier_llm.checkpoint.huggingface.export import Companions, export_huggingface, family_for
+from frontier_llm.checkpoint.huggingface.families import LLAMA_KEYS, Family, register_family
 from frontier_llm.checkpoint.huggingface.hub import HubRepository
+from frontier_llm.checkpoint.huggingface.llama import read_llama_like, read_windowed, write_llama_like
+from frontier_llm.checkpoint.huggingface.names import LLAMA, Names
 from frontier_llm.checkpoint.huggingface.read import CONFIG, HuggingFaceModel, read_model_config
 from frontier_llm.checkpoint.huggingface.tokenizer import tokenizer_files
 
 __all__ = [
     "CONFIG",
+    "LLAMA",
+    "LLAMA_KEYS",
     "Companions",
+    "Family",
     "HubRepository",
     "HuggingFaceModel",
+    "Names",
     "export_huggingface",
     "family_for",
+    "read_llama_like",
     "read_model_config",
+    "read_windowed",
+    "register_family",
     "tokenizer_files",
+    "write_llama_like",
 ]

@@ -203,12 +203,12 @@ def _write_mpt(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_LLAMA_KEYS = {
+LLAMA_KEYS = {
     "layers": ("num_hidden_layers",), "hidden": ("hidden_size",), "heads": ("num_attention_heads",), "ffn_hidden": ("intermediate_size",),
     "sequence_length": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6),
     "tied_embeddings": ("tie_word_embeddings", False), "init_std": ("initializer_range", 0.02),
 }  # fmt: skip
-_NEOX_KEYS = {**_LLAMA_KEYS, "norm_eps": ("layer_norm_eps", 1e-5), "parallel_residual": ("use_parallel_residual", True)}
+_NEOX_KEYS = {**LLAMA_KEYS, "norm_eps": ("layer_norm_eps", 1e-5), "parallel_residual": ("use_parallel_residual", True)}
 _GPT2_KEYS = {
     "layers": ("n_layer",), "hidden": ("n_embd",), "heads": ("n_head",), "sequence_length": ("n_positions", 1024),
     "norm_eps": ("layer_norm_epsilon", 1e-5), "tied_embeddings": ("tie_word_embeddings", True), "init_std": ("initializer_range", 0.02),
@@ -235,61 +235,61 @@ _PLAIN = {"score": "softmax", "selection_bias": False, "scale": 1.0, "shared_hid
 _QWEN3 = {"use_sliding_window": False, "attention_bias": False}
 _MOE_KEYS = {"experts": ("num_experts",), "top_k": ("num_experts_per_tok",), "normalise": ("norm_topk_prob", False)}
 
-FAMILIES = (
+FAMILIES = [
     Family(
-        "LlamaForCausalLM", "llama", LLAMA, _LLAMA, _LLAMA_KEYS, _read_llama,
+        "LlamaForCausalLM", "llama", LLAMA, _LLAMA, LLAMA_KEYS, _read_llama,
         lambda m: {**write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}, ("rotary_emb.inv_freq",), "model.", grouped=True,
     ),
     Family(
-        "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, _LLAMA_KEYS, read_llama_like,
+        "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, LLAMA_KEYS, read_llama_like,
         write_llama_like, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"use_sliding_window": False},
     ),
     # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a Llama
     Family(
-        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, _LLAMA_KEYS, lambda f: read_windowed(f, MISTRAL_DEFAULT_WINDOW),
+        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, LLAMA_KEYS, lambda f: read_windowed(f, MISTRAL_DEFAULT_WINDOW),
         lambda m: {**write_llama_like(m), "sliding_window": m.sliding_window}, ("rotary_emb.inv_freq",), "model.", grouped=True,
         free=("sliding_window",),
     ),
     Family(
-        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_llama_like,
+        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_UNBIASED, "qk_norm": "head"}, LLAMA_KEYS, read_llama_like,
         write_llama_like, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed=_QWEN3,
     ),
     Family(
         "Olmo2ForCausalLM", "olmo2", OLMO2, {**_UNBIASED, "head_dim": None, "qk_norm": "full", "norm_placement": "post"},
-        {**_LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)}, read_llama_like, write_llama_like,
+        {**LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)}, read_llama_like, write_llama_like,
         ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False},
     ),
     # what has neither a window nor a fraction that does not rotate goes out as a Llama, which computes the same
     Family(
         "Phi3ForCausalLM", "phi3", PHI3, {**{ours: value for ours, value in _UNBIASED.items() if ours != "rope_fraction"}, "rope_scaling": None},
-        {**_LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 4096), "norm_eps": ("rms_norm_eps", 1e-5)}, _read_phi3, _write_phi3,
+        {**LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 4096), "norm_eps": ("rms_norm_eps", 1e-5)}, _read_phi3, _write_phi3,
         ("rotary_emb.inv_freq",), "model.", grouped=True, free=("sliding_window",),
     ),
     Family(
         "Gemma2ForCausalLM", "gemma2", GEMMA2,
         {**_UNBIASED, "activation": "geglu_tanh", "norm_placement": "both", "norm_plus_one": True, "scaled_embedding": True},
-        {**_LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 8192), "tied_embeddings": ("tie_word_embeddings", True)},
+        {**LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 8192), "tied_embeddings": ("tie_word_embeddings", True)},
         _read_gemma2, _write_gemma2, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False},
         free=("sliding_window", "full_attention_every", "score_width", "score_softcap", "logit_softcap"),
     ),
     Family(
-        "MixtralForCausalLM", "mixtral", MIXTRAL, _UNBIASED, _LLAMA_KEYS, read_mixtral, write_mixtral,
+        "MixtralForCausalLM", "mixtral", MIXTRAL, _UNBIASED, LLAMA_KEYS, read_mixtral, write_mixtral,
         ("rotary_emb.inv_freq",), "model.", grouped=True, routing={**_PLAIN, "normalise": True, "dense_layers": 0},
         moe_keys={"experts": ("num_local_experts", 8), "top_k": ("num_experts_per_tok", 2)},
     ),
     Family(
-        "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_qwen3_moe,
+        "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, LLAMA_KEYS, read_qwen3_moe,
         write_qwen3_moe, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={**_QWEN3, "decoder_sparse_step": 1}, routing=_PLAIN,
         moe_keys={**_MOE_KEYS, "expert_hidden": ("moe_intermediate_size",)},
     ),
     Family(
-        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_UNBIASED, "head_dim": None, "qk_norm": "full"}, _LLAMA_KEYS, read_llama_like,
+        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_UNBIASED, "head_dim": None, "qk_norm": "full"}, LLAMA_KEYS, read_llama_like,
         lambda m: {**write_llama_like(m), "intermediate_size": m.expert_hidden}, ("rotary_emb.inv_freq",), "model.", grouped=True,
         fixed={"attention_bias": False, "clip_qkv": None}, routing={**_PLAIN, "dense_layers": 0}, moe_keys=_MOE_KEYS,
     ),
     # DeepSeek's experts with ordinary attention (rednote-hilab/dots.llm1)
     Family(
-        "Dots1ForCausalLM", "dots1", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, _LLAMA_KEYS, read_dots1, write_dots1,
+        "Dots1ForCausalLM", "dots1", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, LLAMA_KEYS, read_dots1, write_dots1,
         ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False, "n_group": 1, "topk_group": 1},
         routing={"score": "sigmoid", "selection_bias": True, "shared_gate": False},
         moe_keys={
@@ -308,4 +308,9 @@ FAMILIES = (
     Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_mpt, _write_mpt, (), "transformer."),
     # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own
     Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_foundry_mpt, _write_mpt, (), "transformer."),
-)  # fmt: skip
+]  # fmt: skip
+
+
+def register_family(family: Family) -> None:
+    """Add an architecture: from now on models of it come in, and models that no family before it computes go out as it."""
+    FAMILIES.append(family)

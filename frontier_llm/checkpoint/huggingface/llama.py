@@ -62,8 +62,8 @@ def write_llama_like(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_windowed(f: ConfigJson, default_window: int | None = None) -> dict[str, Any]:
+def read_windowed(f: ConfigJson, default_window: int | None = None, function: str = "silu") -> dict[str, Any]:
     """Llama, with a window where that cuts its attention; `default_window` is what a configuration without the key means."""
     window = f.content.get("sliding_window", default_window)
     narrow = window is not None and window < f.get("max_position_embeddings", 131072)
-    return {**read_llama_like(f), "sliding_window": window if narrow else None}
+    return {**read_llama_like(f, function=function), "sliding_window": window if narrow else None}

@@ -105,7 +105,10 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         what = f"architecture {', '.join(names) or config.get('model_type')!r} has multi-head latent attention (MLA), which our model does not compute"
         raise CheckpointError(what, where=where, fix="of DeepSeek's kind, Dots1ForCausalLM has ordinary attention and is supported")
     what = f"architecture {', '.join(names) or config.get('model_type')!r} has no mapping"
-    raise CheckpointError(what, where=where, fix=f"supported: {', '.join(family.architecture for family in FAMILIES)}")
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise CheckpointError(
+        what, where=where, fix=f"supported: {known}; or name a plugin that registers it: --plugin MODULE (docs/extending.md)"
+    )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

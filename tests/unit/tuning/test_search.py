@@ -108,7 +108,7 @@ def test_a_slow_layout_need_not_finish_and_a_shortened_hang_says_nothing(space: 
         lambda proposal, limit_s: trial_of(search, proposal, None, "hang"),
         lambda rows: None,
     )
-    assert why == "told to stop" and search.trials[-1].status == "interrupted" and len(search.tried) == 1
+    assert why == "told to stop; start the same again to go on" and search.trials[-1].status == "interrupted" and len(search.tried) == 1
 
 
 def test_nodes_that_fail_end_the_search_and_say_nothing_of_layouts(space: Space) -> None:
