@@ -1,4 +1,4 @@
-"""Mixtures of experts against dense rungs of the ladder, at equal active FLOPs per token, tokens, batch and learning rate; several seeds.
+"""Mixtures of experts against dense rungs of the ladder, at equal active FLOPs per token, tokens, batch and learning rate; several seeds, two optimizers.
 
 The mixture has 8 experts of which each token takes 2, of the greatest width with which a token costs no more FLOPs than in the dense model, the
 router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights that sum to 1 it starts with half the output and learns
@@ -29,12 +29,14 @@ from measured_page import write_measured
 
 EXPERTS, TOP_K = 8, 2
 KINDS = ("dense", "experts")
+RATES = {"adamw": 1.0, "muon": 2.0}  # of the ladder's learning rate: where the dense 170k model ends best (docs/optimizers.md)
 
 
 @dataclass
 class Rung:
-    """A dense model, the mixture that costs as much, and their runs by seed."""
+    """A dense model, the mixture that costs as much, and their runs by seed under one optimizer."""
 
+    optimizer: str
     dense: ModelConfig
     mixture: ModelConfig
     runs: dict[str, list[Run]]
@@ -51,8 +53,9 @@ def mixture_of(dense: ModelConfig) -> ModelConfig:
     raise ValueError(f"{dense.name}: its router alone is dearer than its MLP")
 
 
-def rung(name: str, options: argparse.Namespace) -> Rung:
+def rung(name: str, optimizer: str, options: argparse.Namespace) -> Rung:
     chosen, dense = recipe(name, options.tokens_per_parameter), load_model(name)
+    chosen = replace(chosen, lr=RATES[optimizer] * chosen.lr)
     mixture = mixture_of(dense)
     assert mixture.moe is not None
     keys = mixture.moe.model_dump(exclude_unset=True)
@@ -60,12 +63,16 @@ def rung(name: str, options: argparse.Namespace) -> Rung:
     overrides = {"dense": [], "experts": [f"model.moe={json.dumps(keys)}", f"batch.micro_batch={chosen.global_batch}"]}
     runs = {
         kind: [
-            Run(f"{name}-{kind}-seed{seed}", replace(chosen), [f"train.seed={seed}", f"data.seed={seed}", *overrides[kind]])
+            Run(
+                f"{name}-{kind}-{optimizer}-seed{seed}",
+                chosen,
+                [f"train.seed={seed}", f"data.seed={seed}", f"optimizer.name={optimizer}", *overrides[kind]],
+            )
             for seed in range(1, options.seeds + 1)
         ]
         for kind in KINDS
     }
-    return Rung(dense, mixture, runs)
+    return Rung(optimizer, dense, mixture, runs)
 
 
 def busiest_of_mean(run: Run, directory: Path) -> float:
@@ -83,6 +90,7 @@ def study(rungs: list[Rung], options: argparse.Namespace) -> dict[str, Any]:
         "rungs": [
             {
                 "model": one.dense.name,
+                "optimizer": one.optimizer,
                 "experts": one.mixture.moe and one.mixture.moe.model_dump(exclude_unset=True),
                 "tokens": one.runs["dense"][0].recipe.tokens,
                 "steps": one.runs["dense"][0].recipe.steps,
@@ -110,15 +118,20 @@ def page(result: dict[str, Any]) -> str:
             spread = f" ± {difference.std(ddof=1):.4f}" if len(losses) > 1 else ", one seed"
             apart = "" if kind == "dense" else f"{difference.mean():+.4f}{spread}"
             shape = "" if kind == "dense" else f", {EXPERTS} experts of {rung['experts']['expert_hidden']}, top {TOP_K}, scale {TOP_K}"
-            rows.append(f"| {rung['model']}{shape} | {cells} | {np.mean(losses):.4f} | {apart} |")
-    budgets = "; ".join(f"{rung['model']} {rung['tokens'] / 1e6:.2f} M bytes in {rung['steps']} steps" for rung in result["rungs"])
-    uneven = ", ".join(f"{np.mean(rung['busiest_expert_over_mean']):.2f} ({rung['model']})" for rung in result["rungs"])
+            rows.append(f"| {rung['model']}{shape} | {rung['optimizer']} | {cells} | {np.mean(losses):.4f} | {apart} |")
+    budgets = "; ".join(
+        dict.fromkeys(f"{rung['model']} {rung['tokens'] / 1e6:.2f} M bytes in {rung['steps']} steps" for rung in result["rungs"])
+    )
+    uneven = ", ".join(
+        f"{np.mean(rung['busiest_expert_over_mean']):.2f} ({rung['model']}, {rung['optimizer']})" for rung in result["rungs"]
+    )
     lines = [
         "### Measured: loss at equal active FLOPs", "",
         f"`scripts/convergence_moe.py --tokens-per-parameter {result['tokens_per_parameter_of_the_dense']:g}`: rungs of [the ladder](convergence.md) and the same with experts, of the greatest width with which a token costs no more "
-        f"FLOPs, router included. Bytes, batch, learning rate and schedule are the dense model's by the ladder's rules ({budgets}); nothing was tuned for the "
-        "mixture. Held-out loss in nats per byte, by seed of weights and sample order; two cores.", "",
-        "| model | parameters | MFLOP per token | held out, by seed | mean | minus dense, by seed ± s.d. |", "|---|--:|--:|---|--:|--:|", *rows, "",
+        f"FLOPs, router included. Bytes, batch and schedule are the dense model's by the ladder's rules ({budgets}), and so is the learning rate: "
+        + " and ".join(f"{factor:g} times the rule's under {name}" for name, factor in RATES.items())
+        + ". Nothing was tuned for the mixture. Held-out loss in nats per byte, by seed of weights and sample order; two cores.", "",
+        "| model | optimizer | parameters | MFLOP per token | held out, by seed | mean | minus dense, by seed ± s.d. |", "|---|---|--:|--:|---|--:|--:|", *rows, "",
         f"The busiest expert of the worst layer had, over the last tenth of the steps, this many times the mean of rows: {uneven}.", "",
         "![Loss against training FLOPs, dense and with experts](figures/convergence_moe.png)", "",
     ]  # fmt: skip
@@ -141,7 +154,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
             )
             losses = rung["held_out"][kind]
             axis.plot([flops] * len(losses), losses, "o", color=color, markersize=4, label=f"{kind}: held out, each seed")
-        axis.set(xscale="log", yscale="log", xlabel="training compute, FLOP", ylabel="nats per byte", title=rung["model"])
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="training compute, FLOP",
+            ylabel="nats per byte",
+            title=f"{rung['model']}, {rung['optimizer']}",
+        )
         axis.set_yticks([1.5, 2, 3, 4, 5], labels=["1.5", "2", "3", "4", "5"])
         axis.minorticks_off()
         axis.legend(fontsize=8)
@@ -162,7 +181,7 @@ def main() -> None:
     if not (options.data / "validation.idx").exists():
         command = [sys.executable, "-m", "frontier_llm.cli.main", "data", "stdlib", str(options.data), "--tokenizer", "bytes"]
         subprocess.run(command, check=True)
-    rungs = [rung(name, options) for name in options.ladder]
+    rungs = [rung(name, optimizer, options) for name in options.ladder for optimizer in RATES]
     for one in rungs:
         for seed in range(options.seeds):
             for kind in KINDS:

@@ -117,12 +117,12 @@ def step_costs(chosen: Recipe, data: Path, rounds: int = 3) -> dict[str, float]:
     return best
 
 
-def at_best_rate(trained: Sequence[Trained], model: str, optimizer: str) -> tuple[dict[float, float], list[Trained]]:
-    """(mean held-out loss by learning rate, the seeds at the best of them)."""
+def at_best_rate(trained: Sequence[Trained], model: str, optimizer: str) -> tuple[dict[float, list[float]], list[Trained]]:
+    """(held-out losses by learning rate, the seeds at the best of those that most seeds have run at)."""
     runs = [one for one in trained if one.recipe.model == model and one.optimizer == optimizer]
     by_rate = {factor: [one for one in runs if one.factor == factor] for factor in sorted({one.factor for one in runs})}
-    means = {factor: float(np.mean([one.loss for one in ones])) for factor, ones in by_rate.items()}
-    return means, by_rate[min(means, key=lambda factor: means[factor])]
+    losses = {factor: [one.loss for one in ones] for factor, ones in by_rate.items()}
+    return losses, by_rate[min(losses, key=lambda factor: (-len(losses[factor]), np.mean(losses[factor])))]
 
 
 def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
@@ -133,12 +133,12 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
         costs = step_costs(best["adamw"][1][0].recipe, data)
         rows = {
             optimizer: {
-                "loss_by_rate": means,
+                "losses_by_rate": by_rate,
                 "losses": [one.loss for one in ones],
                 "curve": np.mean([one.curve for one in ones], axis=0).round(4).tolist(),
                 "step_cpu_s": costs[optimizer],
             }
-            for optimizer, (means, ones) in best.items()
+            for optimizer, (by_rate, ones) in best.items()
         }
         ends = (float(np.mean(one.curve[-20:])) for one in best["adamw"][1])
         reached = [steps_to(ours.curve, end) / len(ours.curve) for ours, end in zip(best["muon"][1], ends, strict=False)]
@@ -156,7 +156,10 @@ def convergence_lines(result: dict[str, Any]) -> list[str]:
         for optimizer in FACTORS:
             losses = row[optimizer]["losses"]
             spread = f" ± {np.std(losses, ddof=1):.4f}" if len(losses) > 1 else ""
-            tried = ", ".join(f"{factor:g}: {mean:.4f}" for factor, mean in row[optimizer]["loss_by_rate"].items())
+            tried = ", ".join(
+                f"{factor:g}: {np.mean(each):.4f}" + (f" ({len(each)} of {len(losses)} seeds)" if len(each) < len(losses) else "")
+                for factor, each in row[optimizer]["losses_by_rate"].items()
+            )
             lines.append(f"| {model} | {optimizer} | {tried} | {len(losses)} | {np.mean(losses):.4f}{spread} |")
     lines += [
         "",
