@@ -50,6 +50,8 @@ LAYOUTS = [
     Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, settings=experts(4)),
     Case("deepseek", cp=2, pp=2, dp=2, settings=experts(2), documents=True),
     Case("mixtral", tp=2, dp=2, settings=experts(2, 2, "optimizer.name=muon")),
+    Case("deepseek", pp=2, dp=2, settings=experts(2), schedule="dualpipe-v"),  # pairs: rows travel beside the other microbatch
+    Case("deepseek", tp=2, pp=2, dp=2, settings=experts(4), schedule="dualpipe-v", transport="torch", recompute="full"),
 ]
 
 
