@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -12,8 +14,9 @@ import torch
 
 from frontier_llm.comm import Axis, Pending
 from frontier_llm.comm.ledger import Call
-from frontier_llm.schedule import Action, Kind, beside, build
+from frontier_llm.schedule import Action, Kind, beside, build, posted_ahead, units
 from frontier_llm.train.step import train_step
+from tests.harness import dry_run
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
@@ -101,6 +104,39 @@ def test_rows_are_on_their_way_while_the_other_microbatch_computes(ranks: RankPo
             assert flight.meanwhile[:1] == ([partner[flight.began]] if flight.began in partner else [])
     for ended in ranks.run(4, flights, off(case)):
         assert not any(flight.meanwhile for flight in ended)
+
+
+def turns_and_calls(rank: int, case: Case) -> list[tuple[Action, list[dry_run.Call]]]:
+    """One step's turns, and what the ledger got in each."""
+    state = build_case(rank, case)
+    turns: list[tuple[Action, int]] = []
+    entries = state.mesh.ledger.recent = deque()
+    state.pipeline.on_action = lambda action: turns.append((action or turns[-1][0], len(entries)))
+    train_step(state)
+    calls = [(call.axis, call.operation) for call in entries]
+    return [(action, calls[first:end]) for (action, first), (_, end) in pairwise(turns)]
+
+
+def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool) -> None:
+    """A pair is one event of it: the same calls in the same sequence on all ranks and for all pairs alike, and no message among them."""
+    schedule = build("dualpipe-v", 2, 4, 2, pairs=True)
+    inside: dict[tuple[tuple[Kind, int], ...], list[dry_run.Call]] = {}
+    instead: dict[Action, list[dry_run.Call]] = {}
+    for rank, turns in enumerate(ranks.run(4, turns_and_calls, replace(PAIRED, family="mixtral"))):
+        for unit in units(posted_ahead(schedule.actions[rank // 2], True), True):
+            calls: list[dry_run.Call] = []
+            while turns and turns[0][0] in unit:
+                calls += [call for call in turns.pop(0)[1] if call[0] not in ("dp", "edp")]
+            if not unit[0].kind.computes:
+                channel = schedule.placement.channel(unit[0].kind, unit[0].position).value
+                assert calls == [(f"pp.{channel}", "send" if unit[0].kind.sends else "recv")]
+                continue
+            assert inside.setdefault(tuple((action.kind, action.position) for action in unit), calls) == calls, unit
+            assert {axis for axis, _ in calls} == {"ep"} or unit[0].kind is Kind.BACKWARD_WEIGHT
+            instead[unit[-1]] = [("dp", operation) for _, operation in calls]  # the two replicas share out the experts
+        assert not turns
+    assert any(len(kinds) > 1 for kinds in inside)
+    dry_run.check_order(dry_run.steps(schedule, dry_run.Collectives(instead=instead), dp=2))
 
 
 def failing(rank: int, kind: Kind) -> str:
