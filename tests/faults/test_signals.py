@@ -78,7 +78,7 @@ def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> Non
     process = subprocess.Popen(run.command, env=run.environment(), preexec_fn=take_terminal, **words)
     os.close(theirs)
     try:
-        wait_for_step(run, 3)
+        wait_for_step(process, run, 3)
         os.close(ours)
         assert process.wait(60) == 75
     finally:
@@ -89,7 +89,7 @@ def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> Non
 def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, overrides=TWO)
     process = run.start("checkpoint.shard_written#3=sleep:60")
-    pids = wait_for_ranks(process.pid, run)
+    pids = wait_for_ranks(process, run)
     wait_until_inside(run, process, "checkpoint.shard_written")
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
