@@ -11,6 +11,7 @@ import torch
 
 from frontier_llm.ops import AdamWUpdate, Mask, Scores, native, reference
 from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
+from tests.unit.ops.stretches import compare_stretch
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -77,19 +78,7 @@ def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
     if extras:
         of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
         scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window=90, softcap=2.0)
-    wide = [x.double() for x in (q, k, v, grad, o)]
-    (out, logsumexp), (expected, exact) = (
-        cpu.attention_block(q, (k, v), scores),
-        reference.attention_block(wide[0], (wide[1], wide[2]), scores),
-    )
-    close(out, expected, 2.0)
-    assert torch.equal(logsumexp == -torch.inf, exact == -torch.inf)
-    torch.testing.assert_close(logsumexp.double(), exact, rtol=1e-5, atol=1e-5)
-    over_more = exact + 1.0
-    grads = cpu.attention_block_backward(grad, q, (k, v), o, over_more.float(), scores)
-    wanted = reference.attention_block_backward(wide[3], wide[0], (wide[1], wide[2]), wide[4], over_more, scores)
-    for got, exact in zip(grads, wanted, strict=True):
-        close(got, exact, 4.0)
+    compare_stretch(cpu, q, (k, v), (o, grad), scores, close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

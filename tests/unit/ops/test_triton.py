@@ -16,6 +16,7 @@ from frontier_llm.ops import AdamWUpdate, Mask, Scores, reference
 from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
 from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
+from tests.unit.ops.stretches import compare_stretch
 
 gpu = GpuOps(InterpretedKernels("gfx90a"))
 DTYPES = [torch.float32, torch.float16]
@@ -80,17 +81,7 @@ def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
         of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
         softcap, window = (2.0, 90) if "window" in kind else (0.0, 0)
         scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window, softcap)
-    wide = [x.double() for x in (q, k, v, grad, o)]
-    out, logsumexp = gpu.attention_block(q, (k, v), scores)
-    expected, exact = reference.attention_block(wide[0], (wide[1], wide[2]), scores)
-    close(out, expected, 2.0)
-    assert torch.equal(logsumexp == -torch.inf, exact == -torch.inf)
-    torch.testing.assert_close(logsumexp.double(), exact, rtol=1e-5, atol=1e-5)
-    over_more = exact + 1.0
-    grads = gpu.attention_block_backward(grad, q, (k, v), o, over_more.float(), scores)
-    wanted = reference.attention_block_backward(wide[3], wide[0], (wide[1], wide[2]), wide[4], over_more, scores)
-    for got, true in zip(grads, wanted, strict=True):
-        close(got, true, 4.0)
+    compare_stretch(gpu, q, (k, v), (o, grad), scores, close)
 
 
 def test_keys_that_begin_after_the_queries_are_refused():
