@@ -83,14 +83,14 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     t, f, local = T // layout.tp, model.expert_hidden // layout.etp, E * layout.etp // ranks
 
     def send(
-        phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep", under: Under = Under.NOTHING
+        phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep", under: Under = Under.OTHER
     ) -> Item:
         return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes), under), again)
 
     def there_and_back(axis: str, sent: float, received: float, numbers: int, weights: int, chosen: int = 0) -> Iterator[Item]:
         """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the shared expert, and its gradients'."""
-        under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.NOTHING
-        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
+        under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
+        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis, Under.NOTHING)
         yield send(Phase.F, "all_to_all", sent * size * H, FULL, axis, under)
         yield send(Phase.F, "all_to_all", sent * weights * wide, FULL, axis)
         if chosen:
@@ -102,10 +102,10 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
 
     for axis in () if moe.balance == "global" else ("tp", "cp"):  # the load of whole sequences
         if getattr(layout, axis) > 1:
-            yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis)
+            yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis, Under.NOTHING)
     if layout.tp > 1 and not layout.sequence_parallel:  # each tensor rank cuts its part out, and all get the whole again
-        yield send(Phase.F, "all_gather", size * T * H, axis="tp")
-        yield send(Phase.I, "all_gather", size * T * H, axis="tp")
+        yield send(Phase.F, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
+        yield send(Phase.I, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
     yield Item(Phase.F, ROUTING, Product(t, E, H), FULL)
     yield Item(Phase.I, ROUTING, Product(t, H, E))
     yield Item(Phase.W, ROUTING, Product(E, H, t))

@@ -52,6 +52,7 @@ class Under(Enum):
     HEAD = "the head's product, which is far longer"
     ATTENTION = "attention to what is there already"
     SHARED = "the shared expert"
+    OTHER = "the other microbatch, where the schedule plays pairs"
 
 
 @dataclass(frozen=True)

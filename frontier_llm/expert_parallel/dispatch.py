@@ -138,6 +138,12 @@ class Travel:
         return self.arriving
 
 
+def _meanwhile(plan: Dispatch) -> None:
+    """Rows are on their way: in a pair of microbatches it is the other's turn."""
+    if plan.axis.baton is not None:
+        plan.axis.baton.pass_on()
+
+
 def leave(x: Tensor, plan: Dispatch) -> Travel:
     """Each of x's entries stands for as many rows as all others."""
     return Travel(_gathered(x, (plan.source // _fan(x, plan))[:, None], plan), plan, back=False)
@@ -180,6 +186,7 @@ class _Depart(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure  # `grads` are the rows that have left, see _Arrive
+        _meanwhile(departure.plan)
         return None, *(_add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True))
 
 
@@ -189,6 +196,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, departure: Departure, *arriving: Tensor) -> tuple[Tensor, ...]:
         ctx.departure = departure
+        _meanwhile(departure.plan)
         rows = tuple(arrived(travel, departure.plan) for travel in departure.travels)
         departure.travels = []
         return rows
@@ -222,12 +230,15 @@ class Departure:
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_MH: Tensor, plan: Dispatch) -> Tensor:
-        ctx.plan = plan
-        return _add_up(_return(y_MH, plan).end(), plan, plan.fan)
+        ctx.plan, travel = plan, _return(y_MH, plan)
+        _meanwhile(plan)
+        return _add_up(travel.end(), plan, plan.fan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return arrived(leave(grads[0], ctx.plan), ctx.plan), None
+        travel = leave(grads[0], ctx.plan)
+        _meanwhile(ctx.plan)
+        return arrived(travel, ctx.plan), None
 
 
 def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,7 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
         thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),  # in the thread that writes; the main thread waits for it
     ],
 )
+@pytest.mark.thorough
 def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=3, timeout_s=15.0, overrides=TWO)
     assert run.finish(failpoint)[0] in (1, 70)  # long before the failpoint would let go
@@ -118,6 +119,7 @@ def test_first_cause_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", but_first(["one rank", "all ranks"]))
+@pytest.mark.thorough
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)
     process = run.start("train.step#6%=sleep:2")  # so slow that the signal meets a run that trains, also when this process is late
