@@ -92,4 +92,4 @@ def _peak_waiting(stages: Number, microbatches: Number, chunks: Number, stage: N
     return 0 * microbatches
 
 
-register("dualpipe-v", ScheduleRule(_dual_pipe_v, v_shape, (2,), True, _peak_in_flight, _peak_waiting, idle=1 / 6, beat=1.0))
+register("dualpipe-v", ScheduleRule(_dual_pipe_v, v_shape, (2,), True, _peak_in_flight, _peak_waiting, idle=1 / 6, pairs=True, beat=1.0))
