@@ -12,6 +12,7 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops.differentiable import Normed, NormKind, rows_in_order
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
 from frontier_llm.ops.gpu_attention import GpuAttention
+from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.reference import AdamWUpdate
 
@@ -60,7 +61,7 @@ def _rope_variant(cos_SR: Tensor) -> str:
     return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"
 
 
-class GpuOps(GpuAttention):
+class GpuOps(GpuAttention, GpuRouting):
     """The face's functions over one set of kernels."""
 
     def norm_forward(
@@ -252,10 +253,8 @@ class GpuOps(GpuAttention):
 
     def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
         x, groups = x.detach().contiguous(), len(ends_E)
-        out, (rows, width) = (
-            x.new_empty(len(x), columns),
-            (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN"),
-        )
+        rows, width = (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN")
+        out = x.new_empty(len(x), columns)
         grid = (_blocks(columns, width), len(x) // rows + groups, 1)
         self.kernels.launch(
             "grouped_product", x.dtype, variant, grid, x=x, weight=weight_Eok.detach(), ends=ends_E, out=out, groups=groups, columns=columns,
