@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from frontier_llm.blueprint.expert_work import DISPATCH
-from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, Item, Keep, Phase, Product, Under, Work
+from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, HostWait, Item, Keep, Phase, Product, Under, Work
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
@@ -47,6 +47,8 @@ def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
         elif isinstance(work, Collective):
             by_axis = {"tp": tensor_s, "cp": context_s, "ep": experts_s}
             prices[key] = by_axis[work.axis.split(".")[0]](work, layout, rates)
+        elif isinstance(work, HostWait):
+            prices[key] = 0.0 if rates.host_executes else work.launches * rates.launch_s
         else:
             prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
     return prices[key]

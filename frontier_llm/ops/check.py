@@ -125,17 +125,24 @@ def _embedding(dtype: torch.dtype, columns: int, ops: GpuOps) -> list[Pair]:
     return [(table, wide)]
 
 
+BEHIND = 200  # rows behind the last group, which are nobody's
+
+
 def grouped_products(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: Any) -> list[Pair]:
     """Forward and input gradient over groups of rows that end at `ends`."""
     rows, groups = int(ends[-1]), len(ends)
-    x, grad, weight = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype), normal(groups, outputs, inputs, dtype=dtype)
-    pairs = (ops.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
-    return [pairs, (ops.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends))]
+    x, grad = (normal(rows + BEHIND, columns, dtype=dtype) for columns in (inputs, outputs))
+    weight = normal(groups, outputs, inputs, dtype=dtype)
+    pairs = (
+        (ops.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends)),
+        (ops.grouped_input_gradient(grad, weight, ends), reference.grouped_input_gradient(grad.double(), weight.double(), ends)),
+    )
+    return [(got[:rows], expected[:rows]) for got, expected in pairs]
 
 
 def grouped_gradient(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int, ops: Any) -> list[Pair]:
     """The weights' gradient of the same, added to what is there."""
-    rows, main = int(ends[-1]), normal(len(ends), outputs, inputs)
+    rows, main = int(ends[-1]) + BEHIND, normal(len(ends), outputs, inputs)
     x, grad, expected = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype), main.double()
     reference.accumulate_grouped_gradient_(expected, grad.double(), x.double(), ends)
     ops.accumulate_grouped_gradient_(main, grad, x, ends)

@@ -62,14 +62,31 @@ def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Cas
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 
+CROWDED = ("model.moe.capacity=0.75", "model.moe.balance_weight=0")
+
+
 def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     """With microbatches of one sequence that no tensor rank cuts, which is what the oracle has."""
-    settings = ("model.moe.capacity=0.75", "model.moe.balance_weight=0")
-    case = Case("mixtral", dp=2, settings=(*settings, *experts(2)))
+    case = Case("mixtral", dp=2, settings=(*CROWDED, *experts(2)))
     serial = run(ranks, case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
     assert differences(run(ranks, case), serial) == []
     assert serial.losses != run(ranks, Case("mixtral")).losses
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mixtral", dp=4, settings=experts(2, 2, *CROWDED)),
+        Case(
+            "mixtral", dp=4, settings=experts(4, 1, "parallel.expert_all_to_all=hierarchical", *CROWDED), ranks_per_node=2, recompute="full"
+        ),
+    ],
+    ids=str,
+)
+def test_with_a_capacity_as_many_rows_travel_as_may_and_the_same_count(ranks: RankPool, case: Case) -> None:
+    """Calls and bytes are those of the list without a look at what was routed."""
+    assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 
 def nodes(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:

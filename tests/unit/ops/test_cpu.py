@@ -349,9 +349,9 @@ def test_products_over_groups(isa, dtype, inputs, outputs):
             close(got, expected)
 
 
-def test_groups_that_are_not_all_rows_are_refused():
+def test_ends_that_fall_are_past_the_rows_or_too_few_are_refused():
     x, weight = torch.ones(6, 4), torch.ones(2, 3, 4)
-    for ends in ([2, 5], [7, 6], [2, 7], [6]):
-        with pytest.raises(RuntimeError, match=r"ends of groups|last group|one int32 per group"):
+    for ends in ([7, 6], [2, 7], [6], [4, 2]):
+        with pytest.raises(RuntimeError, match=r"ends of groups|one int32 per group"):
             cpu.grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32))
     assert cpu.grouped_linear(x[:0], weight, torch.zeros(2, dtype=torch.int32)).shape == (0, 3)
