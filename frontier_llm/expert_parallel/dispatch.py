@@ -41,9 +41,8 @@ class Dispatch:
     received: list[int]  # rows from each
     source: Tensor  # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert), or -1
     place: Tensor  # of each such number: where it stands in the order of sending; -1 stays at home, beyond an expert's capacity
-    arrival: (
-        Tensor | None
-    )  # of each row that an expert works on, by expert: where it stands in the order of arriving; None: rows stay at home
+    # of each row that an expert works on, by expert: where it stands in the order of arriving; None: rows stay at home
+    arrival: Tensor | None
     homeward: Tensor | None  # the other way round; -1 for what nobody has read
     fan: int  # rows of a token: experts that it goes to, times etp
     ops: Ops
@@ -205,9 +204,8 @@ class _Arrive(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure
         departure.travels = [_return(grad, departure.plan) for grad in grads]
-        return None, *(
-            travel.leaving for travel in departure.travels
-        )  # autograd wants tensors of the arriving ones' shapes; these have to live anyway
+        # autograd wants tensors of the arriving ones' shapes; these have to live anyway
+        return None, *(travel.leaving for travel in departure.travels)
 
 
 class Departure:
