@@ -104,6 +104,8 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         options["matrix_instr_nonkdim"] = variant.matrix
     if variant.waves:
         options["waves_per_eu"] = variant.waves
+    if variant.strategy:
+        options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # an older Triton leaves it out
     compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]
