@@ -23,7 +23,7 @@ INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16"
 
 # What compiles the GPU kernels, on any machine, and reads the code objects; none of it is needed to launch them.
 KERNEL_COMPILERS = ["triton>=3.5,<4", "msgpack", "pyelftools"]
-TUNING = ["scikit-learn", "scipy"]  # `frontier-llm tune`: the model of the planner's error, and the fit of a machine's constants
+TUNING = ["scipy"]  # `frontier-llm tune`: expected gains, and the fit of a machine's constants
 
 
 def fail(what: str, fix: str) -> None:

@@ -1,4 +1,5 @@
-"""Writes what the planner misses on vTrain's multi-node runs, by bubble, message per NIC, host, tensor degree and microbatch, into docs/planner.md.
+"""Writes what the planner misses on vTrain's multi-node runs into docs/planner.md: by bubble, message per NIC, host, memory, tensor degree and
+microbatch; and how many pairs it ranks right, by how far they lie apart.
 
 python -m scripts.residuals
 """
@@ -6,7 +7,7 @@ python -m scripts.residuals
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,12 @@ from frontier_llm.costs.seconds import FORWARD_OPS
 from frontier_llm.costs.time import p2p_bytes
 from frontier_llm.machine import Rates
 from frontier_llm.planner.published.datasets import shipped
-from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, predict
+from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
+from frontier_llm.planner.published.validate import groups, is_fitted
 from scripts.measured_page import write_measured
 
 DATASET = "vTrain multi-node"
+APART = (0.0, 0.02, 0.05, 0.1)  # of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 
 
@@ -43,10 +46,16 @@ def host_ms(model: ModelConfig, layout: Layout, rates: Rates) -> float:
     return 1e3 * (model.layers / layout.pp * FORWARD_OPS * rates.launch_s + rates.microbatch_s)
 
 
+def memory_share(model: ModelConfig, layout: Layout, rates: Rates) -> float:
+    """Of the fullest device, percent: what an allocator that runs short would be slow by."""
+    return 100 * peak_bytes(model, layout, rates) / rates.memory_bytes
+
+
 COLUMNS: dict[str, tuple[Callable[[ModelConfig, Layout, Rates], float], tuple[float, ...]]] = {
     "bubble, % of the microbatches": (bubble, (10, 30, 100)),
     "pipeline message per NIC, MiB": (message_mib, (0.1, 8, 32)),
     "host per microbatch, ms": (host_ms, (2, 4, 8)),
+    "memory of the fullest device, %": (memory_share, (40, 60, 75)),
     "tensor degree": (lambda model, layout, rates: layout.tp, (1.5, 3, 6)),
     "microbatch": (lambda model, layout, rates: layout.micro_batch, (1.5, 3, 6)),
 }
@@ -59,6 +68,25 @@ def classes(predictions: Sequence[RowPrediction], values: np.ndarray, edges: Seq
     words = [f"below {edges[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(edges)), f"from {edges[-1]:g}"]
     parts = [(word, errors[(values >= low) & (values < high)]) for word, (low, high) in zip(words, pairwise(bounds), strict=True)]
     return [(word, part) for word, part in parts if len(part)]
+
+
+def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
+    """A table: of the pairs of runs whose measured times differ by more than so much, the share that is ranked right, in each half of the runs."""
+    halves = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
+    ranked = [
+        np.array(
+            [(abs(np.log(a.row.seconds / b.row.seconds)), (a.seconds - b.seconds) * (a.row.seconds - b.row.seconds) > 0) for a, b in both]
+        )
+        for both in ([pair for group in groups(half) for pair in combinations(group, 2)] for half in halves)
+    ]
+    lines = [
+        "| pairs whose times differ by more than | fitted: pairs | ranked right, % | unseen: pairs | ranked right, % |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for least in APART:
+        cells = [(right[gap > least]) for gap, right in (half.T for half in ranked)]
+        lines.append(f"| {100 * least:.0f} % | " + " | ".join(f"{len(cell)} | {100 * cell.mean():.1f}" for cell in cells) + " |")
+    return lines
 
 
 def table() -> str:
@@ -74,7 +102,7 @@ def table() -> str:
         between = sum(len(part) * (part.mean() - errors.mean()) ** 2 for _, part in parts) / len(errors)
         lines.append(f"| **{name}** | explains {100 * between / errors.var():.0f} % of the variance | | | |")
         lines += [f"| | {word} | {len(part)} | {part.mean():+.1f} | {part.std():.1f} |" for word, part in parts]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*pairs(predictions), "", *lines]) + "\n"
 
 
 if __name__ == "__main__":

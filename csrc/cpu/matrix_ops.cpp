@@ -33,7 +33,7 @@ struct Part {
   int64_t group, begin, end;  // rows
 };
 
-// The rows of all groups in parts of at most `most`; ends[e] is the row past the last of group e.
+// The rows of all groups in parts of at most `most`; ends[e] is the row past the last of group e. Rows behind the last group are nobody's.
 std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int64_t most) {
   TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups, "ends must be one int32 per group");
   std::vector<Part> parts;
@@ -43,7 +43,6 @@ std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int
     TORCH_CHECK(begin <= end && end <= rows, "ends of groups must rise, up to the number of rows (", rows, ")");
     for (; begin < end; begin = std::min(begin + most, end)) parts.push_back({group, begin, std::min(begin + most, end)});
   }
-  TORCH_CHECK(begin == rows, "the last group must end at the last of ", rows, " rows");
   return parts;
 }
 

@@ -1,34 +1,47 @@
 """What a layer's experts compute, send and keep, as `blueprint/work.py` says it of everything else.
 
 How many rows a rank gets is the routers' doing: the lists take the even share, times `imbalance` where the busiest rank counts, or the rows
-that were routed (`Rows`), for which the ledger must agree. Letters: T tokens of a microbatch, of which a tensor rank routes T / tp;
+that were routed (`Rows`), for which the ledger must agree. With a capacity as many travel as may, whatever the routers choose. Letters: T tokens of a microbatch, of which a tensor rank routes T / tp;
 each makes top_k x etp rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import comb
+from math import ceil, comb
 from typing import NamedTuple
 
-from frontier_llm.blueprint.items import ADDING, FULL, Collective, Item, Keep, Pass, Phase, Product, Software, Under, rank_tokens
+from frontier_llm.blueprint.items import ADDING, FULL, Collective, HostWait, Item, Keep, Pass, Phase, Product, Software, Under, rank_tokens
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
-from frontier_llm.config import ModelConfig
+from frontier_llm.config import ModelConfig, MoeConfig
 
 ROUTING, EXPERTS, DISPATCH = "router", "experts' products", "tokens to experts and back"
 COUNT_BYTES, CHOICE_BYTES = 8, 4
+# between what the host waits for and the rows' departure: a copy to the host, which takes as long as two, the rows' sources, rows and weights gathered,
+# and their two messages (expert_parallel/dispatch.py)
+LAUNCHES_AFTER_WAIT = 10
 
 
 class Rows(NamedTuple):
     """Of one microbatch and layer on one rank, those included that nobody reads (expert_parallel.dispatch)."""
 
     sent: float
-    received: float  # of which the experts compute `computed`
+    received: float  # of which the experts compute `computed`; with a capacity all are held
     computed: float
     # where they go in two stages: over how many nodes, and rows along the rail; those above are then the node's
     nodes: int = 1
     to_nodes: float = 0
     from_nodes: float = 0
+
+
+def room_of(moe: MoeConfig, tokens: int) -> int | None:
+    """Rows that an expert takes of a rank's `tokens`; None = all."""
+    return None if moe.capacity is None else ceil(tokens * moe.top_k / moe.experts * moe.capacity)
+
+
+def most_rows(room: int, experts: int, tokens: int, choices: int) -> int:
+    """Rows that `experts` which take `room` each may get of `tokens` with so many choices: as many travel, needed or not."""
+    return min(room * experts, tokens * min(choices, experts))
 
 
 def nodes_of_a_token(experts: int, top_k: int, nodes: int) -> float:
@@ -39,12 +52,25 @@ def nodes_of_a_token(experts: int, top_k: int, nodes: int) -> float:
 def even_rows(model: ModelConfig, layout: Layout) -> Rows:
     """Where every expert is chosen equally often; the busiest rank's with `layout.imbalance`."""
     assert model.moe is not None
-    tokens, nodes, busy = rank_tokens(model, layout) / layout.tp, layout.expert_nodes, layout.imbalance
-    rows = tokens * model.moe.top_k * layout.etp
+    tokens, nodes, busy = rank_tokens(model, layout) // layout.tp, layout.expert_nodes, layout.imbalance
+    rows, capacity = tokens * model.moe.top_k * layout.etp, model.moe.capacity
+    if capacity is not None:
+        return _bounded_rows(model.moe, layout, tokens, rows * min(busy, capacity))
     if nodes == 1:
         return Rows(rows, rows * busy, rows * busy)
     travelling = tokens * nodes_of_a_token(model.moe.experts, model.moe.top_k, nodes)
     return Rows(rows, rows * busy, rows * busy, nodes, travelling, travelling)
+
+
+def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) -> Rows:
+    room, nodes, ranks = room_of(moe, tokens), layout.expert_nodes, layout.ep * layout.etp
+    assert room is not None
+    local, choices, along_rail = moe.experts * layout.etp // ranks, moe.top_k, 0
+    if nodes > 1:
+        along_rail = nodes * most_rows(room * moe.experts // nodes, 1, tokens, nodes)
+        room, tokens, ranks = room * nodes, along_rail, ranks // nodes
+    rows = ranks * most_rows(room, local, tokens, choices)
+    return Rows(rows, rows, computed, nodes, along_rail, along_rail)
 
 
 def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Rows | None = None) -> Iterator[Item]:
@@ -57,14 +83,14 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     t, f, local = T // layout.tp, model.expert_hidden // layout.etp, E * layout.etp // ranks
 
     def send(
-        phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep", under: Under = Under.NOTHING
+        phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep", under: Under = Under.OTHER
     ) -> Item:
         return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes), under), again)
 
     def there_and_back(axis: str, sent: float, received: float, numbers: int, weights: int, chosen: int = 0) -> Iterator[Item]:
         """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the shared expert, and its gradients'."""
-        under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.NOTHING
-        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
+        under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
+        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis, Under.NOTHING)
         yield send(Phase.F, "all_to_all", sent * size * H, FULL, axis, under)
         yield send(Phase.F, "all_to_all", sent * weights * wide, FULL, axis)
         if chosen:
@@ -76,15 +102,17 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
 
     for axis in () if moe.balance == "global" else ("tp", "cp"):  # the load of whole sequences
         if getattr(layout, axis) > 1:
-            yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis)
+            yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis, Under.NOTHING)
     if layout.tp > 1 and not layout.sequence_parallel:  # each tensor rank cuts its part out, and all get the whole again
-        yield send(Phase.F, "all_gather", size * T * H, axis="tp")
-        yield send(Phase.I, "all_gather", size * T * H, axis="tp")
+        yield send(Phase.F, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
+        yield send(Phase.I, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
     yield Item(Phase.F, ROUTING, Product(t, E, H), FULL)
     yield Item(Phase.I, ROUTING, Product(t, H, E))
     yield Item(Phase.W, ROUTING, Product(E, H, t))
     yield Item(Phase.F, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12), FULL)
     yield Item(Phase.I, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12))
+    waits = 0 if moe.capacity is not None else 2 if rows.nodes > 1 else int(ranks > 1)  # for numbers of rows
+    yield Item(Phase.F, DISPATCH, HostWait(waits * LAUNCHES_AFTER_WAIT), FULL)
     if rows.nodes > 1:
         yield from there_and_back("ep.rail", rows.to_nodes, rows.from_nodes, rows.nodes, moe.top_k, moe.top_k)
     if ranks > rows.nodes:
@@ -94,12 +122,13 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.F, DISPATCH, Pass(2 * moved, 8), FULL)
     yield Item(Phase.I, DISPATCH, Pass(2 * moved, 8))
     m, up = round(rows.computed / local), f * (1 + model.gated)
+    held = rows.computed if moe.capacity is None else rows.received
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
         yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}"), FULL)
         yield Item(Phase.I, EXPERTS, Product(m, inputs, outputs, local, f"experts.{name}"))
         yield Item(Phase.W, EXPERTS, Product(outputs, inputs, m, local, f"experts.{name}"))
         yield Item(Phase.W, ADDING, Pass(software.accumulate_bytes * local * outputs * inputs, 0))
-    yield Item(Phase.F, EXPERTS, Pass(size * rows.computed * (up + f), 1), FULL)
-    yield Item(Phase.I, EXPERTS, Pass(size * rows.computed * (2 * up + f), 1))
-    kept = size * rows.computed * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (rows.computed + 4 * t * E)
+    yield Item(Phase.F, EXPERTS, Pass(size * held * (up + f), 1), FULL)
+    yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
+    kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (held + 4 * t * E)
     yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # the router keeps its input too

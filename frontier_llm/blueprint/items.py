@@ -52,6 +52,7 @@ class Under(Enum):
     HEAD = "the head's product, which is far longer"
     ATTENTION = "attention to what is there already"
     SHARED = "the shared expert"
+    OTHER = "the other microbatch, where the schedule plays pairs"
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,13 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class HostWait:
+    """The host waits for numbers of the device, and then the device for the host, until that has launched so many operations."""
+
+    launches: int
+
+
+@dataclass(frozen=True)
 class Keep:
     """Bytes held until backward (phase F), or from the input gradient until the weight gradient (phase W)."""
 
@@ -127,7 +135,7 @@ class Keep:
     modes: tuple[str, ...] = RECOMPUTE  # of recomputation, under which they are held
 
 
-Work = Product | FlashCore | Pass | Collective | Keep
+Work = Product | FlashCore | Pass | Collective | HostWait | Keep
 
 
 @dataclass(frozen=True)

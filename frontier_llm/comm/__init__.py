@@ -1,6 +1,7 @@
 """Axis handles, process groups, collectives, pipeline messages and the byte ledger."""
 
 from frontier_llm.comm.algorithms import AlgorithmTable, load_algorithms
+from frontier_llm.comm.autograd import moved
 from frontier_llm.comm.axis import Axis, Mesh, serial_mesh, single
 from frontier_llm.comm.collectives import (
     all_gather,
@@ -53,6 +54,7 @@ __all__ = [
     "dump_flight_record",
     "load_algorithms",
     "maximum",
+    "moved",
     "post_receive",
     "process_group",
     "reduce_scatter",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from frontier_llm.comm.algorithms import FLAT, AlgorithmTable
+from frontier_llm.comm.baton import Baton
 from frontier_llm.comm.group import Collectives, Group
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.turns import Turns
@@ -31,6 +32,7 @@ class Axis:
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)  # where rows go in two stages: its node, its rail
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where only one communication may be in flight
+    baton: Baton | None = field(default=None, compare=False, repr=False)  # of whoever waits for rows, where there are experts
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
         """What carries out a collective; bytes are the whole tensor's, as in the ledger, so that every rank chooses alike."""

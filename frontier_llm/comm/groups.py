@@ -18,6 +18,7 @@ import torch.distributed as dist
 from frontier_llm import log
 from frontier_llm.comm.algorithms import load_algorithms
 from frontier_llm.comm.axis import Axis, Mesh, single
+from frontier_llm.comm.baton import Baton
 from frontier_llm.comm.group import Group, TorchGroup
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
@@ -77,6 +78,7 @@ class _Groups:
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._turns = Turns(self.device) if comm.in_flight == "one" else None
         self._global_rank, self._timeout_s, self._comm, self._ranks_per_node = global_rank, timeout_s, comm, ranks_per_node
+        self._baton = Baton()
         self._algorithms = load_algorithms(comm.algorithms)
         self._timeouts_s = comm.timeouts_s.model_dump()
         self._logged: set[str] = set()
@@ -91,7 +93,7 @@ class _Groups:
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
         rank = ranks.index(self._global_rank)
-        flat = Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger, turns=self._turns)
+        flat = Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger, turns=self._turns, baton=self._baton)
         if not apart and (name not in LEVELLED or not self._algorithms.rules):
             return flat
         node, rail = self._levels(name, ranks, apart)

@@ -169,6 +169,7 @@ class CommConfig(Section):
     overlap_messages: bool = True  # pipeline messages go on under the compute beside them; False: each is waited for where the order has it
     bucket_elements: PositiveInt = 40_000_000  # of a bucket of gradients and weights; Megatron-LM's default, 160 MB of fp32
     overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
+    overlap_experts: bool = True  # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v (since 0.2)
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
     store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis

@@ -7,13 +7,11 @@ Each rank needs a key/value head: cp goes into those that tensor parallelism lea
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from frontier_llm.comm import Axis, start_all_to_all_into
+from frontier_llm.comm import Axis, moved, start_all_to_all_into
 from frontier_llm.ops import Ops, Scores
 
 
@@ -21,12 +19,12 @@ def attention_by_heads(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: S
     """This rank's rows of attention over the sequence that the ranks of `cp` hold together."""
     by_rank = [x.unflatten(2, (cp.size, -1)) for x in (q_SBaD, k_SBgD, v_SBgD)]
     heads = [x.shape[3] for x in by_rank]
-    fused_KBhD = _ToHeads.apply(torch.cat(by_rank, dim=3).flatten(2, 3), cp)
+    fused_KBhD = moved(torch.cat(by_rank, dim=3).flatten(2, 3), cp, _to_heads, _to_tokens)
     slopes = scores.alibi_slopes_a
     if slopes is not None:
         scores = replace(scores, alibi_slopes_a=slopes.chunk(cp.size)[cp.rank])
     q_KBaD, k_KBgD, v_KBgD = fused_KBhD.split(heads, dim=2)
-    return _ToTokens.apply(ops.attention(q_KBaD, k_KBgD, v_KBgD, scores), cp)
+    return moved(ops.attention(q_KBaD, k_KBgD, v_KBgD, scores), cp, _to_tokens, _to_heads)
 
 
 def _to_heads(x_SBhD: Tensor, cp: Axis) -> Tensor:
@@ -47,25 +45,3 @@ def _exchanged(sent: Tensor, cp: Axis) -> Tensor:
     arriving = torch.empty_like(sent)
     start_all_to_all_into(arriving, sent, cp).wait()
     return arriving
-
-
-class _ToHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, x_SBhD: Tensor, cp: Axis) -> Tensor:
-        ctx.cp = cp
-        return _to_heads(x_SBhD, cp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0], ctx.cp), None
-
-
-class _ToTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, x_KBhD: Tensor, cp: Axis) -> Tensor:
-        ctx.cp = cp
-        return _to_tokens(x_KBhD, cp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grads[0], ctx.cp), None

@@ -59,6 +59,8 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
         token_bytes = model.sequence_length // layouts.cp * layouts.micro_batch / layouts.tp * model.hidden * 2
         travelling = sum((nodes == number) * nodes_of_a_token(moe.experts, moe.top_k, number) for number in distinct(np.atleast_1d(nodes)))
         rows_bytes = token_bytes * moe.top_k * layouts.etp
+        if moe.capacity is not None:  # as many travel as may
+            travelling, rows_bytes = np.minimum(nodes, moe.top_k * moe.capacity), rows_bytes * moe.capacity
         in_two_s = all_to_all_s(token_bytes * travelling, nodes, 1, rates) + all_to_all_s(rows_bytes, inside, inside, rates)
         possible &= in_two_s < all_to_all_s(rows_bytes, ranks, inside, rates)
     chosen = np.where(possible, nodes, 1)

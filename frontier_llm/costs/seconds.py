@@ -5,7 +5,7 @@ By cause, so that `plan --explain` prints the very numbers that were added; and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from frontier_llm.blueprint.expert_work import DISPATCH
-from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, Item, Keep, Phase, Product, Under, Work
+from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, HostWait, Item, Keep, Phase, Product, Under, Work
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
@@ -47,6 +47,8 @@ def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
         elif isinstance(work, Collective):
             by_axis = {"tp": tensor_s, "cp": context_s, "ep": experts_s}
             prices[key] = by_axis[work.axis.split(".")[0]](work, layout, rates)
+        elif isinstance(work, HostWait):
+            prices[key] = 0.0 if rates.host_executes else work.launches * rates.launch_s
         else:
             prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
     return prices[key]
@@ -117,20 +119,16 @@ def by_cause(
     """
     prices, modes = {} if prices is None else prices, modes or shares(layout.recompute.split(","))
     causes: dict[str, list[float]] = {}
-    again, meetings, rows_s, shared_s = 0.0, [0, 0], [0.0, 0.0], [0.0, 0.0]
+    items, again, meetings = list(items), 0.0, [0, 0]
     for item in items:
         if item.cause == SHARDS:
             continue
         side, seconds = int(item.phase is not Phase.F), work_s(item.work, layout, rates, prices)
         causes.setdefault(item.cause, [0.0, 0.0])[side] += seconds
         meetings[side] += item.cause == SENDING
-        if isinstance(item.work, Collective) and item.work.under is Under.SHARED:
-            rows_s[side] += seconds
-        elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
-            shared_s[side] += seconds
         again += seconds * item.repeats(modes)
-    if any(rows_s) and not rates.host_executes:  # rows are on their way while the shared expert computes
-        hidden_s = [min(rows * rates.dp_overlap, shared) for rows, shared in zip(rows_s, shared_s, strict=True)]
+    if DISPATCH in causes:
+        hidden_s, _ = rows_s(items, layout, rates, prices)
         causes[DISPATCH] = [shown - hidden for shown, hidden in zip(causes[DISPATCH], hidden_s, strict=True)]
         again -= hidden_s[0] * modes.get("full", 0.0)
     if (rates.meeting_s or rates.spread) and SENDING in causes:
@@ -140,6 +138,24 @@ def by_cause(
         again += waits[0] * modes.get("full", 0.0)
     causes[RECOMPUTED] = [0.0, again]
     return {cause: (forward, backward) for cause, (forward, backward) in causes.items()}
+
+
+def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
+    """Of rows on their way to experts and back: (forward, backward) seconds that hide under the shared expert, and those that show.
+
+    Of the second what another microbatch computes beside them hides, where the schedule plays pairs (costs.time.pair_s).
+    """
+    ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
+    shared_s = [0.0, 0.0]
+    for item in items:
+        side = int(item.phase is not Phase.F)
+        if isinstance(item.work, Collective) and item.work.under in ways:
+            ways[item.work.under][side] += work_s(item.work, layout, rates, prices)
+        elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
+            shared_s[side] += work_s(item.work, layout, rates, prices)
+    overlap = 0.0 if rates.host_executes else rates.dp_overlap
+    hidden_s = [min(rows * overlap, shared) for rows, shared in zip(ways[Under.SHARED], shared_s, strict=True)]
+    return hidden_s, [sum(all_s) - hidden for *all_s, hidden in zip(*ways.values(), hidden_s, strict=True)]
 
 
 def waiting_s(meetings: Number, compute_s: Number, rates: Rates) -> Number:
@@ -156,6 +172,8 @@ class Times(NamedTuple):
     weight_s: Number  # of which products and passes of the weight gradients: what a split backward may run later
     sent_s: Number  # of forward_s, communication over tp, under which the host gets ahead
     sent_backward_s: Number
+    rows_s: Number  # of forward_s, rows on their way to experts and back, which another microbatch's compute may hide
+    rows_backward_s: Number
     host_forward_s: Number  # what the host takes to dispatch it
     host_backward_s: Number
     gather_bytes: Number  # over dp, of sharded weights
@@ -237,7 +255,7 @@ def part(
     """The seconds of one list."""
     causes = by_cause(items, layout, rates, prices, modes)
     adding = causes.pop(ADDING, (0.0, 0.0))[1]
-    sent = causes.get(SENDING, (0.0, 0.0))
+    sent, rows = causes.get(SENDING, (0.0, 0.0)), rows_s(items, layout, rates, prices)[1] if DISPATCH in causes else (0.0, 0.0)
     sent_again = sum(item.repeats(modes) * work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING)
     moved = {
         (item.phase, item.work.operation): item.work.size_bytes
@@ -252,6 +270,8 @@ def part(
         weight_s=sum(work_s(item.work, layout, rates, prices) for item in weights),
         sent_s=sent[0],
         sent_backward_s=sent[1] + sent_again,
+        rows_s=rows[0],
+        rows_backward_s=rows[1] + rows[0] * modes.get("full", 0.0),
         host_forward_s=host_s[0],
         host_backward_s=host_s[1],
         gather_bytes=moved.get((Phase.F, "all_gather"), 0),

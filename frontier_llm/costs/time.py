@@ -149,6 +149,25 @@ def layer_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[Numb
     return forward_s, backward_s
 
 
+def pair_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> Number:
+    """Seconds that a forward and a backward of a layer take less as a pair: the rows of each travel while the other computes (schedule/pairs.py).
+
+    Of four ways two are beside attention and two beside experts. With one communication in flight attention's own collectives wait for
+    the rows: those two are then counted as shown.
+    """
+    overlap = 0.0 if rates.host_executes else rates.dp_overlap
+    ways = np.where(rates.one_in_flight & ((layouts.tp > 1) | (layouts.cp > 1)), 0.5, 1.0)
+    rows_s, both_s = (block.rows_s, block.rows_backward_s), block.both(layouts.microbatches, rates)
+    computed_s = [whole - rows for whole, rows in zip(both_s, rows_s, strict=True)]
+    hidden_s = sum(np.minimum(rows * overlap, computed) for rows, computed in zip(rows_s, reversed(computed_s), strict=True))
+    return np.where(plays_pairs(layouts), ways * hidden_s, 0.0)
+
+
+def plays_pairs(layouts: Layout | Layouts) -> Number:
+    """Whether microbatches are played in pairs (comm.overlap_experts)."""
+    return (by_schedule(layouts, lambda name: float(rule(name).pairs)) > 0) & (layouts.ep > 1) & (layouts.pp > 1)
+
+
 def exposed_s(communication_s: Number, compute_s: Number, overlap: float) -> Number:
     """What communication adds to the compute beside it: what does not fit under it, and at least the share that never overlaps."""
     return np.maximum(communication_s * (1 - overlap), communication_s - compute_s)
@@ -188,9 +207,10 @@ def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Numbe
     message = 2 * p2p_s(model, layouts, rates)
     host = rates.microbatch_s
     beside = (pp == 1) | (by_schedule(layouts, one_end) > 0)  # the head, of the embedding
-    first = most * both + ends[0] + np.where(beside, ends[1], 0.0)
-    last = last_layers * both + np.where(beside, 0.0, ends[1])
-    middle = np.where(pp > 2, most * both, 0.0)
+    paired = both - pair_s(parts.block, layouts, rates)
+    first = most * paired + ends[0] + np.where(beside, ends[1], 0.0)
+    last = last_layers * paired + np.where(beside, 0.0, ends[1])
+    middle = np.where(pp > 2, most * paired, 0.0)
     slowest = np.maximum(np.maximum(first, np.where(pp > 1, last, 0.0)), middle) + host
     if rates.blocking_messages:
         busiest = slowest + message * v

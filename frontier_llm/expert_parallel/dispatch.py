@@ -2,21 +2,33 @@
 
 A row is one token on its way to one expert (with etp ranks per expert, one for each of them, which hold parts of its width: their outputs
 are summed like those of several experts). Rows leave sorted by rank and expert; they arrive sorted by rank and are put in the order of the
-experts. Where two ranks have nothing for each other one row travels that nobody reads, because RCCL hangs where a rank receives nothing.
+experts. Where two ranks have nothing for each other one row travels that nobody reads, because RCCL hangs where a rank receives nothing. With a capacity
+as many rows travel between any two ranks as their experts may take, so that the host knows the sizes without waiting for the device; those that are not
+needed stand behind all others, past the last expert's end, where they are neither computed nor read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from frontier_llm.blueprint.expert_work import most_rows
 from frontier_llm.comm import DONE, Axis, Pending, start_all_to_all_into, start_all_to_all_rows
 from frontier_llm.ops import Ops
 from frontier_llm.ops.groups import gather_rows
+
+
+class RouterChoice(NamedTuple):
+    """What a router has chosen for N tokens."""
+
+    experts_Nk: Tensor
+    weights_Nk: Tensor
+    dropped_Nk: Tensor | None  # which of them stay at home, because their expert has no more room
+    room: int | None  # rows that each expert takes of this rank's; None = all
 
 
 @dataclass(frozen=True)
@@ -24,9 +36,8 @@ class Dispatch:
     """Which row goes where, for one microbatch and layer: made once, read forward and backward."""
 
     axis: Axis  # ep
-    rows: list[int]  # that arrive for each expert of this rank; the only numbers, with the next two, that the host must know
     ends_E: Tensor  # int32: of each expert of this rank the row past its last, among those that it works on
-    sent: list[int]  # rows to each rank of the axis, at least one
+    sent: list[int]  # rows to each rank of the axis, at least one; with the next the only numbers that the host must know
     received: list[int]  # rows from each
     source: Tensor  # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert), or -1
     place: Tensor  # of each such number: where it stands in the order of sending; -1 stays at home, beyond an expert's capacity
@@ -38,59 +49,77 @@ class Dispatch:
     ops: Ops
 
 
-def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, capacity: int) -> Tensor:
-    """Which choices an expert that takes `capacity` rows leaves out, (N, k): those of the smallest weights."""
+def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, room: int) -> Tensor:
+    """Which choices an expert that takes `room` rows leaves out, (N, k): those of the smallest weights."""
     experts_A, by_weight = experts_Nk.flatten(), weights_Nk.detach().flatten().argsort(descending=True, stable=True)
     order = by_weight[experts_A[by_weight].argsort(stable=True)]  # by expert, and then by weight
-    counts_E = torch.bincount(experts_A, minlength=experts)
+    counts_E = _counts(experts_A, experts)
     first_A = (counts_E.cumsum(0) - counts_E)[experts_A[order]]
-    late = torch.arange(len(order), device=order.device) - first_A >= capacity
+    late = torch.arange(len(order), device=order.device) - first_A >= room
     return torch.empty_like(late).index_copy_(0, order, late).view(experts_Nk.shape)
 
 
-def plan_dispatch(experts_Nk: Tensor, experts: int, axis: Axis, ops: Ops, etp: int = 1, dropped_Nk: Tensor | None = None) -> Dispatch:
+def plan_dispatch(
+    experts_Nk: Tensor, experts: int, axis: Axis, ops: Ops, etp: int = 1, dropped_Nk: Tensor | None = None, room: int | None = None
+) -> Dispatch:
     """Where the rows of N tokens go, given their chosen experts, but for what is dropped.
 
-    Collective over the axis; the host waits for the numbers of rows.
+    Collective over the axis. The host waits for the numbers of rows once, after all is under way that does not need them. With `room` rows at most
+    for each expert, and as many tokens on every rank, it does not wait: as many rows travel as there may be, and the ends alone say how many count.
     """
     device, ranks, local = experts_Nk.device, axis.size, experts * etp // axis.size
     part = torch.arange(etp, device=device)
-    # of each row the rank and, within it, the expert: neighbours of etp ranks hold the same experts
+    # of each row the rank and, within it, the expert: neighbours of etp ranks hold the same experts; what is dropped stands past the last
     slot_A = (((experts_Nk // local)[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
-    source = torch.arange(len(slot_A), device=device)
-    dropped_A = None if dropped_Nk is None else dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten()
-    if dropped_A is not None:
-        slot_A, source = slot_A[~dropped_A], source[~dropped_A]
-    leaving_RE = torch.bincount(slot_A, minlength=ranks * local).view(ranks, local)
+    if dropped_Nk is not None:
+        slot_A = slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
+    leaving_RE = _counts(slot_A, ranks * local + 1)[:-1].view(ranks, local)
     arriving_RE = leaving_RE
-    if axis.size > 1:
+    pending: Pending = DONE
+    if ranks > 1:
         arriving_RE = torch.empty_like(leaving_RE)
-        start_all_to_all_into(arriving_RE, leaving_RE, axis).wait()
-    counts = torch.cat((leaving_RE.sum(1), arriving_RE.sum(1), arriving_RE.sum(0))).tolist()
-    sent, received, rows = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :]
-
-    kept = len(source)
-    if axis.size > 1 and 0 in sent:
-        empty = torch.tensor([rank for rank, count in enumerate(sent) if not count], device=device)
-        slot_A, source = torch.cat((slot_A, empty * local)), torch.cat((source, torch.full_like(empty, -1)))
+        pending = start_all_to_all_into(arriving_RE, leaving_RE, axis)
     order = slot_A.argsort(stable=True)
-    place = torch.full((experts_Nk.numel() * etp,), -1, device=device).index_copy_(0, source[:kept], _inverse(order, len(order))[:kept])
+    pending.wait()
     ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
-    if axis.size == 1:
-        return Dispatch(axis, rows, ends_E, sent, received, source[order], place, None, None, experts_Nk.shape[1] * etp, ops)
-    # the rows that nobody reads count as an expert past the last, so that they stand behind all others
-    filler_R = (arriving_RE.sum(1) == 0).long()
+
+    fewest = 1 if ranks > 1 else 0
+    if room is not None:
+        most = max(fewest, most_rows(room, local, *experts_Nk.shape))
+        sent_R = received_R = torch.full((ranks,), most, device=device)
+    elif ranks == 1 and dropped_Nk is None:
+        most, sent_R, received_R = len(order), leaving_RE.sum(1), arriving_RE.sum(1)
+    else:
+        most, sent_R, received_R = None, leaving_RE.sum(1).clamp(min=fewest), arriving_RE.sum(1).clamp(min=fewest)
+    unread_R = sent_R - leaving_RE.sum(1)  # they stand behind what is read by the same rank
+    sorted_A = slot_A[order]
+    at_A = torch.arange(len(order), device=device) + (unread_R.cumsum(0) - unread_R)[(sorted_A // local).clamp(max=ranks - 1)]
+    at_A = at_A.masked_fill(sorted_A == ranks * local, -1)
+    place = torch.empty_like(order).index_copy_(0, order, at_A)
+
+    if most is not None:
+        sent = received = [most] * ranks
+        held = ranks * most
+    else:
+        *counts, held = torch.cat((sent_R, received_R, ends_E[-1:])).tolist()
+        sent, received = counts[:ranks], counts[ranks:]
+    end = sum(sent)  # where what is dropped goes, to be cut off
+    source = torch.full((end + 1,), -1, device=device).scatter_(0, at_A % (end + 1), order)[:end]
+    fan = experts_Nk.shape[1] * etp
+    if ranks == 1:
+        return Dispatch(axis, ends_E, sent, received, source, place, None, None, fan, ops)
+    # rows that nobody reads count as an expert past the last, so that they stand behind all others
     number = torch.arange(local + 1, device=device).repeat(ranks)
-    with_filler = torch.cat((arriving_RE, filler_R[:, None]), 1).flatten()
-    sent, received = [max(count, 1) for count in sent], [max(count, 1) for count in received]
-    arrival = number.repeat_interleave(with_filler, output_size=sum(received)).argsort(stable=True)[: sum(rows)]
-    homeward = _inverse(arrival, sum(received))
-    return Dispatch(axis, rows, ends_E, sent, received, source[order], place, arrival, homeward, experts_Nk.shape[1] * etp, ops)
+    with_unread = torch.cat((arriving_RE, (received_R - arriving_RE.sum(1))[:, None]), 1).flatten()
+    arrival = number.repeat_interleave(with_unread, output_size=sum(received)).argsort(stable=True)
+    homeward = torch.empty_like(arrival).index_copy_(0, arrival, torch.arange(len(arrival), device=device))
+    homeward = homeward.masked_fill(homeward >= ends_E[-1], -1)
+    return Dispatch(axis, ends_E, sent, received, source, place, arrival[:held], homeward, fan, ops)
 
 
-def _inverse(places: Tensor, count: int) -> Tensor:
-    """Of each of `count` places who stands there, or -1."""
-    return places.new_full((count,), -1).index_copy_(0, places, torch.arange(len(places), device=places.device))
+def _counts(numbers_A: Tensor, count: int) -> Tensor:
+    """How often each number below `count` is there. A bincount would look for the largest, for which the host waits."""
+    return numbers_A.new_zeros(count).scatter_add_(0, numbers_A, torch.ones_like(numbers_A))
 
 
 class Travel:
@@ -107,6 +136,12 @@ class Travel:
         """What has arrived."""
         self._pending.wait()
         return self.arriving
+
+
+def _meanwhile(plan: Dispatch) -> None:
+    """Rows are on their way: in a pair of microbatches it is the other's turn."""
+    if plan.axis.baton is not None:
+        plan.axis.baton.pass_on()
 
 
 def leave(x: Tensor, plan: Dispatch) -> Travel:
@@ -151,6 +186,7 @@ class _Depart(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure  # `grads` are the rows that have left, see _Arrive
+        _meanwhile(departure.plan)
         return None, *(_add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True))
 
 
@@ -160,6 +196,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, departure: Departure, *arriving: Tensor) -> tuple[Tensor, ...]:
         ctx.departure = departure
+        _meanwhile(departure.plan)
         rows = tuple(arrived(travel, departure.plan) for travel in departure.travels)
         departure.travels = []
         return rows
@@ -193,12 +230,15 @@ class Departure:
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_MH: Tensor, plan: Dispatch) -> Tensor:
-        ctx.plan = plan
-        return _add_up(_return(y_MH, plan).end(), plan, plan.fan)
+        ctx.plan, travel = plan, _return(y_MH, plan)
+        _meanwhile(plan)
+        return _add_up(travel.end(), plan, plan.fan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return arrived(leave(grads[0], ctx.plan), ctx.plan), None
+        travel = leave(grads[0], ctx.plan)
+        _meanwhile(ctx.plan)
+        return arrived(travel, ctx.plan), None
 
 
 def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:

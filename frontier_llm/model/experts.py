@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from frontier_llm.blueprint.expert_work import room_of
 from frontier_llm.comm import all_reduce_
 from frontier_llm.config import ModelConfig
 from frontier_llm.expert_parallel import (
     Departure,
     Dispatch,
     GroupedLinear,
+    RouterChoice,
     ToNodes,
     beyond_capacity,
     combine,
@@ -24,6 +25,7 @@ from frontier_llm.expert_parallel import (
     router_product,
     take_part,
 )
+from frontier_llm.ops import Routing
 from frontier_llm.tensor_parallel import Declared, LayerContext
 
 Beside = TypeVar("Beside")
@@ -47,22 +49,16 @@ class Router(nn.Module):
         self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
         self.load_E = declared.get(f"{name}.load")  # rows of each expert over the mean in the step before, of its whole batch
 
-    def forward(self, x_sBH: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Routed]:
-        """(s, B, H) → (experts_Nk, weights_Nk, which choices are dropped, what is said of them)."""
+    def forward(self, x_sBH: Tensor) -> tuple[RouterChoice, Routed]:
+        """(s, B, H) → what is chosen for each token, and what is said of that."""
         moe = self.moe
         logits_NE = router_product(x_sBH.flatten(0, 1), self.weight, self.context)
-        scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
-        with torch.no_grad():
-            experts_Nk = (scores_NE if self.bias is None else scores_NE + self.bias).topk(moe.top_k).indices
-        weights_Nk = scores_NE.gather(1, experts_Nk)
-        if moe.normalise:
-            weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
-        dropped_Nk = None
-        if moe.capacity is not None:
-            room = math.ceil(experts_Nk.numel() / moe.experts * moe.capacity)
-            dropped_Nk = beyond_capacity(experts_Nk, weights_Nk, moe.experts, room)
+        routing = Routing(moe.top_k, moe.score == "sigmoid", moe.normalise, moe.scale)
+        scores_NE, weights_Nk, experts_Nk = self.context.ops.route(logits_NE, self.bias, routing)
+        room = room_of(moe, len(experts_Nk))
+        dropped_Nk = None if room is None else beyond_capacity(experts_Nk, weights_Nk, moe.experts, room)
         routed = self._routed(logits_NE, scores_NE, experts_Nk, x_sBH.shape[1], dropped_Nk)
-        return experts_Nk, weights_Nk * moe.scale, dropped_Nk, routed
+        return RouterChoice(experts_Nk, weights_Nk, dropped_Nk, room), routed
 
     def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, B: int, dropped_Nk: Tensor | None) -> Routed:
         """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts).
@@ -104,21 +100,20 @@ class Experts(nn.Module):
         self.context, self.experts, self.gated, self.activation = context, model.moe.experts, model.gated, model.activation
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
-    def forward(
-        self, x_NH: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, dropped_Nk: Tensor | None, meanwhile: Callable[[], Beside]
-    ) -> tuple[Tensor, Beside]:
+    def forward(self, x_NH: Tensor, choice: RouterChoice, meanwhile: Callable[[], Beside]) -> tuple[Tensor, Beside]:
         """(N, H) → (N, H); and what is computed `meanwhile`, beside the rows' way to their experts, and in backward beside their gradients' way home."""
         ep, etp, ops = self.context.ep, self.context.etp, self.context.ops
         if ep.levels is None:
-            plan = plan_dispatch(experts_Nk, self.experts, ep, ops, etp, dropped_Nk)
-            departure = Departure(plan, x_NH, weights_Nk.flatten())
+            plan = plan_dispatch(choice.experts_Nk, self.experts, ep, ops, etp, choice.dropped_Nk, choice.room)
+            departure = Departure(plan, x_NH, choice.weights_Nk.flatten())
             beside = meanwhile()
             return combine(self._outputs(plan, *departure.arrive()), plan), beside
         node, rail = ep.levels
-        to_nodes = ToNodes(x_NH, (experts_Nk, weights_Nk, dropped_Nk), self.experts, rail, ops)
+        to_nodes = ToNodes(x_NH, choice, self.experts, rail, ops)
         beside = meanwhile()
         x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
-        plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, ops, etp, elsewhere_Mk)
+        room = None if choice.room is None else choice.room * rail.size  # rows of all nodes
+        plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, ops, etp, elsewhere_Mk, room)
         y_MH = combine(self._outputs(plan, *dispatch(x_MH, weights_Mk, plan)), plan)
         return combine(y_MH, to_nodes.plan), beside
 
@@ -149,8 +144,8 @@ class MixtureOfExperts(nn.Module):
         tp = self.context.tp
         cut = not self.context.sequence_parallel and len(x) % tp.size == 0
         x_sBH = take_part(x, tp) if cut else x
-        *choice, routed = self.router(x_sBH)
-        y_NH, beside = self.experts(x_sBH.flatten(0, 1), *choice, lambda: self._of_all_tokens(x))
+        choice, routed = self.router(x_sBH)
+        y_NH, beside = self.experts(x_sBH.flatten(0, 1), choice, lambda: self._of_all_tokens(x))
         y_sBH = y_NH.view(x_sBH.shape)
         y = gather_sequence(y_sBH, tp) if cut else y_sBH
         return y if beside is None else y + beside, routed

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import gpu_attention
-from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
+from frontier_llm.ops.differentiable import Normed, NormKind, rows_in_order
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
+from frontier_llm.ops.gpu_attention import GpuAttention
+from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
-from frontier_llm.ops.prebuilt import Kernels
-from frontier_llm.ops.reference import AdamWUpdate, Scores
+from frontier_llm.ops.reference import AdamWUpdate
 
 _PROGRAMS = 240  # that fill a GPU: two for each of the 110 to 132 compute units of a GCD or a Hopper
 _MOST_ROWS = 32  # of a strip: then its partial sums are a 32nd of what it reads
@@ -61,29 +61,8 @@ def _rope_variant(cos_SR: Tensor) -> str:
     return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"
 
 
-class GpuOps(DifferentiableOps):
+class GpuOps(GpuAttention, GpuRouting):
     """The face's functions over one set of kernels."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
-
-    def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """bf16 and fp16, head dims up to 256 that are multiples of 16."""
-        return gpu_attention.forward(self.kernels, q_SBaD, k_SBgD, v_SBgD, scores)
-
-    def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
-        return gpu_attention.backward(self.kernels, grad_o, saved, scores)
-
-    def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over one stretch of keys, which begins before or with the queries."""
-        return gpu_attention.block(self.kernels, q_SBaD, kv_KBgD, scores)
-
-    def attention_block_backward(
-        self, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What one stretch of keys adds to the gradients."""
-        return gpu_attention.block_backward(self.kernels, grad_SBaD, q_SBaD, kv_KBgD, o_SBaD, logsumexp_BaS, scores)
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
@@ -274,10 +253,8 @@ class GpuOps(DifferentiableOps):
 
     def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
         x, groups = x.detach().contiguous(), len(ends_E)
-        out, (rows, width) = (
-            x.new_empty(len(x), columns),
-            (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN"),
-        )
+        rows, width = (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN")
+        out = x.new_empty(len(x), columns)
         grid = (_blocks(columns, width), len(x) // rows + groups, 1)
         self.kernels.launch(
             "grouped_product", x.dtype, variant, grid, x=x, weight=weight_Eok.detach(), ends=ends_E, out=out, groups=groups, columns=columns,

@@ -19,7 +19,10 @@ def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
 
 
 def grouped_linear(x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-    """x @ weight[e]ᵀ for the rows of each group e, which stand one after the other; ends[e] (int32, on x's device) is the row past its last."""
+    """x @ weight[e]ᵀ for the rows of each group e, which stand one after the other; ends[e] (int32, on x's device) is the row past its last.
+
+    What rows behind the last group give is not said.
+    """
     y_Mo = x_Mk.new_empty(len(x_Mk), weight_Eok.shape[1])
     for group, rows in _groups(ends_E):
         y_Mo[rows] = x_Mk[rows] @ weight_Eok[group].t()

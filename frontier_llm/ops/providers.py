@@ -46,7 +46,7 @@ class Refusal(NamedTuple):
         return f"{reason}; build: {self.build}" if self.build else reason
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Provider:
     """One back-end. `missing` says why it cannot be used ('' when it can), `load` gives its functions by op name."""
 

@@ -102,11 +102,12 @@ def select_ops(
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
     if problems:
         raise BackendError(problems)
+    chosen = [outcome for outcome in outcomes if isinstance(outcome, ChosenBackend)]
+    tables = {provider: provider.load() for provider in {outcome.provider for outcome in chosen}}
     functions: dict[str, Op] = {}
     groups_by_choice: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        assert isinstance(outcome, ChosenBackend)
-        table = outcome.provider.load()
+    for outcome in chosen:
+        table = tables[outcome.provider]
         # attention that serves no stretches is never asked for them
         functions |= {op: table.get(op, getattr(reference, op)) for op in GROUPS[outcome.group]}
         choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from frontier_llm.comm import Mesh, Receive, Sends, post_receive
-from frontier_llm.schedule import Action, Kind, Schedule, ahead, check, posted_ahead
+from frontier_llm.schedule import Action, Kind, Schedule, ahead, check, posted_ahead, units
 
 LOSS = "loss"  # what the last stage returns as its output
 
@@ -115,12 +115,15 @@ class Engine:
         self._placement, self._stages, self._channels = schedule.placement, dict(zip(positions, stages, strict=True)), mesh.channels
         border = ahead(schedule)[rank] if runs_ahead else 0
         lists = schedule.actions[rank][:border], schedule.actions[rank][border:]
-        self._first, self._rest = (posted_ahead(actions) if overlap else actions for actions in lists)
+        posted = (posted_ahead(actions, schedule.pairs) if overlap else actions for actions in lists)
+        self._first, self._rest = (list(units(actions, schedule.pairs)) for actions in posted)
+        self._baton = mesh.ep.baton
         self.runs_ahead = border > 0
         self._ahead_of: Callable[[int], Any] | None = None  # the step whose first actions have been played
         self._deferral, self._activation, self._overlap = deferral, activation, overlap
         self._loss_weights, self._shapes = {LOSS: 1.0, **loss_weights}, {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
-        self.on_action: Callable[[Action | None], object] = lambda action: None  # told of each before it is played; None: the end
+        # told of each before it is played, of a pair's halves at every turn; None: the end
+        self.on_action: Callable[[Action | None], object] = lambda action: None
         self._play = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -156,10 +159,14 @@ class Engine:
         if self._first:
             self._play_all(self._first)
 
-    def _play_all(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self.on_action(action)
-            self._play[action.kind](action)
+    def _play_all(self, units: Sequence[tuple[Action, ...]]) -> None:
+        for unit in units:
+            if len(unit) > 1 and self._baton is not None:  # the backward first: its rows leave at once, the forward's behind attention
+                self._baton.share(unit[::-1], lambda action: self._play[action.kind](action), self.on_action)
+                continue
+            for action in unit:
+                self.on_action(action)
+                self._play[action.kind](action)
         self._sends.wait_all()
         self.on_action(None)
 

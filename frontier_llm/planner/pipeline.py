@@ -18,10 +18,10 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.layouts import steps_overlap
 from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.costs.seconds import times
-from frontier_llm.costs.time import StepTail, layer_s, meets_inside, p2p_s, tail
+from frontier_llm.costs.time import StepTail, layer_s, meets_inside, p2p_s, pair_s, tail
 from frontier_llm.costs.update import whole_update
 from frontier_llm.machine.rates import Rates
-from frontier_llm.schedule import Action, Follows, Kind, Timeline, ahead, build, one_end, simulate, simulate_in_turn
+from frontier_llm.schedule import Action, Follows, Kind, Schedule, Timeline, ahead, beside, build, one_end, simulate, simulate_in_turn
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
 
@@ -33,6 +33,7 @@ class StageTimes:
     forward_s: float
     backward_s: float  # input and weight gradient
     weight_s: float  # of which the weight gradient
+    pair_s: float = 0.0  # what both take less as a pair
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Played:
     optimizer_s: float
     gather_s: float
     message_s: float  # one transfer between neighbours
+    hidden_s: tuple[float, ...]  # per pipeline rank, rows to experts that travel beside another microbatch's compute: not in busy_s
     stage_times: tuple[StageTimes, ...]  # by virtual stage
 
     @property
@@ -73,7 +75,11 @@ def stage_times(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[
     def seconds(stage: StageSpec, side: int) -> float:
         return float(stage.num_layers * layer[stage.num_layers][side] + stage.embedding * embedding[side] + stage.head * head[side]) + host
 
-    return tuple(StageTimes(seconds(stage, 0), seconds(stage, 1), stage.num_layers * weight) for stage in stages)
+    hidden_s = {length: float(pair_s(block, layout, rates)) for length, block in blocks.items()}
+    return tuple(
+        StageTimes(seconds(stage, 0), seconds(stage, 1), stage.num_layers * weight, stage.num_layers * hidden_s[stage.num_layers])
+        for stage in stages
+    )
 
 
 def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> Played:
@@ -94,6 +100,10 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         if period is not None:
             break
         length = min(m, length + round_size * max(1, length // round_size))
+    # a further microbatch adds a pair down the ranks and one up
+    pairs, each_s = [len(beside(timeline.schedule, rank)) for rank in range(pp)], _pairs_s(timeline.schedule, stage_s)
+    hidden_s = [each * (count + 2 * (m - length) * (count > 0)) for each, count in zip(each_s, pairs, strict=True)]
+    busy_s = [(timeline.busy_s(rank) + each_s[rank] * pairs[rank]) * m / length - hidden_s[rank] for rank in range(pp)]
     added = (m - length) / round_size * period
     ends = np.array([stage_ends[-1] + added for stage_ends in timeline.end_s])
     # every rank reduces its own stage's gradients when its last backward is done
@@ -117,12 +127,13 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     return Played(
         timeline=timeline,
         pipeline_s=float(ends.max()) - overlap_s,
-        busy_s=tuple(timeline.busy_s(stage) * m / length for stage in range(pp)),
+        busy_s=tuple(busy_s),
         end_s=tuple(ends.tolist()),
         reduce_s=float(np.max(ends + end.reduce_s) - ends.max()),
         optimizer_s=float(np.max(end.optimizer_s)),
         gather_s=float(np.max(end.gather_s)),
         message_s=message,
+        hidden_s=tuple(hidden_s),
         stage_times=stage_s,
     )
 
@@ -149,6 +160,12 @@ def _turns(layout: Layout, rates: Rates) -> str:
     return "waiting" if rates.host_executes or meets_inside(layout) else "one"
 
 
+def _pairs_s(schedule: Schedule, times: tuple[StageTimes, ...]) -> list[float]:
+    """By rank, what a pair takes less than its halves one after the other: as much as both its virtual stages can hide."""
+    positions_of = schedule.placement.positions_of
+    return [min(times[position].pair_s for position in positions_of(rank)) for rank in range(schedule.stages)]
+
+
 def _simulate(
     name: str,
     pp: int,
@@ -167,12 +184,15 @@ def _simulate(
         seconds[Kind.BACKWARD_INPUT, position] = one.backward_s - one.weight_s
         seconds[Kind.BACKWARD_WEIGHT, position] = one.weight_s
 
+    schedule = build(name, pp, m, v, messages=turns != "many", pairs=any(one.pair_s for one in times))
+    paired, less_s = beside(schedule), _pairs_s(schedule, times)
+
     def duration(stage: int, action: Action) -> float:
-        return seconds[action.kind, action.position]
+        return seconds[action.kind, action.position] - (less_s[stage] if paired and action in paired else 0.0)
 
     if turns == "many":
-        return simulate(build(name, pp, m, v, messages=False), duration, message, follows)
-    return simulate_in_turn(build(name, pp, m, v), duration, message, turns == "waiting", follows)
+        return simulate(schedule, duration, message, follows)
+    return simulate_in_turn(schedule, duration, message, turns == "waiting", follows)
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:

@@ -108,6 +108,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
             share, name = (added_share(m), adds) if cause == ADDING else (1.0, cause)
             parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
     computed = sum(block.both(m, rates))
+    parts[DISPATCH] = parts.get(DISPATCH, 0.0) - played.hidden_s[busiest]
     parts[LAUNCHES] = m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
     parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
     parts["host per microbatch"] = m * rates.microbatch_s

@@ -5,6 +5,7 @@ from frontier_llm.schedule import standard as standard  # registers the package'
 from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Channel, Kind, Placement, Schedule, round_robin
 from frontier_llm.schedule.check import check
 from frontier_llm.schedule.order import ScheduleError, ahead, posted_ahead, with_messages
+from frontier_llm.schedule.pairs import beside, units
 from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,
@@ -35,6 +36,7 @@ __all__ = [
     "ScheduleRule",
     "Timeline",
     "ahead",
+    "beside",
     "build",
     "check",
     "forward_only",
@@ -53,6 +55,7 @@ __all__ = [
     "simulate",
     "simulate_in_turn",
     "timeline_chart",
+    "units",
     "v_names",
     "with_messages",
 ]

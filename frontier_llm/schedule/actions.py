@@ -149,6 +149,7 @@ class Schedule:
     placement: Placement
     microbatches: int  # m, per data-parallel replica and step
     actions: tuple[tuple[Action, ...], ...]
+    pairs: bool = False  # forwards and backwards that stand as pairs are played together (schedule/pairs.py)
 
     @property
     def stages(self) -> int:

@@ -7,6 +7,7 @@ from collections import Counter
 from frontier_llm.errors import Problem
 from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule
 from frontier_llm.schedule.order import ScheduleError
+from frontier_llm.schedule.pairs import beside
 
 
 def check(schedule: Schedule, rank: int) -> None:
@@ -14,7 +15,8 @@ def check(schedule: Schedule, rank: int) -> None:
 
     Legal: the rank runs forward and backward (B, or I and later W) of each microbatch and position exactly once and in that order; each
     message is sent once, after the compute that makes it, and its receive is posted before the compute that needs it. An evaluation
-    (`forward_only`) must have the forwards alone. That ranks do not wait for each other in a circle is the order's doing (`with_messages`).
+    (`forward_only`) must have the forwards alone. A pair is of two microbatches. That ranks do not wait for each other in a circle is the
+    order's doing (`with_messages`).
     """
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(f"{len(schedule.actions)} lists of actions for {schedule.stages} stages")
@@ -60,4 +62,5 @@ def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
         firsts = [Action(first, microbatch, at) for first, at in before if first]
         late = [first for first in firsts if place.get(first, -1) > place[action]]
         problems += [Problem(f"stage {stage}", f"{action} comes before {first}") for first in late]
-    return problems
+    one = (pair for pair in beside(schedule, stage).items() if pair[0].microbatch == pair[1].microbatch)
+    return problems + [Problem(f"stage {stage}", f"{second} is beside {first}, which it needs") for second, first in one]

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 from math import inf
+from operator import itemgetter
 
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.schedule.actions import Action, Kind, Placement, Schedule
+from frontier_llm.schedule.pairs import units
 from frontier_llm.schedule.simulate import play
 
 _LENGTH = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
@@ -27,22 +29,28 @@ class ScheduleError(FrontierError):
     """A schedule that cannot be played, or that would compute the wrong thing."""
 
 
-def with_messages(placement: Placement, orders: Sequence[Sequence[Action]], backward: float = 2.0) -> tuple[tuple[Action, ...], ...]:
+def with_messages(
+    placement: Placement, orders: Sequence[Sequence[Action]], backward: float = 2.0, pairs: bool = False
+) -> tuple[tuple[Action, ...], ...]:
     """Each rank's restriction of the order: its compute actions, and its side of every message. `backward`: length of a B beside an F of 1.
 
+    With `pairs` no message stands within one: its collectives are one event of the order, whichever way they interleave.
     Raises ScheduleError when the ranks' orders of compute wait for each other in a circle.
     """
     length = {**_LENGTH, Kind.BACKWARD: backward}
-    starts, ends = play(placement, orders, lambda rank, action: length[action.kind])
+    starts, ends = play(placement, orders, lambda rank, action: length[action.kind], pairs)
     stuck = [(rank, orders[rank][len(times)]) for rank, times in enumerate(ends) if len(times) < len(orders[rank])]
     if stuck:
         raise ScheduleError([Problem(f"stage {rank}", f"deadlock: {action} waits for its neighbour") for rank, action in stuck])
     routes = {(kind, position): _route(placement, kind, position) for kind in _LENGTH for position in range(len(placement.rank_of))}
     messages = sorted(
-        (end, rank, action, route)
-        for rank, order in enumerate(orders)
-        for end, action in zip(ends[rank], order, strict=True)
-        if (route := routes[action.kind, action.position])
+        (
+            (end, rank, action, route)
+            for rank, order in enumerate(orders)
+            for end, action in zip(ends[rank], order, strict=True)
+            if (route := routes[action.kind, action.position])
+        ),
+        key=itemgetter(0, 1),  # those of a pair leave together, the forward's first
     )
     played: list[list[Action]] = [[] for _ in orders]
     begun = [0] * len(orders)
@@ -74,7 +82,7 @@ def ahead(schedule: Schedule) -> tuple[int, ...]:
     Where ranks begin one after the other and end so too, a rank that ended first is into its next step by the time that the last one ends. The
     border is one moment of the one order, so on neither side of it a message has one end only; zeros where the rank that begins ends last.
     """
-    starts, ends = play(schedule.placement, schedule.compute, lambda rank, action: _LENGTH[action.kind])
+    starts, ends = play(schedule.placement, schedule.compute, lambda rank, action: _LENGTH[action.kind], schedule.pairs)
     ended_s: dict[tuple[int, int], float] = {}
     timed: dict[Action, float] = {}
     for order, begun, done in zip(schedule.compute, starts, ends, strict=True):
@@ -96,18 +104,18 @@ def ahead(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sum(1 for _ in takewhile(before, actions)) for actions in schedule.actions)
 
 
-def posted_ahead(actions: Sequence[Action]) -> list[Action]:
-    """The same messages in the same sequence, each receive one compute action early, so that it is open when the message comes.
+def posted_ahead(actions: Sequence[Action], pairs: bool = False) -> list[Action]:
+    """The same messages in the same sequence, each receive one compute action (or pair) early, so that it is open when the message comes.
 
     For runtimes with many communications in flight: nothing waits behind a posted receive there.
     """
     ahead: list[Action] = []
     place = 0  # where the next receive goes: before the compute action that it stands behind
-    for action in actions:
-        if action.kind in _ARRIVES.values():
-            ahead.insert(place, action)
+    for unit in units(actions, pairs):
+        if unit[0].kind in _ARRIVES.values():
+            ahead[place:place] = unit
             place += 1
         else:
-            place = len(ahead) + (not action.kind.computes)
-            ahead.append(action)
+            place = len(ahead) + (not unit[0].kind.computes)
+            ahead += unit
     return ahead

@@ -38,6 +38,7 @@ class ScheduleRule:
     idle: float = 1.0
     # ranks begin one after the other and end so too: where the optimizer waits for no other rank, steps overlap (optimizer.validated=after)
     staggered: bool = False
+    pairs: bool = False  # forwards directly before backwards of the rank's other position may be played together (schedule/pairs.py)
     beat: float = 2.0  # length of a B beside an F of 1, to which the order of communication is made; 1: neighbours' pairs of both keep step
 
 
@@ -94,11 +95,12 @@ def _unknown(name: str) -> Problem:
 
 
 @lru_cache(maxsize=32)
-def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: bool = True) -> Schedule:
+def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: bool = True, pairs: bool = False) -> Schedule:
     """The schedule `name` for `stages` pipeline ranks, `microbatches` per step and replica, `chunks` virtual stages per rank.
 
     Any count of microbatches >= 1 is legal for every schedule of the package. Raises LayoutError for an unknown name, a size below 1,
     or chunks that the schedule does not take. Without `messages` it can be simulated, but not played.
+    With `pairs` those of a schedule that has some are played as one.
     """
     wrong = [
         Problem(f"schedule {what}", f"{size} is below 1", "use 1 or more")
@@ -112,8 +114,9 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: 
     chosen = rule(name)
     placement = chosen.placement(stages, chunks)
     orders = [chosen.order(placement, microbatches, rank) for rank in range(stages)]
-    actions = with_messages(placement, orders, chosen.beat) if messages else tuple(map(tuple, orders))
-    return Schedule(name, placement, microbatches, actions)
+    pairs = pairs and chosen.pairs
+    actions = with_messages(placement, orders, chosen.beat, pairs) if messages else tuple(map(tuple, orders))
+    return Schedule(name, placement, microbatches, actions, pairs)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

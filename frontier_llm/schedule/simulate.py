@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
+from itertools import pairwise, product
+from math import inf
+from typing import Any, NamedTuple
 
 from frontier_llm.schedule.actions import COMPUTES, Action, Kind, Placement, Schedule
+from frontier_llm.schedule.pairs import is_pair, units
 
 Duration = Callable[[int, Action], float]
 Transfer = float | Callable[[int, int], float]
@@ -62,7 +64,7 @@ def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0, fol
             sum(action.kind.computes for action in order[:place]) for order, place in zip(schedule.actions, follows.ahead, strict=True)
         ]
         follows = Follows(follows.begin_s, counts)
-    return Timeline(schedule, *_played(_Player(schedule.placement, schedule.compute, duration, send_s), follows))
+    return Timeline(schedule, *_played(_Player(schedule.placement, schedule.compute, duration, send_s, schedule.pairs), follows))
 
 
 def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool, follows: Follows | None = None) -> Timeline:
@@ -78,7 +80,7 @@ def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, w
 def _played(player: _Player | _Turns, follows: Follows | None) -> tuple[Times, Times]:
     if follows is None:
         return player.play()
-    whole = player.orders
+    whole: Sequence[Any] = player.orders
     player.orders = tuple(order[:place] for order, place in zip(whole, follows.ahead, strict=True))
     for clock_s in player.clocks_s:
         clock_s[:] = follows.begin_s
@@ -157,9 +159,17 @@ class _Turns:
         self.compute_s[rank], self.turn_s[rank], self.place[rank] = compute_s, turn_s, place
 
 
-def play(placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer = 0.0) -> tuple[Times, Times]:
-    """(starts, ends) of the compute actions in `orders`, by rank; the lists end early where ranks wait for each other in a circle."""
-    return _Player(placement, orders, duration, send_s).play()
+def play(placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, pairs: bool = False) -> tuple[Times, Times]:
+    """(starts, ends) of the compute actions in `orders`, by rank, the same for both of a pair; messages take no time.
+
+    The lists end early where ranks wait for each other in a circle.
+    """
+    starts, ends = _Player(placement, orders, duration, 0.0, pairs).play()
+    for order, begun, done in zip(orders, starts, ends, strict=True) if pairs else ():
+        for place, two in enumerate(pairwise(order[: len(done)])):
+            if is_pair(*two):
+                begun[place + 1], done[place] = begun[place], done[place + 1]
+    return starts, ends
 
 
 class _Stream:
@@ -178,10 +188,10 @@ class _Wire(NamedTuple):
 
 
 class _Player:
-    """State of a simulation: one clock and one place in the list per rank."""
+    """State of a simulation: one clock and one place in the list of units per rank."""
 
-    def __init__(self, placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer) -> None:
-        self.orders, self.duration = orders, duration
+    def __init__(self, placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer, pairs: bool) -> None:
+        self.duration = duration
         seconds = send_s if callable(send_s) else lambda source, target: send_s
         forward: list[dict[int, float]] = [{} for _ in placement.rank_of]
         backward: list[dict[int, float]] = [{} for _ in placement.rank_of]
@@ -198,6 +208,7 @@ class _Player:
                 stream = streams.setdefault((message, rank, peer), _Stream(peer, seconds(rank, peer)))
             waits, hands = (0 <= other <= placement.last for other in (position - step, position + step))
             self.wires[kind, position] = _Wire(arrivals[position] if waits else None, arrivals[position + step] if hands else {}, stream)
+        self.orders: Sequence[Sequence[tuple[Action, ...]]] = [list(units(order, pairs)) for order in orders]
         self.place, self.clock_s = [0] * placement.ranks, [0.0] * placement.ranks
         self.clocks_s = (self.clock_s,)
         self.start_s: Times = tuple([] for _ in orders)
@@ -212,26 +223,28 @@ class _Player:
 
     def _advance(self, rank: int, runnable: set[int]) -> None:
         """Play one rank until it waits for what was not made yet; note which ranks its messages make runnable."""
-        actions, clock_s, duration, wires = self.orders[rank], self.clock_s[rank], self.duration, self.wires
+        order, clock_s, duration, wires = self.orders[rank], self.clock_s[rank], self.duration, self.wires
         starts_s, ends_s, place = self.start_s[rank], self.end_s[rank], self.place[rank]
-        while place < len(actions):
-            action = actions[place]
-            microbatch = action.microbatch
-            arrivals_s, handed_s, stream = wires[action.kind, action.position]
-            if arrivals_s is not None:
-                arrival_s = arrivals_s.get(microbatch)
-                if arrival_s is None:
-                    break
-                if arrival_s > clock_s:
-                    clock_s = arrival_s
-            starts_s.append(clock_s)
-            clock_s += duration(rank, action)
-            ends_s.append(clock_s)
-            if stream is not None:
-                stream.free_s = max(clock_s, stream.free_s) + stream.send_s
-                handed_s[microbatch] = stream.free_s
-                runnable.add(stream.target)
-            else:
-                handed_s[microbatch] = clock_s
+        while place < len(order):
+            unit, begin_s = order[place], clock_s
+            for kind, microbatch, position in unit:
+                arrivals_s = wires[kind, position].arrivals_s
+                if arrivals_s is not None and (arrival_s := arrivals_s.get(microbatch, inf)) > begin_s:
+                    begin_s = arrival_s
+            if begin_s == inf:
+                break
+            clock_s = begin_s
+            for action in unit:
+                starts_s.append(clock_s)
+                clock_s += duration(rank, action)
+                ends_s.append(clock_s)
+            for kind, microbatch, position in unit:
+                _, handed_s, stream = wires[kind, position]
+                if stream is not None:
+                    stream.free_s = max(clock_s, stream.free_s) + stream.send_s
+                    handed_s[microbatch] = stream.free_s
+                    runnable.add(stream.target)
+                else:
+                    handed_s[microbatch] = clock_s
             place += 1
         self.place[rank], self.clock_s[rank] = place, clock_s

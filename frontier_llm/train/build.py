@@ -85,7 +85,8 @@ class TrainState:
                 shapes=losses.shapes(config.model),
             )
 
-        schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks)
+        pairs = config.comm.overlap_experts and self.mesh.ep.size > 1
+        schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks, pairs=pairs)
         self.pipeline, self.evaluator = engine(schedule), engine(forward_only(schedule))
         self.feed, self.ahead = self.new_feed(source), None
         self.feed.left_out_steps = left_out_steps

@@ -87,6 +87,7 @@ def check(page: Path, profile: Path, *expected: str) -> None:
     assert brightness["dark"] < 0.4 < 0.7 < brightness["light"]
 
 
+@pytest.mark.thorough
 def test_report(tmp_path: Path, profile: Path) -> None:
     pytest.importorskip("plotly")
     run = tmp_path / "run.yaml"
@@ -99,12 +100,14 @@ def test_report(tmp_path: Path, profile: Path) -> None:
     check(tmp_path / "run" / "report.html", profile, "llama-tiny")
 
 
+@pytest.mark.thorough
 def test_plan(tmp_path: Path, profile: Path) -> None:
     pytest.importorskip("plotly")
     frontier_llm("plan", "gpt-22b", "--machine", "frontier", "--nodes", 16, "--figures", tmp_path / "plan.html")
     check(tmp_path / "plan.html", profile, "gpt-22b on 16 nodes of frontier")
 
 
+@pytest.mark.thorough
 def test_scaling(tmp_path: Path, profile: Path) -> None:
     pytest.importorskip("plotly")
     frontier_llm(

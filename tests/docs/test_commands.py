@@ -44,7 +44,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [thorough(page) if page == "docs/engines.md" else page for page in RUNNABLE])
+@pytest.mark.parametrize("page", list(map(thorough, RUNNABLE)))
 def test_commands_run(page: str, checkout: Path) -> None:
     text = "".join(fence.text for fence in FENCES if fence.page == page and fence.language == "bash")
     environment = {**os.environ, "PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -44,7 +44,7 @@ def test_ports_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     run = Run(tmp_path, steps=10_000, save_interval=3, overrides=("parallel.data=2", "train.tensorboard=true"))
     process = run.start()
-    pids = wait_for_ranks(process.pid, run)
+    pids = wait_for_ranks(process, run)
     environment = Path(f"/proc/{pids[0]}/environ").read_bytes()
     assert all(value.encode() in environment for value in SECRETS.values())
     variables = dict(entry.partition("=")[::2] for entry in environment.decode().split("\0"))

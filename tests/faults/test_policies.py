@@ -27,6 +27,7 @@ def test_spikes_are_skipped_alike_in_an_interrupted_run(tmp_path: Path) -> None:
     assert cut.losses() == whole.losses() and cut.shards() == whole.shards()
 
 
+@pytest.mark.thorough
 def test_rewind_leaves_data_out_and_replays_bit_equal(tmp_path: Path) -> None:
     rewind = (*SPIKES, "guard.spike_action=rewind", "guard.rewind_steps=3", "guard.rewind_skip_steps=5", "train.keep_every=1")
     once, again = (Run(tmp_path / name, steps=16, save_interval=2, overrides=rewind) for name in ("once", "again"))

@@ -38,6 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("state", "nth"), but_first([("train.evaluate", 11), ("checkpoint.loading", 1), ("train.start", 1), ("checkpoint.shard_written", 2)])
 )
+@pytest.mark.thorough
 def test_one_agreed_step_is_saved_wherever_the_signal_comes(state: str, nth: int, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, overrides=TWO)
     if state == "checkpoint.loading":
@@ -64,6 +65,7 @@ def test_a_warning_as_python_starts_is_heard(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("ranks", but_first([2, 1]))
+@pytest.mark.thorough
 def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> None:
     """The kernel sends SIGHUP, and whatever is written to that terminal from then on fails."""
     run = Run(tmp_path, steps=10_000, save_interval=0, overrides=(f"parallel.data={ranks}",))
@@ -78,7 +80,7 @@ def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> Non
     process = subprocess.Popen(run.command, env=run.environment(), preexec_fn=take_terminal, **words)
     os.close(theirs)
     try:
-        wait_for_step(run, 3)
+        wait_for_step(process, run, 3)
         os.close(ours)
         assert process.wait(60) == 75
     finally:
@@ -86,10 +88,11 @@ def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> Non
     assert (run.run_dir / "checkpoints" / "LATEST").read_text() == f"step_{max(run.losses()):08}\n"
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, overrides=TWO)
     process = run.start("checkpoint.shard_written#3=sleep:60")
-    pids = wait_for_ranks(process.pid, run)
+    pids = wait_for_ranks(process, run)
     wait_until_inside(run, process, "checkpoint.shard_written")
     for pid in pids:
         os.kill(pid, signal.SIGTERM)

@@ -13,6 +13,6 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def but_first(cases: Sequence[Any]) -> list[Any]:
-    """All cases of a parametrized test; the everyday run plays the first."""
-    return [cases[0], *(thorough(*case) if isinstance(case, tuple) else thorough(case) for case in cases[1:])]
+def but_first(cases: Sequence[Any], count: int = 1) -> list[Any]:
+    """All cases of a parametrized test; the everyday run plays the first `count`."""
+    return [*cases[:count], *(thorough(*case) if isinstance(case, tuple) else thorough(case) for case in cases[count:])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from frontier_llm import log
-from frontier_llm.blueprint.expert_work import Rows
+from frontier_llm.blueprint.expert_work import Rows, even_rows
+from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import SampleBatch
@@ -174,7 +176,7 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
         if plan.axis.ledger is state.mesh.ledger:
             first = to_nodes.pop() if to_nodes else None
             along_rail = () if first is None else (first.axis.size, sum(first.sent), sum(first.received))
-            rows.append(Rows(sum(plan.sent), sum(plan.received), sum(plan.rows), *along_rail))
+            rows.append(Rows(sum(plan.sent), sum(plan.received), int(plan.ends_E[-1]), *along_rail))
         return plan
 
     with patch.object(experts, "plan_dispatch", noted), patch.object(nodes, "plan_dispatch", noted_to_nodes):
@@ -186,7 +188,10 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
 
 def _traffic(state: TrainState, routed: list[Rows], prompts: bool) -> list[str]:
     """Where the ledger of one step differs from the closed form, by axis and operation."""
-    ledger, mesh = state.mesh.ledger, state.mesh
+    ledger, mesh, model = state.mesh.ledger, state.mesh, state.config.model
+    if model.moe and model.moe.capacity and routed:  # then the list knows the rows, whatever is routed
+        layout = replace(layout_of(state.config, state.plan.grid.world_size), expert_nodes=routed[0].nodes)
+        routed = [even_rows(model, layout)] * len(routed)
     expected = step_traffic(state.config, state.plan, mesh.pp.rank, routed, mesh.replicas.rank, prompts=prompts)
     counted = {"calls": (ledger.calls, expected.calls), "bytes": (ledger.bytes, expected.bytes)}
     return [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from frontier_llm.topology import held_positions
+from tests.harness.marks import but_first, thorough
 from tests.parity.cases import FAMILIES, Case
 from tests.parity.compare import differences
 from tests.parity.test_layouts import RunCase, run_case
@@ -20,7 +21,7 @@ GATHER, RING = (Case("llama", cp=2, settings=(f"parallel.context_attention={way}
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", but_first([2, 4]))
 def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, family: str, documents: bool) -> None:
     case = Case(family, cp=cp, documents=documents, settings=LONGER)
     serial = run_case(case.serial())
@@ -33,9 +34,9 @@ def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, f
     [
         Case("llama", tp=2, cp=2, dp=2, sequence_parallel=True, recompute="selective", documents=True, tensor_chunks=2),
         Case("gpt", cp=2, pp=2, sequence_parallel=False, schedule="zb-h1", recompute="full", documents=True),
-        Case("mpt", cp=2, dp=2, zero=0, micro_batch=2, documents=True, overlap_gradients=False, bucket_elements=3_000),
-        Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp", overlap_weights=True),
-        Case("llama", cp=4, pp=2, schedule="gpipe", transport="torch", documents=True),
+        thorough(Case("mpt", cp=2, dp=2, zero=0, micro_batch=2, documents=True, overlap_gradients=False, bucket_elements=3_000)),
+        thorough(Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp", overlap_weights=True)),
+        thorough(Case("llama", cp=4, pp=2, schedule="gpipe", transport="torch", documents=True)),
     ],
     ids=str,
 )
@@ -44,21 +45,21 @@ def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
-@pytest.mark.parametrize("family", ["llama", "mpt"])
+@pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("family", but_first(["llama", "mpt"]))
 @pytest.mark.parametrize("way", ["gather", "ring", "heads"])
 def test_every_way_of_attention(run_case: RunCase, way: str, family: str, documents: bool) -> None:
     case = Case(family, cp=4, documents=documents, recompute="selective", settings=(*LONGER, f"parallel.context_attention={way}"))
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
-@pytest.mark.parametrize("way", ["gather", "ring"])
+@pytest.mark.parametrize("way", but_first(["gather", "ring"]))
 def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> None:
     case = Case("llama", cp=4, settings=(*LONGER, f"parallel.context_attention={way}", "ops.attention=sdpa"))
     assert differences(run_case(case), run_case(Case("llama", settings=LONGER))) == []
 
 
-@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
+@pytest.mark.parametrize("kind", but_first(["linear", "ntk", "yarn"]))
 def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
     """Llama 3's is that of the family `llama`. A head of 16 dims has 8 rotations, some of which turn fast and some slowly within 8 tokens."""
     scaling = [
@@ -72,7 +73,7 @@ def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
     assert differences(run_case(case), serial) == []
 
 
-@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("way", but_first(["gather", "ring", "heads"]))
 def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
     settings = (*LONGER, "model.sliding_window=5")
     case = Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True, settings=(*settings, f"parallel.context_attention={way}"))
@@ -84,14 +85,14 @@ def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
 @pytest.mark.parametrize(
     ("mistake", "case", "reddens"),
     [
-        ("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
+        thorough("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
         ("local-division", Case("llama", cp=2, documents=True), "losses"),
         ("mask-by-own-index", Case("llama", cp=2), "losses"),
-        ("mask-by-own-index", Case("mpt", cp=2, documents=True, settings=("parallel.context_attention=gather",)), "losses"),
-        ("positions-by-own-index", Case("neox", cp=2), "losses"),
+        thorough("mask-by-own-index", Case("mpt", cp=2, documents=True, settings=("parallel.context_attention=gather",)), "losses"),
+        thorough("positions-by-own-index", Case("neox", cp=2), "losses"),
         ("keys-without-gradient", GATHER, "gradient of layers.0.attention.qkv.weight"),
         ("missing-merge", RING, "losses"),
-        ("backward-with-own-logsumexp", RING, "gradient of layers.0.attention.qkv.weight"),
+        thorough("backward-with-own-logsumexp", RING, "gradient of layers.0.attention.qkv.weight"),
     ],
     ids=lambda value: str(value),
 )

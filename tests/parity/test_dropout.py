@@ -32,7 +32,7 @@ def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> Non
     "case",
     [
         Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full", micro_batch=2),
-        Case("gpt", tp=2, cp=2, dp=2, recompute="selective", schedule="1f1b"),
+        thorough(Case("gpt", tp=2, cp=2, dp=2, recompute="selective", schedule="1f1b")),
         Case("gpt", cp=2, pp=4, sequence_parallel=False, schedule="zb-h1", documents=True),
         thorough(Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp")),
         thorough(Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=("parallel.expert=2",))),
@@ -48,8 +48,8 @@ def test_every_layout_drops_the_same(run_case: RunCase, case: Case) -> None:
     ("mistake", "case"),
     [
         ("masks-by-own-index", Case("gpt", tp=2, sequence_parallel=True, settings=DROPS)),
-        ("masks-by-own-index", Case("gpt", cp=2, settings=DROPS)),
-        ("masks-by-own-row", Case("gpt", dp=2, settings=DROPS)),
+        thorough("masks-by-own-index", Case("gpt", cp=2, settings=DROPS)),
+        thorough("masks-by-own-row", Case("gpt", dp=2, settings=DROPS)),
     ],
     ids=str,
 )

@@ -119,7 +119,7 @@ def assert_equal_training(
     "case",
     [
         Case("llama", tp=2, dp=2, sequence_parallel=True, recompute="full"),
-        Case("gpt", dp=4, settings=("parallel.data_shard=2",)),
+        thorough(Case("gpt", dp=4, settings=("parallel.data_shard=2",))),
         thorough(Case("gpt", dp=2)),
         thorough(Case("gpt", cp=2, dp=2, settings=("model.sequence_length=16",))),
         thorough(Case("mpt", dp=4, schedule="gpipe", documents=True)),
@@ -143,7 +143,7 @@ def test_fsdp_is_exact(ranks: RankPool, case: Case) -> None:
         (Case("mpt", pp=2, dp=2, schedule="interleaved", recompute="full"), "zero-1", "bf16", 1e-6, 1e-3),
         thorough(Case("llama", pp=2, dp=2, schedule="zb-h1", micro_batch=2), "zero-1", "fp32", 1e-6, 1e-3),
         thorough(Case("gpt", tp=2, pp=2), "zero-1", "fp32", 1e-6, 1e-3),
-        (Case("llama", tp=2, dp=2, sequence_parallel=True), "fsdp", "bf16", 5e-3, 0.3),
+        thorough(Case("llama", tp=2, dp=2, sequence_parallel=True), "fsdp", "bf16", 5e-3, 0.3),
         thorough(Case("neox"), "fsdp", "fp32", 1e-6, 1e-3),
     ],
     ids=str,

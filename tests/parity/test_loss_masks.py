@@ -25,8 +25,8 @@ def test_a_masked_serial_run_equals_the_oracle(run_case: RunCase, documents: boo
     "case",
     [
         Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True, micro_batch=2, read_only=True),
-        Case("llama", cp=2, dp=2, documents=True, read_only=True, settings=LONGER),
-        Case("mpt", pp=4, schedule="zb-h1", recompute="full", read_only=True),
+        thorough(Case("llama", cp=2, dp=2, documents=True, read_only=True, settings=LONGER)),
+        thorough(Case("mpt", pp=4, schedule="zb-h1", recompute="full", read_only=True)),
     ],
     ids=str,
 )

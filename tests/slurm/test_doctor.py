@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.harness.slurm import GPUS, ROOT, LocalSlurm
 
 SITE = """
@@ -62,6 +64,7 @@ def examine(cluster: LocalSlurm, tmp_path: Path, gcds: list[int], plugin: str, p
     return int(job["ExitCode"].split(":")[0]), json.loads(text)
 
 
+@pytest.mark.thorough
 def test_healthy_nodes_are_called_healthy(cluster: LocalSlurm, tmp_path: Path) -> None:
     code, report = examine(cluster, tmp_path, [GPUS] * 4, "libc.so.6", planted=False)
     assert (code, report["findings"], report["hosts"]) == (0, [], cluster.nodes)

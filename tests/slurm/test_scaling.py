@@ -25,6 +25,7 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.thorough
 def test_series_run_end_to_end(
     cluster: LocalSlurm, tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ def _group_of(slot, ends, groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """(group, its first row, the row past its last, the first row of this slot's block).
 
     Group e owns the slots from first_row // BLOCK_M + e to end // BLOCK_M + e, which are as many as its blocks of rows or one more: a closed form
-    of the ends, where the sum of all earlier groups' blocks would be a scan.
+    of the ends, where the sum of all earlier groups' blocks would be a scan. Slots of rows behind the last group belong to none, which ends at once.
     """
     group = 0
     for first in range(0, groups, BLOCK_E):
@@ -20,7 +20,7 @@ def _group_of(slot, ends, groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
         last_slot = tl.load(ends + e, mask=e < groups, other=0) // BLOCK_M + e
         group += tl.sum(((last_slot < slot) & (e < groups)).to(tl.int32), 0)
     begin = tl.where(group > 0, tl.load(ends + tl.maximum(group - 1, 0)), 0)
-    return group, begin, tl.load(ends + group), begin + (slot - begin // BLOCK_M - group) * BLOCK_M
+    return group, begin, tl.load(ends + group, mask=group < groups, other=0), begin + (slot - begin // BLOCK_M - group) * BLOCK_M
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accu
     errors = np.array([one.error for one in predictions])
     size = 100 * np.abs(errors)
     right, pairs, regrets = 0, 0, []
-    for group in _groups(predictions):
+    for group in groups(predictions):
         for one, other in combinations(group, 2):
             pairs += 1
             right += (one.seconds - other.seconds) * (one.row.seconds - other.row.seconds) > 0
@@ -60,7 +60,7 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accu
     )
 
 
-def _groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
+def groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
     """Rows between which a user could choose: the same cluster, model, sequence, devices and tokens per step."""
     groups: dict[tuple[object, ...], list[RowPrediction]] = {}
     for one in predictions:

@@ -20,6 +20,7 @@ def swiglu_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("swiglu_alone")
+@pytest.mark.thorough
 def test_the_script_simulates(objects, capsys, monkeypatch):
     folder = ["--folder", str(objects)]
     assert check_gfx90a.main([*folder, "--json"]) == 0

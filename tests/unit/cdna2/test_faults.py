@@ -210,6 +210,7 @@ def launch(program, count=1504):
     return main
 
 
+@pytest.mark.thorough
 def test_a_shipped_kernel_without_one_of_its_instructions(accumulate):
     assert (launch(accumulate) == 3.0).all()
     for place, instruction in enumerate(accumulate.instructions):

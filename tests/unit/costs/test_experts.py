@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from frontier_llm.blueprint import model_parameters, total_parameters
-from frontier_llm.blueprint.expert_work import DISPATCH, expert_work, nodes_of_a_token
-from frontier_llm.blueprint.items import Software
+from frontier_llm.blueprint.expert_work import DISPATCH, even_rows, expert_work, nodes_of_a_token
+from frontier_llm.blueprint.items import HostWait, Software
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import block_work
-from frontier_llm.config import load_model
+from frontier_llm.config import ModelConfig, load_model
 from frontier_llm.costs.experts import experts_inside, over_nodes
 from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.costs.memory import kept_bytes, stage_memory
-from frontier_llm.costs.seconds import by_cause, times
+from frontier_llm.costs.seconds import by_cause, times, work_s
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.units import GIB
 
@@ -91,3 +91,29 @@ def test_a_layer_keeps_what_xmoes_theory_allows_without_the_experts_outputs() ->
     assert 2 * rows * (2 * H + 2 * F) / GIB == pytest.approx(1.125)
     ours = kept_bytes(expert_work(LARGE, Layout(dp=64, ep=64), Software()), "none")
     assert ours == pytest.approx(2 * rows * (H + 2 * F), rel=0.15) and ours < 1.125 * GIB
+
+
+def test_the_host_waits_for_numbers_of_rows_once_a_stage_unless_a_capacity_bounds_them() -> None:
+    def waits_s(model: ModelConfig, layout: Layout) -> float:
+        return sum(
+            work_s(item.work, layout, FRONTIER, {}) for item in expert_work(model, layout, Software()) if isinstance(item.work, HostWait)
+        )
+
+    flat, by_node = Layout(dp=64, ep=32), Layout(dp=64, ep=32, expert_nodes=4)
+    assert waits_s(LARGE, by_node) == 2 * waits_s(LARGE, flat) == pytest.approx(20 * FRONTIER.launch_s)
+    assert waits_s(bounded(1.25), by_node) == waits_s(bounded(1.25), flat) == waits_s(LARGE, Layout(dp=64)) == 0
+
+
+def bounded(capacity: float) -> ModelConfig:
+    return LARGE.model_copy(update={"moe": LARGE.moe.model_copy(update={"capacity": capacity})})  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_with_a_capacity_as_many_rows_travel_as_may_and_no_expert_computes_more(nodes: int) -> None:
+    layout = Layout(dp=64, ep=32, expert_nodes=nodes, imbalance=2.0)
+    even, rows = even_rows(LARGE, replace(layout, imbalance=1.0)), even_rows(bounded(1.25), layout)
+    assert rows.sent == rows.received == pytest.approx(1.25 * even.sent) and rows.computed == pytest.approx(1.25 * even.computed)
+    assert (
+        rows.to_nodes == rows.from_nodes == (0 if nodes == 1 else 4 * LARGE.sequence_length)
+    )  # 8 choices at 1.25 times: any token to any node
+    assert over_nodes(bounded(1.25), Layout(dp=64, ep=32), FRONTIER).expert_nodes == 4

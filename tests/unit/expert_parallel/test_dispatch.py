@@ -7,7 +7,7 @@ import torch
 
 from frontier_llm.comm import build_mesh, start_all_to_all_rows
 from frontier_llm.config import CommConfig, OpsConfig
-from frontier_llm.expert_parallel import ToNodes, combine, dispatch, plan_dispatch
+from frontier_llm.expert_parallel import RouterChoice, ToNodes, combine, dispatch, plan_dispatch
 from frontier_llm.ops import select_ops
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
@@ -36,7 +36,8 @@ def there_and_back(rank: int, size: int, etp: int, kind: str, transport: str) ->
     plan = plan_dispatch(experts_Nk, EXPERTS, axis, OPS, etp)
     x_MH, weights_M = dispatch(x_NH, weights_Nk, plan)
     local = EXPERTS * etp // size
-    number_M = torch.arange(local).repeat_interleave(torch.tensor(plan.rows)) + rank // etp * local
+    rows = plan.ends_E.diff(prepend=plan.ends_E.new_zeros(1))
+    number_M = torch.arange(local).repeat_interleave(rows) + rank // etp * local
     own = torch.equal(weights_M.detach(), (number_M + 1).double())  # a row's weight says for which expert it was
     y_NH = combine(x_MH * weights_M[:, None] / etp, plan)
     expected = x_NH * weights_Nk.sum(-1, keepdim=True)
@@ -44,7 +45,7 @@ def there_and_back(rank: int, size: int, etp: int, kind: str, transport: str) ->
     upstream = torch.randn(expected.shape, dtype=torch.float64)
     ours = torch.autograd.grad(y_NH, (x_NH, weights_Nk), upstream)
     theirs = torch.autograd.grad(expected, (x_NH, weights_Nk), upstream)
-    return plan.sent, plan.rows, own, right and all(map(torch.allclose, ours, theirs))
+    return plan.sent, rows.tolist(), own, right and all(map(torch.allclose, ours, theirs))
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
@@ -66,7 +67,7 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
     x_NH = torch.randn(len(experts_Nk), WIDTH, dtype=torch.float64, requires_grad=True)
     weights_Nk = torch.rand(experts_Nk.shape, dtype=torch.float64, requires_grad=True)
     dropped_Nk = torch.arange(experts_Nk.numel()).view_as(experts_Nk) % 3 == 0 if drops else None
-    to_nodes = ToNodes(x_NH, (experts_Nk, weights_Nk, dropped_Nk), EXPERTS, rail, OPS)
+    to_nodes = ToNodes(x_NH, RouterChoice(experts_Nk, weights_Nk, dropped_Nk, None), EXPERTS, rail, OPS)
     x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
     plan = plan_dispatch(experts_Mk, EXPERTS // rail.size, node, OPS, etp, elsewhere_Mk)
     rows_MH, weights_M = dispatch(x_MH, weights_Mk, plan)

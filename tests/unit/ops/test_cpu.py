@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.ops import AdamWUpdate, Mask, Scores, native, reference
-from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
+from frontier_llm.ops import AdamWUpdate, Mask, Routing, Scores, native, reference
+from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal, routed
+from tests.unit.ops.stretches import compare_stretch
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -77,19 +78,7 @@ def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
     if extras:
         of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
         scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window=90, softcap=2.0)
-    wide = [x.double() for x in (q, k, v, grad, o)]
-    (out, logsumexp), (expected, exact) = (
-        cpu.attention_block(q, (k, v), scores),
-        reference.attention_block(wide[0], (wide[1], wide[2]), scores),
-    )
-    close(out, expected, 2.0)
-    assert torch.equal(logsumexp == -torch.inf, exact == -torch.inf)
-    torch.testing.assert_close(logsumexp.double(), exact, rtol=1e-5, atol=1e-5)
-    over_more = exact + 1.0
-    grads = cpu.attention_block_backward(grad, q, (k, v), o, over_more.float(), scores)
-    wanted = reference.attention_block_backward(wide[3], wide[0], (wide[1], wide[2]), wide[4], over_more, scores)
-    for got, exact in zip(grads, wanted, strict=True):
-        close(got, exact, 4.0)
+    compare_stretch(cpu, q, (k, v), (o, grad), scores, close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -187,6 +176,24 @@ def test_rows_are_weighted_where_they_are_activated(isa, dtype, width):
         compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=weights)
     with pytest.raises(RuntimeError, match="one for each of 15 rows"):
         cpu.swiglu(normal(15, 2, width, dtype=dtype), weights[0])
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (13, 1), (100, 6), (256, 16), (1021, 8)])
+@pytest.mark.parametrize(
+    ("sigmoid", "normalise", "biased"), [(False, True, False), (False, False, True), (True, True, True), (True, False, False)]
+)
+def test_a_router_chooses_weighs_and_passes_gradients_back(isa, experts, top_k, sigmoid, normalise, biased):
+    *numbers, (chosen, expected) = [routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, cpu)[place] for place in (0, 1, 3, 2)]
+    assert torch.equal(chosen.double(), expected)
+    for pair in numbers:
+        close(*pair)
+
+
+def test_equal_experts_are_taken_in_their_order_and_what_is_no_number_last(isa):
+    logits = torch.tensor([[1.0, 2, 2, 1, 2], [0, 0, 0, 0, 0], [float("nan"), 1, float("nan"), 1, 2]])
+    for ops in (cpu, reference):
+        assert ops.route(logits, None, Routing(4))[2].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [4, 1, 3, 0]]
+        assert ops.route(logits, torch.tensor([0.0, 0, 0, 9, 0]), Routing(2))[2][:2].tolist() == [[3, 1], [3, 0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -349,9 +356,9 @@ def test_products_over_groups(isa, dtype, inputs, outputs):
             close(got, expected)
 
 
-def test_groups_that_are_not_all_rows_are_refused():
+def test_ends_that_fall_are_past_the_rows_or_too_few_are_refused():
     x, weight = torch.ones(6, 4), torch.ones(2, 3, 4)
-    for ends in ([2, 5], [7, 6], [2, 7], [6]):
-        with pytest.raises(RuntimeError, match=r"ends of groups|last group|one int32 per group"):
+    for ends in ([7, 6], [2, 7], [6], [4, 2]):
+        with pytest.raises(RuntimeError, match=r"ends of groups|one int32 per group"):
             cpu.grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32))
     assert cpu.grouped_linear(x[:0], weight, torch.zeros(2, dtype=torch.int32)).shape == (0, 3)

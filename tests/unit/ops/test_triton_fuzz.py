@@ -35,6 +35,7 @@ def attentions(draw):
 
 @EXAMPLES
 @given(attentions())
+@pytest.mark.thorough
 def test_attention(case):
     fused, scores = case
     grads, outputs = [], []
@@ -70,6 +71,7 @@ def test_activations(dtype, rows, columns, has_bias, approximate):
 
 @EXAMPLES
 @given(dtypes, some.integers(1, 9), some.integers(1, 3), some.integers(1, 40), some.integers(1, 128), some.integers(0, 40), some.booleans())
+@pytest.mark.thorough
 def test_rope(dtype, sequence, batch, heads, half, rest, per_sample):
     angle = normal(sequence, batch, half) if per_sample else normal(sequence, half)
     compare("rope", (normal(sequence, batch, heads, 2 * half + rest, dtype=dtype),), angle.cos(), angle.sin())

@@ -155,6 +155,7 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, there):
         checks.check_start(config, 4)
 
 
+@pytest.mark.thorough
 def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "frontier_llm.cli.main"]
     words = ["train", str(run_file), f"train.run_dir={tmp_path}/run", "parallel.data=2", "train.steps=2"]

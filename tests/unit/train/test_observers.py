@@ -48,6 +48,7 @@ def run_file(tmp_path: Path, **train: Any) -> str:
     return str(path)
 
 
+@pytest.mark.thorough
 def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
     plugin = tmp_path / "diary.py"
     plugin.write_text(PLUGIN)

@@ -1,0 +1,114 @@
+"""One half of a rank's work runs at a time, and what one of them raises is what comes out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from frontier_llm.comm.baton import Baton
+
+
+def share(halves: dict[str, Callable[[Baton], None]], log: list[str]) -> None:
+    """Both halves on a new baton; the log is told of turns."""
+    baton = Baton()
+    baton.share(list(halves), lambda name: halves[name](baton), lambda name: log.append(f"turn {name}"))
+
+
+def rounds(name: str, count: int, log: list[str]) -> Callable[[Baton], None]:
+    """A half that begins something, passes the baton and ends it, so often."""
+
+    def half(baton: Baton) -> None:
+        for number in range(count):
+            log.append(f"begin {name}{number}")
+            baton.pass_on()
+            log.append(f"end {name}{number}")
+
+    return half
+
+
+def test_halves_take_turns_and_the_longer_one_goes_on_alone() -> None:
+    log: list[str] = []
+    share({"a": rounds("a", 1, log), "b": rounds("b", 3, log)}, log)
+    expected = "turn a, begin a0, turn b, begin b0, turn a, end a0, turn b, end b0, begin b1, end b1, begin b2, end b2"
+    assert ", ".join(log) == expected
+    log.clear()
+    share({"a": rounds("a", 2, log), "b": lambda baton: log.append("all of b")}, log)
+    assert ", ".join(log) == "turn a, begin a0, turn b, all of b, turn a, end a0, begin a1, end a1"
+    log.clear()
+    share({"a": lambda baton: log.append("all of a"), "b": rounds("b", 1, log)}, log)
+    assert ", ".join(log) == "turn a, all of a, turn b, begin b0, end b0"
+
+
+def test_without_another_half_nobody_waits() -> None:
+    Baton().pass_on()
+
+
+def fails(baton: Baton) -> None:
+    baton.pass_on()
+    raise ValueError("the half that failed")
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("others", [0, 1, 5])
+def test_a_failure_in_one_half_ends_the_other_with_the_same_error(first: bool, others: int) -> None:
+    """The other waits for its turn, or has ended, or (below) has not begun; nothing is left running."""
+    log: list[str] = []
+    other = {"other": rounds("o", others, log)}
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match="the half that failed"):
+        share({"bad": fails, **other} if first else {**other, "bad": fails}, log)
+    assert threading.active_count() == threads
+    assert "end o4" not in log
+
+
+def test_a_half_whose_other_failed_before_it_began_is_left_out() -> None:
+    log: list[str] = []
+
+    def at_once(baton: Baton) -> None:
+        raise KeyError("at once")
+
+    with pytest.raises(KeyError, match="at once"):
+        share({"bad": at_once, "other": rounds("o", 1, log)}, log)
+    assert log == ["turn bad"]
+
+
+class Waiting(Function):
+    """Passes the baton in its backward, as rows on their way home do."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, baton: Baton) -> Tensor:
+        ctx.baton = baton  # type: ignore[attr-defined]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.baton.pass_on()  # type: ignore[attr-defined]
+        return grads[0], None
+
+
+def test_an_error_reaches_through_autograd_and_the_next_pair_begins_anew() -> None:
+    """A backward that is ended in the middle leaves nothing behind; a forward beside a backward records its graph."""
+    baton, x = Baton(), torch.ones(2, requires_grad=True)
+
+    def backward() -> None:
+        Waiting.apply(x * 2, baton).sum().backward()
+
+    def forward() -> None:
+        y = x * 3
+        baton.pass_on()
+        assert y.requires_grad and torch.is_grad_enabled()
+
+    def fail() -> None:
+        raise RuntimeError("in the forward")
+
+    calls = {"backward": backward, "forward": forward, "fail": fail}
+    with pytest.raises(RuntimeError, match="in the forward"):
+        baton.share(["backward", "fail"], lambda name: calls[name](), lambda name: None)
+    assert x.grad is None
+    baton.share(["backward", "forward"], lambda name: calls[name](), lambda name: None)
+    assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
