@@ -120,8 +120,8 @@ def _issue(program: Program, index: int, bank_cycles: int, rates: Rates) -> _Iss
         if made.scalar:
             return _Issue("scalar", 4, latency=rates.scalar_latency, counter="lgkm")
         if made.counter == "lgkm":
-            cycles = max(LANES * made.size / rates.lds_bytes, bank_cycles if rates.bank_conflicts else 0)
-            return _Issue("lds", cycles * SIMDS, latency=rates.lds_latency, counter="lgkm")
+            served = max(LANES * made.size / rates.lds_bytes, bank_cycles if rates.bank_conflicts else 0)
+            return _Issue("lds", served * SIMDS, latency=rates.lds_latency, counter="lgkm")
         return _Issue("memory", LANES * made.size * SIMDS / rates.cache_bytes, latency=rates.memory_latency, counter="vm")
     return _Issue("scalar", 4)
 

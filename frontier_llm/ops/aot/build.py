@@ -97,7 +97,12 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
     }
     ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
     source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=by16)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True, **dict(architecture.options)}
+    options: dict[str, Any] = {
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "enable_fp_fusion": True,
+        **dict(architecture.options),
+    }
     triton.knobs.compilation.disable_line_info = True  # they name the folder of the sources: no two machines would build the same file
     triton.knobs.amd.use_in_thread_transpose = amd  # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
     if variant.matrix:
