@@ -37,6 +37,7 @@ from tests.cdna2.timing import time_of as time_of_trace
 
 Blocks = kernel_table.Blocks
 KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
+_CDNA2_WAYS = ((0, 0, ""), (2, 1, ""), (2, 1, "max-ilp"), (3, 1, "max-ilp"))  # waves, AHEAD and the scheduler's strategy
 
 
 def candidates(kernel: str, architecture: str) -> list[Blocks]:
@@ -52,7 +53,9 @@ def candidates(kernel: str, architecture: str) -> list[Blocks]:
             and warps >= (2 if amd else 4)
             and (amd or not matrix)
         ):
-            found.append(Blocks(*((inner, outer) if kernel == "attention_grad_kv" else (outer, inner)), warps, stages, matrix))
+            sides = (inner, outer) if kernel == "attention_grad_kv" else (outer, inner)
+            ways = _CDNA2_WAYS if architecture == "gfx90a" and stages == 1 and kernel != "attention_grad_q" else _CDNA2_WAYS[:1]
+            found += [Blocks(*sides, warps, stages, matrix, *way) for way in ways]
     return found
 
 
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--arch", default="gfx90a", choices=tuple(ARCHITECTURES))
     parser.add_argument("--variants", default="d64,d64-extras,d128,d128-extras")
     parser.add_argument("--out", type=Path, default=Path("build/tune"))
+    parser.add_argument("--sequence", type=int, default=1024, help="positions that `simulate` is causal over")
     parser.add_argument("--shipped", type=Path, help="code objects to compare with, if not the installed ones")
     args = parser.parse_args()
     if args.action == "build":
@@ -186,7 +190,7 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     if args.action == "simulate":
-        shares = simulate(args.shipped or GPU_DIR / "gfx90a", args.out)
+        shares = simulate(args.shipped or GPU_DIR / "gfx90a", args.out, args.sequence)
         (args.out / "shares.json").write_text(json.dumps(shares, indent=1, default=asdict), encoding="utf-8")
         print("| kernel | blocks | useful share | matrix busy | vector busy | LDS busy |\n|---|---|---|---|---|---|")
         for key, best in shares.items():

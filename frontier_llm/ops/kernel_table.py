@@ -54,6 +54,7 @@ class Variant:
     stages: int = 1
     matrix: int = 0  # rows and columns of AMD's matrix instruction; 0: the compiler's choice
     waves: int = 0  # per SIMD, for which AMD's compiler must leave registers; 0: its choice
+    strategy: str = ""  # of LLVM's scheduler on AMD; "": its choice
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def all_kernels() -> dict[str, Kernel]:
 
 
 class Blocks(NamedTuple):
-    """How a variant of attention is cut: BLOCK_M queries and BLOCK_N keys at a time, and see `Variant`."""
+    """How a variant of attention is cut: BLOCK_M queries and BLOCK_N keys at a time; AHEAD (triton/attention.py; not for grad_q); and see `Variant`."""
 
     m: int
     n: int
@@ -119,6 +120,8 @@ class Blocks(NamedTuple):
     stages: int = 1
     matrix: int = 0
     waves: int = 0
+    ahead: int = 0
+    strategy: str = ""
 
 
 # By kernel and variant; where soft caps ("-softcap") have none, they take those of documents and ALiBi ("-extras"), and these the plain variant's.
@@ -150,9 +153,19 @@ _CDNA: _AttentionBlocks = {
     },
     "attention_delta": _DELTA,
 }
-# left to itself the compiler takes 260 registers, 4 more than two waves may have; soft caps would spill 131, on gfx942 both would
-_CDNA2_GRAD_Q = {"d128-extras": Blocks(64, 64, 4, matrix=16, waves=2), "d128-softcap": Blocks(64, 64, 4, matrix=16)}
-_CDNA2 = {**_CDNA, "attention_grad_q": {**_CDNA["attention_grad_q"], **_CDNA2_GRAD_Q}}
+# Triton's own two stages lay keys that are read across without a swizzle: eight lanes at a bank (docs/ops.md). Hence AHEAD
+_CDNA2_FORWARD = {
+    "d64": Blocks(128, 32, 4, waves=3, ahead=1, strategy="max-ilp"),
+    "d128": Blocks(128, 32, 4, waves=2, ahead=1, strategy="max-ilp"),
+}
+_CDNA2_GRAD_KV = {"d128": Blocks(32, 64, 4, matrix=16, waves=2, ahead=1)}
+_CDNA2_GRAD_Q = {"d128-extras": Blocks(64, 32, 4, matrix=16, waves=2)}
+_CDNA2 = {
+    **_CDNA,
+    "attention_forward": {**_CDNA["attention_forward"], **_CDNA2_FORWARD},
+    "attention_grad_kv": {**_CDNA["attention_grad_kv"], **_CDNA2_GRAD_KV},
+    "attention_grad_q": {**_CDNA["attention_grad_q"], **_CDNA2_GRAD_Q},
+}
 _AMPERE: _AttentionBlocks = {
     "attention_forward": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(128, 32, 8), "d256": Blocks(64, 32, 8, 2)},
     "attention_grad_kv": {"d64": Blocks(32, 128, 8, 2), "d128": Blocks(32, 64, 8, 2), "d256": Blocks(32, 32, 8)},
@@ -186,9 +199,11 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
             blocks = attention[kernel].get(name) or attention[kernel].get(extras if kind else plain) or attention[kernel][plain]
             constants = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": head_dim, "SOFT_BF16": int(wave == 64)}
             constants |= {"EXTRAS": int(kind != ""), "SOFTCAP": int(kind == "-softcap")}
+            if kernel != "attention_grad_q":
+                constants["AHEAD"] = blocks.ahead
             if kernel == "attention_delta":
                 constants = {"BLOCK_M": blocks.m, "BLOCK_D": head_dim}
-            yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix, blocks.waves)
+            yield name, Variant(constants, blocks.warps, blocks.stages, blocks.matrix, blocks.waves, blocks.strategy)
     elif kernel in ("norm_forward", "norm_backward"):
         for block in NORM_BLOCKS:
             for name, centred in (("rmsnorm", 0), ("layernorm", 1)):

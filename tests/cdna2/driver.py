@@ -16,7 +16,7 @@ from frontier_llm.ops.aot import code_object
 from frontier_llm.ops.driver import SLOT_BYTES, Argument, Code, Grid
 from tests.cdna2.disassembly import Program, disassemble
 from tests.cdna2.global_memory import Memory
-from tests.cdna2.simulator import Counts, run
+from tests.cdna2.simulator import Counts, Trace, run
 from tests.cdna2.state import Array
 
 _FAR = 1 << 40  # bytes between the addresses under which a kernel knows two tensors: no wrong offset leads from one into another
@@ -70,10 +70,10 @@ class TracingGpu(SimulatedGpu):
 
     def __init__(self) -> None:
         super().__init__()
-        self.traces: dict[str, tuple[Program, list[int]]] = {}
+        self.traces: dict[str, tuple[Program, Trace]] = {}
 
     def _run(self, program: Program, code: Code, grid: Grid, buffer: bytes, memory: Memory) -> Counts:
-        trace: list[int] = []
+        trace: Trace = []
         self.traces[program.symbol] = program, trace
         return run(program, grid, code.threads, code.shared_bytes, buffer, memory, trace=trace, workgroups=1)
 

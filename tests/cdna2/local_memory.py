@@ -8,15 +8,38 @@ import numpy as np
 
 from tests.cdna2.fault import Violation
 from tests.cdna2.global_memory import window
-from tests.cdna2.state import Array, Waves
+from tests.cdna2.state import LANES, Array, Waves
 
+_BANKS: Final = 32  # of 4 bytes; a cycle gives each of them one word, to all lanes that ask for it
+_LANES: Final[Array] = np.arange(LANES)
+# reads of 16 bytes: lanes 0 to 3 are served with 20 to 23, 4 to 7 with 16 to 19, and so on; all other accesses by neighbours
+_WIDE_READS: Final[Array] = np.argsort(_LANES // 32 * 4 + (_LANES // 4 % 4 ^ _LANES // 16 % 2), kind="stable")
 _CELL: Final = 2  # bytes: the smallest access
 _WAVES: Final = 64  # stamps are epoch * 64 + wave within the workgroup
 _MANY: Final = _WAVES - 1
 
 
+def bank_cycles(addresses: Array, active: Array, size: int, *, reads: bool) -> int:
+    """Cycles of the LDS for the access of one wave's lanes to `size` bytes each: the most words that a bank gives, for each group of lanes that is
+    served at once (32 of 4 bytes and less, 16 of 8, 8 of 16).
+
+    Banks and groups: AMD, Composable Kernel, "Understanding AMD GPU LDS and bank conflicts"; AMD OpenCL programming guide, "LDS optimizations".
+    """
+    words = max(1, size // 4)
+    order = _WIDE_READS if reads and words == 4 else _LANES
+    cycles = 0
+    for group in order.reshape(-1, _BANKS // words):
+        lanes = group[active[group]]
+        wanted = np.unique(addresses[lanes, None] // 4 + np.arange(words))
+        cycles += max(1, int(np.bincount(wanted % _BANKS, minlength=1).max()))
+    return cycles
+
+
 class LocalMemory:
-    """`epoch` counts each workgroup's barriers. Two waves that touch one cell in the same epoch, one of them writing, race."""
+    """`epoch` counts each workgroup's barriers. Two waves that touch one cell in the same epoch, one of them writing, race.
+
+    While `watched`, `cycles` adds up what the accesses of the first chosen wave take.
+    """
 
     def __init__(self, groups: int, waves_per_group: int, shared_bytes: int) -> None:
         self._bytes, self._waves_per_group = shared_bytes, waves_per_group
@@ -25,9 +48,11 @@ class LocalMemory:
         self._written: Array = np.full(groups * self._cells, -1, np.int64)
         self._read: Array = np.full(groups * self._cells, -1, np.int64)
         self.epoch: Array = np.zeros(groups, np.int64)
+        self.watched, self.cycles = False, 0
 
     def load(self, waves: Waves, addresses: Array, dtype: type[np.generic], count: int) -> Array:
         """Numbers at each active lane's address, [wave, lane, count]; raises Violation."""
+        self._watch(waves, addresses, np.dtype(dtype).itemsize * count, reads=True)
         offsets, cells, stamps = self._place(waves, addresses, np.dtype(dtype).itemsize * count)
         self._refuse(waves, self._written[cells] < 0, "reads LDS that no wave wrote")
         self._refuse_others(waves, self._written[cells], stamps, "reads what another wave wrote")
@@ -42,6 +67,7 @@ class LocalMemory:
 
     def store(self, waves: Waves, addresses: Array, values: Array) -> None:
         """Write values [wave, lane, count] of the active lanes; raises Violation. Writing what is there already is no race."""
+        self._watch(waves, addresses, values.itemsize * values.shape[-1], reads=False)
         offsets, cells, stamps = self._place(waves, addresses, values.itemsize * values.shape[-1])
         data, new = window(self._data, values.dtype.type, values.shape[-1]), values[waves.lanes]
         changed = (data[offsets] != new).any(axis=1)
@@ -50,6 +76,10 @@ class LocalMemory:
         self._written[cells] = stamps
         data[offsets] = new
         self._refuse_others(waves, self._written[cells], stamps, "writes what another wave writes", (data[offsets] != new).any(axis=1))
+
+    def _watch(self, waves: Waves, addresses: Array, size: int, *, reads: bool) -> None:
+        if self.watched:
+            self.cycles += bank_cycles(addresses[0], waves.lanes[0], size, reads=reads)
 
     def _place(self, waves: Waves, addresses: Array, size: int) -> tuple[Array, Array, Array]:
         """Of the active lanes: offsets into the data, and the cells [access, cell] with the stamps that they would get."""

@@ -31,6 +31,9 @@ _CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
     "s_cbranch_execz": lambda waves: ~waves.lanes.any(axis=1),
     "s_cbranch_execnz": lambda waves: waves.lanes.any(axis=1),
 }
+Trace = list[
+    tuple[int, int]
+]  # of one wave: the index of each instruction that it executed, and for how many cycles that kept the LDS' banks
 _CLASSES: Final = (("v_mfma", "mfma"), ("v_", "valu"), ("s_waitcnt", "waits"), ("s_barrier", "barriers"), ("s_load", "smem"),
                    ("s_", "salu"), ("ds_", "lds"), ("global_", "vmem"), ("buffer_", "vmem"))  # fmt: skip
 
@@ -67,11 +70,11 @@ class _Compiled:
 
 def run(
     program: Program, grid: tuple[int, int, int], threads: int, shared_bytes: int, kernarg: bytes, memory: Memory, *,
-    trace: list[int] | None = None, workgroups: int | None = None,
+    trace: Trace | None = None, workgroups: int | None = None,
 ) -> Counts:  # fmt: skip
     """Execute a kernel; `kernarg` is the buffer of its arguments. Raises Fault.
 
-    `trace` gets the indexes of the instructions that the first wave executes. With `workgroups` only so many of the grid's first are executed.
+    `trace` gets what the first wave executes. With `workgroups` only so many of the grid's first are executed.
     """
     compiled = _compiled(program)
     arguments = np.frombuffer(bytearray(kernarg), np.uint8)
@@ -128,7 +131,7 @@ class _Lot:
     """The workgroups that run together."""
 
     def __init__(
-        self, program: Program, compiled: list[_Compiled], waves: Waves, memory: Memory, counts: Counts, trace: list[int] | None, first: int
+        self, program: Program, compiled: list[_Compiled], waves: Waves, memory: Memory, counts: Counts, trace: Trace | None, first: int
     ) -> None:
         self.program, self.compiled, self.waves, self.counts, self.trace, self.first = program, compiled, waves, counts, trace, first
         groups = waves.count // waves.waves_per_group
@@ -164,28 +167,26 @@ class _Lot:
         limit = int(others.min()) if len(others) else len(self.compiled)
         self.waves.choose(chosen)
         traced = self.trace if self.trace is not None and chosen[0] == 0 else None
+        self.places.local.watched = traced is not None
         while at < limit:
             compiled = self.compiled[at]
             executed[at] += len(chosen)
             self.steps += 1
-            if traced is not None:
-                traced.append(at)
+            before = self.places.local.cycles
             try:
                 if self.steps > STEPS_AT_MOST:
                     raise Violation(f"no end after {STEPS_AT_MOST} steps")
-                if not compiled.control:
-                    self._straight(compiled)
-                    at += 1
-                    continue
-                following = self._control(compiled.instruction, at)
+                following = self._control(compiled.instruction, at) if compiled.control else self._straight(compiled, at)
             except Violation as violation:
                 self._fail(violation, chosen, compiled.instruction)
+            if traced is not None:
+                traced.append((at, self.places.local.cycles - before))
             if following is None:
                 return
             at = following
         self.at[chosen] = at
 
-    def _straight(self, compiled: _Compiled) -> None:
+    def _straight(self, compiled: _Compiled, at: int) -> int:
         if self.in_flight.registers and not compiled.touched.isdisjoint(self.in_flight.registers):
             self.in_flight.check(self.waves, compiled.touched, compiled.access)
         if compiled.step:
@@ -196,6 +197,7 @@ class _Lot:
             self._count_bytes(compiled)
         elif compiled.instruction.mnemonic == "s_waitcnt":
             self.in_flight.wait(self.waves, compiled.instruction)
+        return at + 1
 
     def _control(self, instruction: Instruction, at: int) -> int | None:
         """Where all chosen waves go on; None when they part, wait or end, and `self.at` says where each one is."""

@@ -97,13 +97,20 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
     }
     ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
     source = ASTSource(function, ordered, constexprs=dict(variant.constants), attrs=by16)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True, **dict(architecture.options)}
+    options: dict[str, Any] = {
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "enable_fp_fusion": True,
+        **dict(architecture.options),
+    }
     triton.knobs.compilation.disable_line_info = True  # they name the folder of the sources: no two machines would build the same file
     triton.knobs.amd.use_in_thread_transpose = amd  # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
     if variant.matrix:
         options["matrix_instr_nonkdim"] = variant.matrix
     if variant.waves:
         options["waves_per_eu"] = variant.waves
+    if variant.strategy:
+        options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # an older Triton leaves it out
     compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]

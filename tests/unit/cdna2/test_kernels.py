@@ -53,7 +53,7 @@ def test_attention_computes_no_product_twice(objects, kernel, variant):
     if kernel != "attention_forward":
         out.backward(out.detach())
     program, trace = gpu.traces[kernel]
-    executed = blocks.warps * sum(matrix_flops(program.instructions[place]) for place in trace)
+    executed = blocks.warps * sum(matrix_flops(program.instructions[place]) for place, _ in trace)
     products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[kernel]
     assert executed == 2 * products * dim * outer * 2 * outer  # the first workgroup has the longest way
 
@@ -87,5 +87,5 @@ def test_the_two_ways_into_a_kernel_are_one(objects):
     addresses = [memory.add(name, x.view(np.uint8)) for name, x in (("main", main_grad), ("grad", grad))]
     counts = run(program, (1, 1, 1), 256, 0, struct.pack("<QQqQQ", *addresses, count, 0, 0), memory, trace=trace)
     assert (main_grad == 1).all() and len(trace) == sum(counts.instructions.values()) / counts.waves
-    executed = [program.instructions[place].address - program.instructions[0].address for place in trace]
+    executed = [program.instructions[place].address - program.instructions[0].address for place, _ in trace]
     assert 256 in executed and all(address < 32 or address >= 256 for address in executed)

@@ -31,7 +31,7 @@ def test_candidates_cover_the_diagonal_by_whole_blocks_and_give_each_warp_rows(s
     amd = architecture.startswith("gfx")
     for kernel in script.KERNELS:
         tried = script.candidates(kernel, architecture)
-        for m, n, warps, stages, matrix, _ in tried:
+        for m, n, warps, stages, matrix, *_ in tried:
             outer, inner = (n, m) if kernel == "attention_grad_kv" else (m, n)
             assert outer % inner == 0 and outer >= warps * ((matrix or 32) if amd else 16) and stages <= (2 if amd else 3)
         assert len(set(tried)) == len(tried)
