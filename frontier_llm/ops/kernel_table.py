@@ -174,8 +174,18 @@ _AMPERE: _AttentionBlocks = {
 }
 _HOPPER: _AttentionBlocks = {
     "attention_forward": {"d64": Blocks(128, 64, 8, 3), "d128": Blocks(128, 64, 8, 3), "d256": Blocks(128, 32, 8, 2)},
-    "attention_grad_kv": {"d64": Blocks(64, 128, 8, 3), "d128": Blocks(32, 128, 8, 2), "d256": Blocks(32, 32, 8)},
-    "attention_grad_q": {"d64": Blocks(128, 64, 8, 2), "d128": Blocks(128, 64, 8, 2), "d256": Blocks(64, 32, 8, 2)},
+    "attention_grad_kv": {
+        "d64": Blocks(64, 128, 8, 3),
+        "d64-extras": Blocks(32, 128, 8, 2),
+        "d128": Blocks(16, 128, 8, 2),
+        "d256": Blocks(32, 32, 8),
+    },
+    "attention_grad_q": {
+        "d64": Blocks(128, 64, 8, 2),
+        "d128": Blocks(128, 64, 8, 2),
+        "d256": Blocks(64, 32, 8, 2),
+        "d256-softcap": Blocks(64, 16, 8, 2),
+    },
     "attention_delta": _DELTA,
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
