@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Semaphore, Thread
+from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,7 @@ class Baton:
         self._holder, self._shared = 0, False  # while both halves have something left
         self._error: BaseException | None = None
         self._taken: Callable[[], object]
+        self._second = ThreadPoolExecutor(1, "second half")  # one for good: it is started at the first pair
 
     def share(self, halves: Sequence[Half], run: Callable[[Half], None], turn: Callable[[Half], object]) -> None:
         """Run two halves to their ends, the first from this thread; `turn` is told who has the baton, whenever it changes hands.
@@ -43,10 +45,9 @@ class Baton:
                 self._wakes[1].acquire()
                 self._run(lambda: run(halves[1]))
 
-        thread = Thread(target=second, name="second half", daemon=True)
-        thread.start()
+        ended = self._second.submit(second)
         self._run(lambda: run(halves[0]))
-        thread.join()
+        ended.result()
         if self._error is not None:
             raise self._error
 

@@ -13,9 +13,9 @@ from torch.autograd import Function
 from frontier_llm.comm.baton import Baton
 
 
-def share(halves: dict[str, Callable[[Baton], None]], log: list[str]) -> None:
-    """Both halves on a new baton; the log is told of turns."""
-    baton = Baton()
+def share(halves: dict[str, Callable[[Baton], None]], log: list[str], baton: Baton | None = None) -> None:
+    """Both halves on a new baton, or this; the log is told of turns."""
+    baton = baton or Baton()
     baton.share(list(halves), lambda name: halves[name](baton), lambda name: log.append(f"turn {name}"))
 
 
@@ -56,14 +56,16 @@ def fails(baton: Baton) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("others", [0, 1, 5])
 def test_a_failure_in_one_half_ends_the_other_with_the_same_error(first: bool, others: int) -> None:
-    """The other waits for its turn, or has ended, or (below) has not begun; nothing is left running."""
+    """The other waits for its turn, or has ended, or (below) has not begun; its thread is free for the next two."""
     log: list[str] = []
-    other = {"other": rounds("o", others, log)}
+    other, baton = {"other": rounds("o", others, log)}, Baton()
+    share({"a": rounds("a", 1, log), "b": rounds("b", 1, log)}, log, baton)
     threads = threading.active_count()
     with pytest.raises(ValueError, match="the half that failed"):
-        share({"bad": fails, **other} if first else {**other, "bad": fails}, log)
-    assert threading.active_count() == threads
+        share({"bad": fails, **other} if first else {**other, "bad": fails}, log, baton)
     assert "end o4" not in log
+    share({"a": rounds("a", 1, log), "b": rounds("c", 1, log)}, log, baton)
+    assert log[-1] == "end c0" and threading.active_count() == threads
 
 
 def test_a_half_whose_other_failed_before_it_began_is_left_out() -> None:
