@@ -1,7 +1,7 @@
 """Does an overlap pay on this machine, or over a link of a given speed? Steps with and without it alternate in one run.
 
-python scripts/bench_overlap.py all|gradients|weights|messages|chunks|sums [key=value …] [--link-gbps 0.5] [--rounds 6] [--json f] [--trace t.json] [--figure t.png]
-Two ranks. A round plays two steps each way and times the second, which pays for what the first left under way. Prints a Markdown table: median and
+python scripts/bench_overlap.py all|gradients|weights|messages|chunks|sums|experts [key=value …] [--link-gbps 0.5] [--rounds 6] [--json f] [--trace t.json] [--figure t.png]
+Two ranks, for `experts` four. A round plays two steps each way and times the second, which pays for what the first left under way. Prints a Markdown table: median and
 fastest step of the slowest rank, and by axis what rank 0's last step exposed and hid. Without --link-gbps the ranks' own transport is measured; with it
 every transfer takes the time of a *simulated* link (simulated_link.py), while the ranks compute. --json keeps the rows of earlier calls.
 """
@@ -29,6 +29,10 @@ from frontier_llm.topology import make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.step import train_step
 
+EXPERTS = (
+    "parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=dualpipe-v", "parallel.data=2", "parallel.expert=2",
+    "model.bias=false", "model.moe={experts: 16, top_k: 4, expert_hidden: 384}", "batch.micro_batch=1",
+)  # fmt: skip
 DP = ("parallel.data=2", "comm.bucket_elements=1000000")  # some twenty buckets of this model
 SWITCHES = {  # what to measure: (layout, on, off)
     "gradients": (DP, "comm.overlap_gradients=true", "comm.overlap_gradients=false"),
@@ -36,7 +40,9 @@ SWITCHES = {  # what to measure: (layout, on, off)
     "messages": (("parallel.pipeline=2", "batch.micro_batch=2"), "comm.overlap_messages=true", "comm.overlap_messages=false"),
     "chunks": (("parallel.tensor=2", "parallel.sequence_parallel=true"), "comm.tensor_chunks=4", "comm.tensor_chunks=1"),
     "sums": (("parallel.tensor=2",), "comm.tensor_chunks=4", "comm.tensor_chunks=1"),
+    "experts": (EXPERTS, "comm.overlap_experts=true", "comm.overlap_experts=false"),
 }
+RANKS = {switch: 4 if switch == "experts" else 2 for switch in SWITCHES}
 
 
 def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, TrainState]:
@@ -44,8 +50,9 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
     layout, on, off = SWITCHES[switch]
     for overlap in (True, False):
         config = load_run(arguments.run, [*layout, on if overlap else off, *arguments.overrides])
-        plan = make_plan(config, arguments.ranks)
-        mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm)
+        plan = make_plan(config, RANKS[switch])
+        experts = config.model.moe is not None
+        mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm, experts=experts)
         if arguments.link_gbps:
             mesh = linked(mesh, Link(arguments.link_gbps * 1e9, arguments.link_us * 1e-6))
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
@@ -55,7 +62,7 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, arguments.ranks, Meeting("127.0.0.1", port, 0, arguments.ranks), "gloo", 120.0)
+    connect(rank, RANKS[switch], Meeting("127.0.0.1", port, 0, RANKS[switch]), "gloo", 120.0)
     built = states(arguments, switch, rank)
     times: dict[bool, list[float]] = {True: [], False: []}
     timelines = {overlap: Timeline(rank) for overlap in built}
@@ -82,7 +89,7 @@ def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any],
     """What one switch does, and the timelines of the last step with it."""
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()
-    processes = [context.Process(target=serve, args=(rank, port, arguments, switch, results)) for rank in range(arguments.ranks)]
+    processes = [context.Process(target=serve, args=(rank, port, arguments, switch, results)) for rank in range(RANKS[switch])]
     for process in processes:
         process.start()
     _, times, timelines = zip(*sorted((results.get(timeout=900) for _ in processes), key=lambda row: row[0]), strict=True)
@@ -120,7 +127,6 @@ def main() -> None:
     parser.add_argument("switch", choices=["all", *SWITCHES])
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--run", default="bench")
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--link-gbps", type=float, help="GB/s (10^9 bytes) of a simulated link")
     parser.add_argument("--link-us", type=float, default=20.0, help="its latency in microseconds (default 20)")

@@ -8,6 +8,7 @@ one link per axis, and what it sends goes one after another. *Simulated*: no NIC
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,6 +77,10 @@ class LinkedGroup:
         """See Group."""
         return self._collective(self._group.start_all_to_all_into(arriving, x), self._share(x))
 
+    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """See Group."""
+        return self._collective(self._group.start_all_to_all_rows_into(arriving, x, received, sent), self._share(x))
+
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group. Free of charge, as nothing in a step broadcasts."""
         return self._group.start_broadcast_(x, source)
@@ -105,11 +110,11 @@ class LinkedGroup:
 
 
 def linked(mesh: Mesh, link: Link) -> Mesh:
-    """The mesh with a link on its tp, dp and pipeline axes."""
+    """The mesh with a link on its tp, dp, ep and pipeline axes."""
 
     def slow(axis: Axis) -> Axis:
         return axis if axis.group is None else replace(axis, group=LinkedGroup(axis.group, axis.size, link))
 
     channels = {name: slow(axis) for name, axis in mesh.channels.items()}
     replicas = slow(mesh.replicas)
-    return replace(mesh, tp=slow(mesh.tp), cp=slow(mesh.cp), dp=slow(mesh.dp), replicas=replicas, channels=channels)
+    return replace(mesh, tp=slow(mesh.tp), cp=slow(mesh.cp), dp=slow(mesh.dp), ep=slow(mesh.ep), replicas=replicas, channels=channels)

@@ -57,6 +57,13 @@ struct AdamWArgs {
   float step_size, beta1, beta2, eps, keep, root, grad_scale;
 };
 
+// frontier_llm/ops/routing.py: Routing
+struct RouteArgs {
+  int64_t experts, top_k;
+  float scale;
+  bool sigmoid, normalise;
+};
+
 // C[m, n] = (accumulate ? C : 0) + A[m, k] B[k, n]; element (i, j) of A is a[i * a_row + j * a_column], likewise B.
 template <class T>
 struct GemmArgs {
@@ -83,6 +90,10 @@ struct Kernels {
   void (*gelu_backward)(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums, int64_t rows, GeluArgs args);
   // out[row] = the sum of the rows of x that places [rows][fan] name; a negative place names none.
   void (*gather_rows)(const T* x, const int64_t* places, T* out, int64_t rows, int64_t fan, int64_t columns);
+  // A router's choice: [rows][experts] and [rows][top_k]; bias may be null, `preferred` has room for one number per expert. fp32 whatever T is.
+  void (*route)(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts, float* preferred, int64_t rows, RouteArgs args);
+  void (*route_backward)(const float* grad_scores, const float* grad_weights, const float* scores, const int64_t* experts, float* grad_logits,
+                         int64_t rows, RouteArgs args);
   void (*drop)(const T* x, const T* residual, T* out, DropArgs args);  // residual may be null
   void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats, int64_t stats_stride,
                               int64_t rows, int64_t columns);

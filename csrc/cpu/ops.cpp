@@ -189,6 +189,46 @@ Tensor gather_rows(const Tensor& x_in, const Tensor& places_in) {
   return out;
 }
 
+RouteArgs route_args(const Tensor& scores, int64_t top_k, bool sigmoid, bool normalise, double scale) {
+  check_fp32(scores, "logits");
+  TORCH_CHECK(scores.dim() == 2 && top_k >= 1 && top_k <= scores.size(1), "route wants logits [N, E] and at most E choices, not ", scores.sizes(), " and ",
+              top_k);
+  return {scores.size(1), top_k, static_cast<float>(scale), sigmoid, normalise};
+}
+
+std::tuple<Tensor, Tensor, Tensor> route(const Tensor& logits_in, const std::optional<Tensor>& bias_in, int64_t top_k, bool sigmoid, bool normalise,
+                                         double scale) {
+  const Tensor logits = logits_in.contiguous();
+  const auto bias = contiguous(bias_in);
+  const RouteArgs args = route_args(logits, top_k, sigmoid, normalise, scale);
+  if (bias) check_fp32(*bias, "bias");
+  TORCH_CHECK(!bias || bias->numel() == args.experts, "bias has ", bias->numel(), " elements, there are ", args.experts, " experts");
+  const int64_t rows = logits.size(0);
+  const Tensor scores = at::empty_like(logits), weights = fp32_like(logits, {rows, top_k});
+  const Tensor experts = at::empty({rows, top_k}, logits.options().dtype(at::kLong));
+  at::parallel_for(0, rows, grain(args.experts * (top_k + 8)), [&](int64_t begin, int64_t end) {
+    std::vector<float> preferred(args.experts);
+    kernels_for<float>().route(data<float>(logits) + begin * args.experts, data<float>(bias), data<float>(scores) + begin * args.experts,
+                               data<float>(weights) + begin * top_k, data<int64_t>(experts) + begin * top_k, preferred.data(), end - begin, args);
+  });
+  return {scores, weights, experts};
+}
+
+Tensor route_backward(const Tensor& grad_scores, const Tensor& grad_weights, const Tensor& scores, const Tensor& experts, bool sigmoid, bool normalise,
+                      double scale) {
+  const RouteArgs args = route_args(scores, experts.size(1), sigmoid, normalise, scale);
+  check_fp32(grad_scores, "grad_scores");
+  check_fp32(grad_weights, "grad_weights");
+  TORCH_CHECK(grad_scores.sizes() == scores.sizes() && grad_weights.sizes() == experts.sizes(), "gradients and outputs of route differ in shape");
+  const Tensor grad_logits = at::empty_like(scores);
+  at::parallel_for(0, scores.size(0), grain(8 * args.experts), [&](int64_t begin, int64_t end) {
+    kernels_for<float>().route_backward(data<float>(grad_scores) + begin * args.experts, data<float>(grad_weights) + begin * args.top_k,
+                                        data<float>(scores) + begin * args.experts, data<int64_t>(experts) + begin * args.top_k,
+                                        data<float>(grad_logits) + begin * args.experts, end - begin, args);
+  });
+  return grad_logits;
+}
+
 Tensor drop(const Tensor& x_in, const std::optional<Tensor>& residual_in, int64_t key, int64_t threshold, double scale, const Tensor& samples_in,
             const Tensor& positions_in) {
   const Tensor x = x_in.contiguous(), samples = samples_in.contiguous(), positions = positions_in.contiguous();
@@ -344,6 +384,8 @@ TORCH_LIBRARY(frontier_llm, m) {
   m.def("gelu(Tensor x, Tensor? bias, bool tanh, Tensor? weights) -> Tensor");
   m.def("gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh, Tensor? weights) -> (Tensor, Tensor, Tensor)");
   m.def("gather_rows(Tensor x, Tensor places) -> Tensor");
+  m.def("route(Tensor logits, Tensor? bias, int top_k, bool sigmoid, bool normalise, float scale) -> (Tensor, Tensor, Tensor)");
+  m.def("route_backward(Tensor grad_scores, Tensor grad_weights, Tensor scores, Tensor experts, bool sigmoid, bool normalise, float scale) -> Tensor");
   m.def("drop(Tensor x, Tensor? residual, int key, int threshold, float scale, Tensor samples, Tensor positions) -> Tensor");
   m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first_vocab) -> Tensor");
   m.def("cross_entropy_backward_(Tensor(a!) logits, Tensor targets, int first_vocab, Tensor logsumexp, Tensor grad_loss) -> Tensor(a!)");
@@ -365,6 +407,8 @@ TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {
   m.impl("gelu", &gelu);
   m.impl("gelu_backward", &gelu_backward);
   m.impl("gather_rows", &gather_rows);
+  m.impl("route", &route);
+  m.impl("route_backward", &route_backward);
   m.impl("drop", &drop);
   m.impl("cross_entropy_stats", &cross_entropy_stats);
   m.impl("cross_entropy_backward_", &cross_entropy_backward_);

@@ -18,11 +18,9 @@ class WeightSource(Protocol):
     @property
     def model(self) -> ModelConfig:
         """The shape they belong to."""
-        ...
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Part [offset, offset + shape) of a global parameter, on the CPU, in the source's dtype."""
-        ...
 
 
 def load_weights(source: WeightSource, parameters: Iterable[ShardedParameter]) -> None:

@@ -111,8 +111,6 @@ def _list(args: argparse.Namespace) -> int:
     about="Time every attention back-end that is here, and write the order for ops.attention_table.",
 )
 def _tune(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from frontier_llm.config import load_model
 
     model = load_model(args.model)
@@ -125,7 +123,7 @@ def _tune(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BackendError("torch sees no GPU", "run it where there is one, or take --device cpu", "ops tune")
     rules, report = tune(model, args.micro_batch, args.dtype, args.device)
-    write_yaml(args.output, {"title": "measured", "rules": [{**asdict(rule), "order": list(rule.order)} for rule in rules]})
+    write_yaml(args.output, {"title": "measured", "rules": [rule.model_dump(mode="json") for rule in rules]})
 
     def lines() -> Iterator[str]:
         for name, found in report.items():

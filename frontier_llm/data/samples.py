@@ -46,7 +46,6 @@ class SampleStream(Protocol):
         """Write sample k into `tokens_S1`, and into `learnt_S1` whether each is learnt; return the lengths of the pieces of documents it is
         made of (they sum to S + 1).
         """
-        ...
 
 
 class DatasetSamples(SampleStream, Protocol):
@@ -56,7 +55,6 @@ class DatasetSamples(SampleStream, Protocol):
 
     def prepare(self, samples: int) -> None:
         """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
-        ...
 
 
 def threads() -> int:

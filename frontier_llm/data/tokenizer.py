@@ -39,11 +39,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special ids at the ends."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special ids give nothing."""
-        ...
 
 
 class ByteTokenizer:

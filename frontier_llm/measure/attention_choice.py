@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -12,7 +12,7 @@ from frontier_llm.config.model import ModelConfig
 from frontier_llm.measure.op_cases import CASES, Shapes
 from frontier_llm.measure.timing import take_turns
 from frontier_llm.ops import working_dtype
-from frontier_llm.ops.attention_table import BACKENDS, AttentionRule
+from frontier_llm.ops.attention_table import AttentionRule, Backend
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.providers import PROVIDERS
 
@@ -31,15 +31,16 @@ def tune(model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rou
             )
             times = ", ".join(f"{backend} {seconds[backend] * 1e3:.3g} ms" for backend in order)
             source = f"frontier-llm ops tune on {platform.node()}, torch {torch.__version__}: {what}: {times}"
-            rules.append(AttentionRule(architecture, model.dim_per_head, extras, order, "measured", source))
+            rule = {"architecture": architecture, "head_dim": model.dim_per_head, "extras": extras, "order": order}
+            rules.append(AttentionRule.model_validate({**rule, "tag": "measured", "source": source}))
     return rules, report
 
 
 def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
     """Best seconds by back-end; what could not run, and why."""
-    refusals = {name: PROVIDERS[name].refusal("attention", device, shapes.dtype) for name in BACKENDS}
+    refusals = {name: PROVIDERS[name].refusal("attention", device, shapes.dtype) for name in get_args(Backend)}
     faces: dict[str, Any] = {
-        name: SimpleNamespace(attention=PROVIDERS[name].load()["attention"]) for name in BACKENDS if not refusals[name]
+        name: SimpleNamespace(attention=PROVIDERS[name].load()["attention"]) for name, refusal in refusals.items() if not refusal
     }
     best, faults = take_turns({name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()}, rounds, device)
     return best, {name: str(refusal) for name, refusal in refusals.items() if refusal} | faults

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
-from frontier_llm.comm.algorithms import Rule
 from frontier_llm.machine.affinity import link_gbps
 from frontier_llm.measure.links import LinkTime, Pair
 from frontier_llm.pages import Chart, figure, write_page
@@ -80,11 +78,12 @@ def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: 
         chosen = "flat"
         for size in sorted({size for a, o, size, _ in times if (a, o) == (axis, operation)}):
             flat, staged = times[axis, operation, size, "flat"], times[axis, operation, size, "hierarchical"]
-            better: Literal["flat", "hierarchical"] = "hierarchical" if staged < flat else "flat"
+            better = "hierarchical" if staged < flat else "flat"
             if better != chosen:
                 gain = max(flat, staged) / min(flat, staged)
                 source = f"{where}: axis {axis}, {gain:.1f} times faster at {size} bytes"
-                rows.append(asdict(Rule(operation, nodes[axis], size, better, "measured", source)))
+                rule = {"operation": operation, "nodes_from": nodes[axis], "bytes_from": size, "algorithm": better}
+                rows.append({**rule, "tag": "measured", "source": source})
                 chosen = better
     return sorted(rows, key=lambda row: (row["operation"], row["nodes_from"], row["bytes_from"]))
 

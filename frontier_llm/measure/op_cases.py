@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frontier_llm.config.model import ModelConfig
-from frontier_llm.ops import Mask, sdpa, stream_key
+from frontier_llm.ops import Mask, Routing, sdpa, stream_key
 from frontier_llm.ops.reference import AdamWUpdate, Ops, Scores
 
 SDPA_BACKENDS = {
@@ -148,6 +148,21 @@ def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Case:
     return Case(ours, eager, inputs, grads, bytes_moved=bytes_moved)
 
 
+def _route(ops: Ops, shapes: Shapes) -> Case:
+    """A model without experts routes to 64, 8 for each token."""
+    moe, N = shapes.model.moe, shapes.rows
+    experts, top_k = (64, 8) if moe is None else (moe.experts, moe.top_k)
+    logits, grads = torch.randn(N, experts, device=shapes.device), [torch.randn(N, size, device=shapes.device) for size in (experts, top_k)]
+
+    def eager(logits_NE: Tensor) -> tuple[Tensor, Tensor]:
+        scores_NE = logits_NE.softmax(-1)
+        weights_Nk = scores_NE.gather(1, scores_NE.topk(top_k).indices)
+        return scores_NE, weights_Nk / weights_Nk.sum(-1, keepdim=True)
+
+    ours = lambda logits_NE: ops.route(logits_NE, None, Routing(top_k))[:2]  # noqa: E731
+    return Case(ours, eager, [logits.requires_grad_()], grads, bytes_moved=5 * 4 * logits.numel())
+
+
 def _drop(ops: Ops, shapes: Shapes) -> Case:
     """Of what is added to the residual stream, which has the same gradient."""
     B, S, H, rate = shapes.micro_batch, shapes.model.sequence_length, shapes.model.hidden, 0.1
@@ -221,6 +236,7 @@ CASES: dict[str, Callable[[Ops, Shapes], Case]] = {
     "swiglu": _swiglu,
     "gelu": partial(_gelu, approximate="none"),
     "gelu_tanh": partial(_gelu, approximate="tanh"),
+    "route": _route,
     "drop": _drop,
     "cross_entropy": _cross_entropy,
     **{name: partial(_product, which=name) for name in ("linear", "linear_input_gradient", "weight_gradient")},

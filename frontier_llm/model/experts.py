@@ -25,6 +25,7 @@ from frontier_llm.expert_parallel import (
     router_product,
     take_part,
 )
+from frontier_llm.ops import Routing
 from frontier_llm.tensor_parallel import Declared, LayerContext
 
 Beside = TypeVar("Beside")
@@ -52,16 +53,12 @@ class Router(nn.Module):
         """(s, B, H) → what is chosen for each token, and what is said of that."""
         moe = self.moe
         logits_NE = router_product(x_sBH.flatten(0, 1), self.weight, self.context)
-        scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
-        with torch.no_grad():
-            experts_Nk = (scores_NE if self.bias is None else scores_NE + self.bias).topk(moe.top_k).indices
-        weights_Nk = scores_NE.gather(1, experts_Nk)
-        if moe.normalise:
-            weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+        routing = Routing(moe.top_k, moe.score == "sigmoid", moe.normalise, moe.scale)
+        scores_NE, weights_Nk, experts_Nk = self.context.ops.route(logits_NE, self.bias, routing)
         room = room_of(moe, len(experts_Nk))
         dropped_Nk = None if room is None else beyond_capacity(experts_Nk, weights_Nk, moe.experts, room)
         routed = self._routed(logits_NE, scores_NE, experts_Nk, x_sBH.shape[1], dropped_Nk)
-        return RouterChoice(experts_Nk, weights_Nk * moe.scale, dropped_Nk, room), routed
+        return RouterChoice(experts_Nk, weights_Nk, dropped_Nk, room), routed
 
     def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, B: int, dropped_Nk: Tensor | None) -> Routed:
         """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts).

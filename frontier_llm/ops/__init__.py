@@ -5,6 +5,7 @@ from .dropout import Mask, philox, stream_key
 from .dtypes import statistics_dtype, working_dtype
 from .providers import AttentionNeeds
 from .reference import AdamWUpdate, Ops, Scores, merge, softcapped
+from .routing import Routing
 from .select import select_ops
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "AttentionShape",
     "Mask",
     "Ops",
+    "Routing",
     "Scores",
     "merge",
     "philox",

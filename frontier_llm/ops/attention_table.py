@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import ConfigDict, Field
+
+from frontier_llm.config import build
+from frontier_llm.config.fields import PositiveInt, Section
 from frontier_llm.config.load import find_file, read_yaml
-from frontier_llm.errors import ConfigError, Problem, suggest
 
-BACKENDS = ("cudnn", "flash_attn", "triton", "sdpa", "cpu", "reference")
+Backend = Literal["cudnn", "flash_attn", "triton", "sdpa", "cpu", "reference"]
 
 
 @dataclass(frozen=True)
@@ -21,28 +23,28 @@ class AttentionShape:
     extras: bool  # ALiBi or documents
 
 
-@dataclass(frozen=True)
-class AttentionRule:
+class AttentionRule(Section):
     """On this architecture ("cpu" is one), with head dims up to this one and above the next smaller rule's, these back-ends first."""
 
+    model_config = ConfigDict(strict=True)
+
     architecture: str
-    head_dim: int
+    head_dim: PositiveInt
     extras: bool
-    order: tuple[str, ...]
+    order: Annotated[tuple[Backend, ...], Field(strict=False)]  # a list in the file
     tag: Literal["measured", "estimated"]
     source: str
+
+
+class _Table(Section):
+    title: str = ""
+    rules: tuple[AttentionRule, ...]
 
 
 def load_attention(name_or_path: str) -> tuple[AttentionRule, ...]:
     """A table by its shipped name or path. Raises ConfigError with every violation of the file."""
     path = find_file(name_or_path, "attention")
-    rows = read_yaml(path).get("rules")
-    if not isinstance(rows, list):
-        raise ConfigError("has no list `rules:`", "see configs/attention/shipped.yaml", str(path))
-    problems = [problem for number, row in enumerate(rows) for problem in _problems(path, number, row)]
-    if problems:
-        raise ConfigError(problems)
-    return tuple(AttentionRule(**{**row, "order": tuple(row["order"])}) for row in rows)
+    return build(_Table, read_yaml(path), str(path)).rules
 
 
 def rule_for(rules: Sequence[AttentionRule], architecture: str, shape: AttentionShape) -> AttentionRule | None:
@@ -51,19 +53,3 @@ def rule_for(rules: Sequence[AttentionRule], architecture: str, shape: Attention
         rule for rule in rules if (rule.architecture, rule.extras) == (architecture, shape.extras) and rule.head_dim >= shape.head_dim
     ]
     return min(fitting, key=lambda rule: rule.head_dim, default=None)
-
-
-def _problems(path: Path, number: int, row: Any) -> list[Problem]:
-    where, keys = f"{path}: rules[{number}]", {field.name for field in fields(AttentionRule)}
-    if not isinstance(row, dict) or set(row) != keys:
-        return [Problem(where, f"must have exactly the keys {', '.join(sorted(keys))}")]
-    problems = []
-    order = row["order"] if isinstance(row["order"], list) else [row["order"]]
-    problems += [Problem(f"{where}.order", f"{name!r} is unknown", suggest(str(name), BACKENDS)) for name in order if name not in BACKENDS]
-    if row["tag"] not in ("measured", "estimated"):
-        problems.append(Problem(f"{where}.tag", f"{row['tag']!r} is unknown", "measured or estimated"))
-    if not isinstance(row["head_dim"], int) or isinstance(row["head_dim"], bool) or row["head_dim"] < 1:
-        problems.append(Problem(f"{where}.head_dim", f"{row['head_dim']!r} is not a head dim"))
-    if not isinstance(row["extras"], bool):
-        problems.append(Problem(f"{where}.extras", f"{row['extras']!r} is not true or false"))
-    return problems

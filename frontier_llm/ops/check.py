@@ -15,6 +15,7 @@ from frontier_llm.ops import reference
 from frontier_llm.ops.dropout import Mask
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.reference import AdamWUpdate, Scores
+from frontier_llm.ops.routing import Routing
 
 Pair = tuple[Tensor, Tensor]  # what came out, and what should have
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -156,6 +157,20 @@ def gathered_rows(dtype: torch.dtype, columns: int, ops: Any) -> list[Pair]:
     return [(ops.gather_rows(x, places), reference.gather_rows(wide, places)) for places in (one, three)]
 
 
+def routed(experts: int, routing: Routing, biased: bool, ops: Any) -> list[Pair]:
+    """19 tokens, of which one likes all experts equally and some like two; choices count as numbers."""
+    logits = 3 * normal(19, experts)
+    logits[1], logits[2::3, experts // 2] = 0.25, logits[2::3, experts - 1]
+    bias = 0.1 * normal(experts) if biased else None
+    x, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    got, expected = ops.route(x, bias, routing), reference.route(wide, None if bias is None else bias.double(), routing)
+    grads = [normal(*one.shape, seed=seed) for seed, one in enumerate(got[:2])]
+    torch.autograd.backward(got[:2], grads)
+    torch.autograd.backward(expected[:2], [grad.double() for grad in grads])
+    assert x.grad is not None and wide.grad is not None
+    return [*zip(got[:2], expected[:2], strict=True), (got[2].float(), expected[2].double()), (x.grad, wide.grad)]
+
+
 def _attention(dtype: torch.dtype, sequence: int, heads: int, kv_heads: int, head_dim: int, kind: str, ops: GpuOps) -> list[Pair]:
     q = normal(sequence, 1, heads, head_dim, dtype=dtype)
     k, v = (normal(sequence, 1, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
@@ -180,6 +195,15 @@ def _attention_block(dtype: torch.dtype, keys: int, offset: int, head_dim: int, 
     grads = ops.attention_block_backward(grad, q, kv, o, over_more, scores)
     wanted = reference.attention_block_backward(wide[1], wide[0], wide_kv, wide[2], over_more, scores)
     return [(out, expected), (logsumexp.exp().to(dtype), exact.exp()), *zip(grads, wanted, strict=True)]
+
+
+def _routers() -> Iterator[Check]:
+    """Each size in each convention."""
+    for experts, top_k in ((16, 4), (13, 1), (256, 16), (100, 6), (512, 8), (1021, 8)):
+        for sigmoid, normalise, biased in ((False, True, False), (False, False, False), (True, True, True), (True, False, True)):
+            kind = f"{'sigmoid' if sigmoid else 'softmax'}{', normalised' * normalise}{', biased' * biased}"
+            run = partial(routed, experts, Routing(top_k, sigmoid, normalise, 2.5), biased)
+            yield Check("route", f"19 x {top_k} of {experts}, {kind}", run, 32.0)
 
 
 def cases(dtype: torch.dtype) -> Iterator[Check]:
@@ -225,7 +249,9 @@ def cases(dtype: torch.dtype) -> Iterator[Check]:
         yield case("accumulate, sum_of_squares", f"{66000 - odd}", partial(_sums, dtype, 66000 - odd))
         yield case("drop", f"5 x 2 x {2176 - odd}", partial(_drop, dtype, 2176 - odd))  # a lane's features are an eighth of a row apart
         yield case("embedding", f"6 x {1040 - odd}", partial(_embedding, dtype, 1040 - odd))
-    if dtype is not torch.float32:
+    if dtype is torch.float32:
+        yield from _routers()
+    else:
         for odd in (0, 3):
             # groups of no, few and more rows than a block has; depth and width in whole blocks and in parts
             ends, depth, width = torch.tensor((0, 5, 135, 135, 168), dtype=torch.int32), 80 - odd, 144 - odd

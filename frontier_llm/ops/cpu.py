@@ -15,6 +15,7 @@ from torch.autograd import Function
 from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
 from frontier_llm.ops.dropout import Mask
 from frontier_llm.ops.reference import AdamWUpdate, Scores
+from frontier_llm.ops.routing import Routing
 
 _native: Any = torch.ops.frontier_llm
 
@@ -130,6 +131,18 @@ class CpuOps(DifferentiableOps):
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
         """Copies where a row has one place; else its sum stays in registers."""
         return _native.gather_rows(x_NH.detach(), places_Mf)
+
+    def route_forward(self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, weights and experts, token after token."""
+        return _native.route(logits_NE, bias_E, routing.top_k, routing.sigmoid, routing.normalise, routing.scale)
+
+    def route_backward(
+        self, grad_scores_NE: Tensor, grad_weights_Nk: Tensor, scores_NE: Tensor, experts_Nk: Tensor, routing: Routing
+    ) -> Tensor:
+        """The logits' gradient."""
+        return _native.route_backward(
+            grad_scores_NE, grad_weights_Nk, scores_NE, experts_Nk, routing.sigmoid, routing.normalise, routing.scale
+        )
 
     def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
         """main_grad += grad, widening as it adds."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frontier_llm.ops.reference import Scores
+from frontier_llm.ops.routing import Routing
 
 
 class Attended(NamedTuple):
@@ -83,6 +84,10 @@ class DifferentiableOps(ABC):
         """GELU of x + bias; saves x and bias, not their sum."""
         return _Gelu.apply(x, bias, approximate, weights, self)
 
+    def route(self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, weights and experts in one pass; saves the scores and who was chosen."""
+        return _Route.apply(logits_NE, None if bias_E is None else bias_E.detach(), routing, self)
+
     @abstractmethod
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
         """The output, and what the backward needs."""
@@ -132,6 +137,16 @@ class DifferentiableOps(ABC):
         self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of x, and in fp32 of the bias and the weights (of no meaning without them)."""
+
+    @abstractmethod
+    def route_forward(self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+        """See `reference.route`."""
+
+    @abstractmethod
+    def route_backward(
+        self, grad_scores_NE: Tensor, grad_weights_Nk: Tensor, scores_NE: Tensor, experts_Nk: Tensor, routing: Routing
+    ) -> Tensor:
+        """The logits' gradient."""
 
 
 def rows_in_order(logits_Nv: Tensor) -> Tensor:
@@ -223,6 +238,23 @@ class _Gelu(Function):
         x, bias, weights = ctx.saved_tensors
         grads = ctx.ops.gelu_backward(grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate, weights)
         return grads[0], None if bias is None else grads[1], None, _of_rows(grads[2], weights), None
+
+
+class _Route(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing, ops: DifferentiableOps
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores_NE, weights_Nk, experts_Nk = ops.route_forward(logits_NE.contiguous(), bias_E, routing)
+        ctx.save_for_backward(scores_NE, experts_Nk)
+        ctx.mark_non_differentiable(experts_Nk)
+        ctx.routing, ctx.ops = routing, ops
+        return scores_NE, weights_Nk, experts_Nk
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_scores_NE, grad_weights_Nk = (grad.contiguous() for grad in grad_outputs[:2])
+        return ctx.ops.route_backward(grad_scores_NE, grad_weights_Nk, *ctx.saved_tensors, ctx.routing), None, None, None
 
 
 def _of_rows(grad_weights: Tensor, weights: Tensor | None) -> Tensor | None:

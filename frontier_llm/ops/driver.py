@@ -46,15 +46,12 @@ class Driver(Protocol):
 
     def device(self) -> int:
         """Index of the device whose memory the kernels read; -1 is the CPU's."""
-        ...
 
     def load(self, device: int, code: Code, image: bytes) -> int:
         """A handle of the function in a code object; raises LaunchError. `image`, what the file holds, must outlive it."""
-        ...
 
     def launch(self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]) -> None:
         """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, which `arguments` has by name. Raises LaunchError."""
-        ...
 
 
 class GpuDriver:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import gpu_attention
-from frontier_llm.ops.differentiable import Attended, DifferentiableOps, Normed, NormKind, rows_in_order
+from frontier_llm.ops.differentiable import Attended, Normed, NormKind, rows_in_order
 from frontier_llm.ops.dropout import HALVES_PER_BLOCK, Mask
+from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.prebuilt import Kernels
 from frontier_llm.ops.reference import AdamWUpdate, Scores
@@ -61,7 +62,7 @@ def _rope_variant(cos_SR: Tensor) -> str:
     return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"
 
 
-class GpuOps(DifferentiableOps):
+class GpuOps(GpuRouting):
     """The face's functions over one set of kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
@@ -274,10 +275,8 @@ class GpuOps(DifferentiableOps):
 
     def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
         x, groups = x.detach().contiguous(), len(ends_E)
-        out, (rows, width) = (
-            x.new_empty(len(x), columns),
-            (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN"),
-        )
+        rows, width = (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN")
+        out = x.new_empty(len(x), columns)
         grid = (_blocks(columns, width), len(x) // rows + groups, 1)
         self.kernels.launch(
             "grouped_product", x.dtype, variant, grid, x=x, weight=weight_Eok.detach(), ends=ends_E, out=out, groups=groups, columns=columns,

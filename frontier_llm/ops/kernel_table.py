@@ -82,7 +82,9 @@ class Kernel:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What T stands for. Products on the matrix units are of 16-bit numbers."""
+        """What T stands for. Products on the matrix units are of 16-bit numbers, a router's of none."""
+        if self.module == "routing":
+            return ("fp32",)
         return ("bf16", "fp16") if self.module in ("attention", "grouped") else DTYPES
 
     @property
@@ -168,6 +170,7 @@ HEAD_DIMS = (64, 128, 256)
 ATTENTION_KINDS = ("", "-extras", "-softcap")  # the last bounds scores and knows a window beside the extras
 ROWS_PER_PAD = 128  # of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
 ROPE_BLOCKS = (32, 64, 128)  # most rotated pairs of a head of rope's and heads' variants
+ROUTE_BLOCKS, MOST_CHOICES = (64, 256, 1024), 16  # most experts of route's variants, and of a token
 NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
 
 
@@ -206,6 +209,10 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
             ways = {"": {}} if kernel == "rope" else {"split-": {"JOIN": 0}, "join-": {"JOIN": 1}}
             for way, direction in ways.items():
                 yield f"{way}r{half}", Variant(direction | constants, 4)
+    elif kernel.startswith("route_"):
+        for block in ROUTE_BLOCKS:
+            choices = {"BLOCK_K": MOST_CHOICES} if kernel == "route_forward" else {}
+            yield f"e{block}", Variant({"BLOCK_N": 1024 // block, "BLOCK_E": block} | choices, 4)
     elif kernel.startswith("gelu_"):
         for name, tanh in (("erf", 0), ("tanh", 1)):
             yield name, Variant({"TANH": tanh, "BLOCK": 1024}, 4)

@@ -32,11 +32,9 @@ class Kernels(Protocol):
 
     def block(self, kernel: str, variant: str, name: str) -> int:
         """A compile-time constant of a variant: what the grid is computed from."""
-        ...
 
     def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
         """Run a variant over `grid` with the arguments that its source names."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ also what the fused back-ends do. Differentiable ops get their backward from aut
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +17,7 @@ from torch import Tensor
 from .dropout import drop
 from .dtypes import statistics_dtype
 from .groups import accumulate_grouped_gradient_, gather_rows, grouped_input_gradient, grouped_linear
+from .routing import route
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
     Query head i reads kv head i // (a // g).
     """
     logits_BaSS, v_BaSD = _logits(q_SBaD, k_SBgD, v_SBgD, scores)
-    o_BaSD = torch.softmax(logits_BaSS, dim=-1) @ v_BaSD
-    return o_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype)
+    return (torch.softmax(logits_BaSS, dim=-1) @ v_BaSD).permute(2, 0, 1, 3).to(q_SBaD.dtype)
 
 
 def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
@@ -142,7 +141,7 @@ def softcapped(x: Tensor, cap: float) -> Tensor:
 
 def _probabilities(logits_BaSK: Tensor, logsumexp_BaS: Tensor) -> Tensor:
     """e^(logits - logsumexp), 0 where a row sees nothing."""
-    return (logits_BaSK - logsumexp_BaS.masked_fill(logsumexp_BaS == -math.inf, 0)[..., None]).exp()
+    return (logits_BaSK - logsumexp_BaS.masked_fill(logsumexp_BaS == -torch.inf, 0)[..., None]).exp()
 
 
 def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -157,7 +156,7 @@ def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, devi
     bias_BaSK = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
     if scores.alibi_slopes_a is not None:
         bias_BaSK = -scores.alibi_slopes_a.to(device=device, dtype=dtype)[None, :, None, None] * distance_SK
-    return torch.where(forbidden_BaSK, -math.inf, bias_BaSK)
+    return torch.where(forbidden_BaSK, -torch.inf, bias_BaSK)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -330,6 +329,7 @@ class Ops:
     grouped_input_gradient = _op("experts", grouped_input_gradient)
     accumulate_grouped_gradient_ = _op("experts", accumulate_grouped_gradient_)
     gather_rows = _op("experts", gather_rows)
+    route = _op("experts", route)
     accumulate_ = _op("accumulate", accumulate_)
     embedding_backward_ = _op("accumulate", embedding_backward_)
 

@@ -1,8 +1,8 @@
 """DualPipeV: a V whose steady state is pairs, a forward beside the backward of another microbatch through the rank's other position.
 
 Neither half of a pair needs the other, so what one sends and waits for goes on under the other's compute: the forward comes first, its message leaves
-under the backward, and the gradient that the backward needs arrives under the forward. That is all that hides: the two halves' kernels are issued one
-after the other, so collectives inside layers do not go under the other half's products. Where a rank has one communication in flight, neighbours must keep step:
+under the backward, and the gradient that the backward needs arrives under the forward. Kernels of the two are issued one after the other, so of the
+collectives inside layers only rows to experts go under the other half's products: there the pair is played as one (schedule/pairs.py). Where a rank has one communication in flight, neighbours must keep step:
 the order of communication is made for halves of one length (`beat`). Made for a backward of twice a forward, a forward's message meets the neighbour in the middle of a backward: with
 F : I : W = 50 : 62 : 44 and a message of 4 % of a forward a step of 4 to 16 ranks takes 28 to 37 % longer where compute waits for messages (simulated); so it takes 3 to 5 % less than ZB-V.
 

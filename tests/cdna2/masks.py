@@ -125,6 +125,7 @@ OTHERS: Final[dict[str, Callable[[list[Operand]], Step]]] = {
     "v_add_co_u32": _with_carry(1, False),
     "v_addc_co_u32": _with_carry(1, True),
     "v_sub_co_u32": _with_carry(-1, False),
+    "v_subrev_co_u32": lambda operands: _with_carry(-1, False)([*operands[:2], operands[3], operands[2]]),
     "v_subb_co_u32": _with_carry(-1, True),
     "v_mad_u64_u32": _multiply_add("u32"),
     "v_mad_i64_i32": _multiply_add("i32"),

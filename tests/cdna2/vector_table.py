@@ -88,6 +88,8 @@ TABLE: Final[dict[str, Vector]] = {
     "v_mul_hi_u32": _op(_U2, lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64)) >> np.uint64(32)),
     "v_max_i32": _op(_I2, np.maximum),
     "v_min_i32": _op(_I2, np.minimum),
+    "v_min_u32": _op(_U2, np.minimum),
+    "v_min3_u32": _op(_U3, lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_lshlrev_b32": _op(_U2, _shifted(np.left_shift, 32)),
     "v_lshrrev_b32": _op(_U2, _shifted(np.right_shift, 32)),
     "v_ashrrev_i32": _op(_I2, _shifted(np.right_shift, 32)),

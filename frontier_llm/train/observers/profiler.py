@@ -39,7 +39,8 @@ class Profiler(Observer):
         if state.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._watched, state.pipeline.on_action = state.pipeline.on_action, self._on_action
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
+        threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # of a pair the forward has one of its own (comm/baton.py)
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=True, experimental_config=threads)
         self._profile.start()
 
     def after_step(self, state: TrainState, result: StepResult) -> None:

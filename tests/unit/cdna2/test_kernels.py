@@ -28,6 +28,16 @@ def test_every_bf16_code_object_computes_what_the_reference_does(objects):
     assert all(result["instructions"] > 0 for result in results)
 
 
+def test_routers_choose_and_pass_gradients_back_as_the_reference_does(objects, monkeypatch):
+    """Which is done in fp32 alone: each code object, whatever the convention, with experts that are equally liked."""
+    cases = check.cases
+    monkeypatch.setattr(check, "cases", lambda dtype: [case for case in cases(dtype) if case.op == "route"])
+    results = list(simulate(objects, ["fp32"]))
+    assert not [result for result in results if not result["ok"]]
+    shipped = {line["file"] for line in manifest.read_manifest("gfx90a", objects)["kernels"] if line["kernel"].startswith("route_")}
+    assert shipped == {file for result in results for file in result["files"]} and len(shipped) == 12
+
+
 @pytest.mark.parametrize("kernel", ["attention_forward", "attention_grad_kv", "attention_grad_q"])
 @pytest.mark.parametrize("variant", but_first(["d128", "d128-extras", "d64", "d64-extras", "d256", "d256-extras", "d256-softcap"], 2))
 def test_attention_computes_no_product_twice(objects, kernel, variant):

@@ -28,7 +28,9 @@ CASES = {
 # of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding into another choice), of queries that
 # are normed before they are turned (rope) and of the other families' ops
 NOT_NEEDED = {
-    name for name in all_kernels() if name.endswith("_long") or name.startswith("grouped_") or name in ("drop", "rope", "gather_rows")
+    name
+    for name in all_kernels()
+    if name.endswith("_long") or name.startswith(("grouped_", "route_")) or name in ("drop", "rope", "gather_rows")
 }
 OTHERS = {"llama": {"gelu_forward", "gelu_backward"}, "mpt": {"heads", "swiglu_forward", "swiglu_backward"}}
 VARIANTS = {"llama": {"rmsnorm-2048", "split-r32", "join-r32", "d64"}, "mpt": {"layernorm-2048", "erf", "d64-extras"}}

@@ -115,7 +115,12 @@ def test_carries_make_64_bits():
     assert int(state.mask(2)[0]) == sum(bit << lane for lane, bit in enumerate(carry))
     state = after("v_sub_co_u32_e32 v4, vcc, v0, v2", {0: low(a), 2: low(b)})
     assert np.array_equal(lanes(state, 4), low(a) - low(b))
-    assert int(state.mask(106)[0]) == sum(int(x < y) << lane for lane, (x, y) in enumerate(zip(low(a), low(b), strict=True)))
+    borrowed = int(state.mask(106)[0])
+    assert borrowed == sum(int(x < y) << lane for lane, (x, y) in enumerate(zip(low(a), low(b), strict=True)))
+    state = after("v_subrev_co_u32_e32 v4, vcc, v2, v0", {0: low(a), 2: low(b)})
+    assert np.array_equal(lanes(state, 4), low(a) - low(b)) and int(state.mask(106)[0]) == borrowed
+    state = after("v_min_u32_e32 v4, v0, v2\nv_min3_u32 v5, v4, v1, v3", {0: low(a), 1: high(a), 2: low(b), 3: high(b)})
+    assert np.array_equal(lanes(state, 5), np.minimum(np.minimum(low(a), low(b)), np.minimum(high(a), high(b))))
 
 
 def test_64_bit_comparisons_and_products():
@@ -260,7 +265,8 @@ def test_scalars_and_their_flag():
         ("s_bfe_i32 s2, s0, 0x1001b", 0x8000000, 0, 0xFFFFFFFF, True), ("s_bfe_i32 s2, s0, 0x40004", 0x75, 0, 7, True),
         ("s_bfe_i32 s2, s0, 0x200000", 0x80000000, 0, 0x80000000, True), ("s_bfe_i32 s2, s0, 0x0", 5, 0, 0, False),
         ("s_lshl2_add_u32 s2, s0, s1", 0x40000001, 3, 7, True), ("s_min_i32 s2, s0, s1", 0xFFFFFFFF, 1, 0xFFFFFFFF, True),
-        ("s_movk_i32 s2, 0x8000", 0, 0, 0xFFFF8000, None),
+        ("s_movk_i32 s2, 0x8000", 0, 0, 0xFFFF8000, None), ("s_lshl4_add_u32 s2, s0, s1", 0x10000001, 3, 19, True),
+        ("s_lshr_b64 s[2:3], s[0:1], 30", 0x80000000, 1, 6, True),
     ]  # fmt: skip
     for text, first, second, expected, flag in cases:
         state = after(text, None, {0: first, 1: second})

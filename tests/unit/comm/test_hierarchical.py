@@ -172,10 +172,10 @@ def test_a_damaged_table_is_refused_with_every_violation(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         load_algorithms(str(path))
     text = str(caught.value)
-    assert "did you mean 'reduce_scatter'" in text and "'ring'" in text and "-1" in text and "rules[1]" in text
+    assert "did you mean 'reduce_scatter'" in text and "'ring'" in text and "-1" in text and "rules.1" in text
     with pytest.raises(ConfigError, match="frontier"):
         load_algorithms("fronteer")
-    assert load_algorithms("flat") == AlgorithmTable(())
+    assert load_algorithms("flat") == AlgorithmTable(rules=())
 
 
 class _Device:

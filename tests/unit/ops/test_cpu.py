@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.ops import AdamWUpdate, Mask, Scores, native, reference
-from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
+from frontier_llm.ops import AdamWUpdate, Mask, Routing, Scores, native, reference
+from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal, routed
 
 missing = native.load_cpu_library()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
@@ -187,6 +187,24 @@ def test_rows_are_weighted_where_they_are_activated(isa, dtype, width):
         compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=weights)
     with pytest.raises(RuntimeError, match="one for each of 15 rows"):
         cpu.swiglu(normal(15, 2, width, dtype=dtype), weights[0])
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (13, 1), (100, 6), (256, 16), (1021, 8)])
+@pytest.mark.parametrize(
+    ("sigmoid", "normalise", "biased"), [(False, True, False), (False, False, True), (True, True, True), (True, False, False)]
+)
+def test_a_router_chooses_weighs_and_passes_gradients_back(isa, experts, top_k, sigmoid, normalise, biased):
+    *numbers, (chosen, expected) = [routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, cpu)[place] for place in (0, 1, 3, 2)]
+    assert torch.equal(chosen.double(), expected)
+    for pair in numbers:
+        close(*pair)
+
+
+def test_equal_experts_are_taken_in_their_order_and_what_is_no_number_last(isa):
+    logits = torch.tensor([[1.0, 2, 2, 1, 2], [0, 0, 0, 0, 0], [float("nan"), 1, float("nan"), 1, 2]])
+    for ops in (cpu, reference):
+        assert ops.route(logits, None, Routing(4))[2].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [4, 1, 3, 0]]
+        assert ops.route(logits, torch.tensor([0.0, 0, 0, 9, 0]), Routing(2))[2][:2].tolist() == [[3, 1], [3, 0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton", reason="pip install --no-deps triton")
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import AdamWUpdate, Mask, Scores, reference
-from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal
+from frontier_llm.ops import AdamWUpdate, Mask, Routing, Scores, reference
+from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal, routed
 from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
 
@@ -176,6 +176,24 @@ def test_rows_are_weighted_where_they_are_activated(dtype, width):
     compare("swiglu", (2 * normal(3, 2, width, dtype=dtype),), weights=normal(3))
     for approximate in (False, True):
         compare("gelu", (2 * normal(70, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=normal(70))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (13, 1), (100, 6), (256, 16)])
+@pytest.mark.parametrize(
+    ("sigmoid", "normalise", "biased"), [(False, True, False), (False, False, True), (True, True, True), (True, False, False)]
+)
+def test_a_router_chooses_weighs_and_passes_gradients_back(experts, top_k, sigmoid, normalise, biased):
+    *numbers, (chosen, expected) = [routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, gpu)[place] for place in (0, 1, 3, 2)]
+    assert torch.equal(chosen.double(), expected)
+    for pair in numbers:
+        close(*pair)
+
+
+def test_equal_experts_are_taken_in_their_order_and_what_is_no_number_last():
+    logits = torch.tensor([[1.0, 2, 2, 1, 2], [0, 0, 0, 0, 0], [float("nan"), 1, float("nan"), 1, 2]])
+    for ops in (gpu, reference):
+        assert ops.route(logits, None, Routing(4))[2].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [4, 1, 3, 0]]
+        assert ops.route(logits, torch.tensor([0.0, 0, 0, 9, 0]), Routing(2))[2][:2].tolist() == [[3, 1], [3, 0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
