@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from frontier_llm.config import ModelConfig, RunConfig
 
@@ -122,3 +123,32 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         context_attention=parallel.context_attention,
         tensor_chunks=config.comm.tensor_chunks,
     )
+
+
+def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
+    """The sections of a run file that make it this layout, whatever the file says otherwise; stages have as many layers as each other."""
+    sharded = layout.sharding == "weights"
+    return {
+        "parallel": {
+            "tensor": layout.tp,
+            "pipeline": layout.pp,
+            "schedule": layout.schedule,
+            "data_mode": "fsdp" if sharded else "zero",
+            **({} if sharded else {"zero": SHARDING[layout.sharding]}),
+            "axis_order": layout.axis_order,
+            "data": layout.dp,
+            "data_shard": layout.data_shard or None,
+            "context": layout.cp,
+            "context_attention": layout.context_attention,
+            "expert": layout.ep,
+            "expert_tensor": layout.etp,
+            "expert_all_to_all": "auto" if layout.ep == 1 else "hierarchical" if layout.expert_nodes > 1 else "flat",
+            "chunks": layout.chunks,
+            "sequence_parallel": layout.sequence_parallel,
+            "stage_layers": None,
+        },
+        "batch": {"micro_batch": layout.micro_batch},
+        "precision": {"gradient_wire": layout.gradient_wire},
+        "train": {"recompute": layout.recompute},
+        "comm": {"tensor_chunks": layout.tensor_chunks},
+    }

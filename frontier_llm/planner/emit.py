@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from frontier_llm.blueprint import total_parameters
-from frontier_llm.blueprint.layout import SHARDING
-from frontier_llm.config import available, consumed, load_model, load_run, phases_of
+from frontier_llm.blueprint.layout import run_keys
+from frontier_llm.config import CommConfig, ParallelConfig, PrecisionConfig, available, consumed, load_model, load_run, phases_of
 from frontier_llm.files import write_atomically
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
@@ -28,6 +28,7 @@ from frontier_llm.units import GIB, plural
 SITES = ("frontier", "lumi", "local")
 SCRIPTS = {"gpt-1t": "slurm/train_1t.sbatch", "gpt-175b": "slurm/train_175b.sbatch", "gpt-22b": "slurm/train_22b.sbatch"}
 
+SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # whatever their values
 FILL_IN = "FILL_IN"  # no dataset: training with it names it
 # parameters → highest learning rate of GPT-3's sizes, each decaying to a tenth by cosine after 375 M tokens (arXiv:2005.14165, table 2.1)
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
@@ -57,41 +58,29 @@ def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
 
 
 def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
-    """The run file's mapping for the search's choice; what it trains is the caller's to say."""
+    """The run file's mapping for the search's choice, each key of the layout; what it trains is the caller's to say."""
     plan = outcome.best
-    layout = plan.layout
-    fsdp, counts = layout.sharding == "weights", tuple(stage.num_layers for stage in plan.stages)
-    keys = (  # key, value, whether the run file has to say it
-        ("tensor", layout.tp, True),
-        ("pipeline", layout.pp, True),
-        ("schedule", layout.schedule, True),
-        ("data_mode", "fsdp", fsdp),
-        ("zero", SHARDING[layout.sharding], not fsdp),
-        ("axis_order", layout.axis_order, True),
-        ("data_shard", layout.data_shard, layout.data_shard > 0),
-        ("context", layout.cp, layout.cp > 1),
-        ("context_attention", layout.context_attention, layout.cp > 1),
-        ("expert", layout.ep, layout.ep > 1),
-        ("expert_all_to_all", "hierarchical" if layout.expert_nodes > 1 else "flat", layout.ep > 1),
-        ("chunks", layout.chunks, layout.chunks > 1),
-        ("sequence_parallel", True, layout.sequence_parallel),
-        ("stage_layers", list(counts), counts != balanced(outcome.model, len(counts))),
-    )
-    parallel: dict[str, Any] = {key: value for key, value, needed in keys if needed}
-    comm: dict[str, Any] = {"tensor_chunks": layout.tensor_chunks} if layout.tensor_chunks > 1 else {}
+    keys, counts = run_keys(plan.layout), tuple(stage.num_layers for stage in plan.stages)
+    if counts != balanced(outcome.model, len(counts)):
+        keys["parallel"]["stage_layers"] = list(counts)
     if machine.algorithms and uses_hierarchical(plan, rates):
-        comm["algorithms"] = machine.algorithms
-    return {
-        "machine": machine_name,
-        "parallel": parallel,
-        "batch": {"global_batch": outcome.global_batch, "micro_batch": layout.micro_batch},
-        **({"precision": {"gradient_wire": layout.gradient_wire}} if layout.gradient_wire != "full" else {}),
-        "train": {
-            "run_dir": f"runs/{name}",
-            "recompute": layout.recompute,
-        },
-        **({"comm": comm} if comm else {}),
+        keys["comm"]["algorithms"] = machine.algorithms
+    batch, train = {"global_batch": outcome.global_batch, **keys["batch"]}, {"run_dir": f"runs/{name}", **keys["train"]}
+    return {"machine": machine_name, **keys, "batch": batch, "train": train}
+
+
+def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what a run file that starts from nothing need not say: keys at their default, unless they are the layout's first five."""
+    defaults = {"parallel": ParallelConfig(), "precision": PrecisionConfig(), "comm": CommConfig()}
+    short = {
+        section: {
+            key: value
+            for key, value in content[section].items()
+            if key in SAID or (key != "data" and value != getattr(default, key))  # replicas follow from the number of devices
+        }
+        for section, default in defaults.items()
     }
+    return {section: values for section, values in {**content, **short}.items() if values}
 
 
 def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates: Rates, saves: Campaign | None) -> str:
@@ -110,7 +99,7 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
         same_length = outcome.model.sequence_length == load_model(request.model).sequence_length
         model = request.model if same_length else {"base": request.model, "sequence_length": outcome.model.sequence_length}
         tokens = request.tokens or (saves.tokens if saves else TOKENS_PER_PARAMETER * total_parameters(outcome.model))
-        needs = recipe(best, tokens, saves)
+        choice, needs = _shortened(choice), recipe(best, tokens, saves)
         content = {"model": model, **choice, **needs, "train": {**choice["train"], **needs["train"]}}
         todo = [
             "fill in data.train, prefixes that `frontier-llm data tokenize` has written; optimizer.lr, of GPT-3's nearest size, is a start"
@@ -130,21 +119,12 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
 
 
 def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
-    """The choice in full, and the steps that its batch needs for the run's tokens or for those asked for."""
-    layout, base = outcome.best.layout, load_run(str(request.run))
-    mode = "fsdp" if layout.sharding == "weights" else "zero"
-    full = {
-        "data": layout.dp,
-        "context": layout.cp,
-        "chunks": layout.chunks,
-        "sequence_parallel": layout.sequence_parallel,
-        "data_mode": mode,
-    }
+    """The choice, and the steps that its batch needs for the run's tokens or for those asked for."""
+    base = load_run(str(request.run))
     tokens = request.tokens or consumed(phases_of(base), base.train.steps)[1]
     # phases count their own steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
-    train = {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}
-    return {**choice, "parallel": {**choice["parallel"], **full}, "train": train}
+    return {**choice, "train": {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}}
 
 
 def _reference(run: str, folder: Path) -> str:

@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import median
 
 from frontier_llm import log
+from frontier_llm.blueprint.layout import run_keys
 from frontier_llm.config import load_run
 from frontier_llm.planner.report import layout_words
 from frontier_llm.scaling.harvest import step_times_s
 from frontier_llm.scaling.launch import BARE, Launcher, ShortRun, judge
 from frontier_llm.tuning.search import Proposal, Tuner
-from frontier_llm.tuning.space import choices_of, words_of
+from frontier_llm.tuning.space import words_of
 from frontier_llm.tuning.trials import Trial
 from frontier_llm.units import format_seconds
 
@@ -33,7 +34,7 @@ class Bench:
         """What the ranks of a trial are given."""
         layout = search.space.plans[number].layout
         own = (f"train.steps={self.steps}", f"train.run_dir={directory}", f"guard.max_skips_in_row={self.steps}")
-        return (self.run, *self.overrides, *BARE, *words_of(choices_of(layout)), *own)
+        return (self.run, *self.overrides, *BARE, *words_of(run_keys(layout)), *own)
 
     def measure(self, search: Tuner, proposal: Proposal, limit_s: float) -> Trial:
         """Run it. A start that says nothing of the layout (a dead node, the walltime) has such a status."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from frontier_llm.blueprint.layout import run_keys
 from frontier_llm.config import load_run
 from frontier_llm.config.load import available, merge, parse_overrides
 from frontier_llm.errors import FrontierError
@@ -19,14 +20,13 @@ from frontier_llm.topology import make_plan
 from frontier_llm.tuning.constants import changed, fitted_constants
 from frontier_llm.tuning.measure import fastest_first
 from frontier_llm.tuning.search import Tuner
-from frontier_llm.tuning.space import choices_of
 from frontier_llm.tuning.trials import Trial
 from frontier_llm.units import format_seconds
 
 LEAST_FITTED = 4  # trials, before constants are looked at
-RUN_FILE_NAMES = {
-    "tp": "tensor", "pp": "pipeline", "dp": "data", "sharding": "zero, data_mode", "chunks": "chunks", "schedule": "schedule",
-    "micro_batch": "micro_batch", "sequence_parallel": "sequence_parallel", "recompute": "recompute", "axis_order": "axis_order",
+RUN_FILE_NAMES = {  # of what has another name in `Layout`
+    "tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert", "etp": "expert_tensor", "expert_nodes": "expert_all_to_all",
+    "sharding": "zero, data_mode",
 }  # fmt: skip
 
 
@@ -47,7 +47,9 @@ def summary(search: Tuner) -> dict[str, Any]:
         "best_predicted_s": None if best is None else best.predicted_s,
         "planner_step_s": first.step_s if first else None,
         "faster_than_planner": first.step_s / best.step_s - 1 if best and best.step_s and first and first.step_s else None,
-        "importance": {RUN_FILE_NAMES[name]: round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()},
+        "importance": {
+            RUN_FILE_NAMES.get(name, name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()
+        },
     }
 
 
@@ -65,7 +67,7 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
     best = search.best
     assert best is not None and best.step_s is not None
     base = run if run in available("runs") else str(Path(run).resolve())
-    content = merge({"base": base, **parse_overrides(overrides)}, choices_of(best.layout))
+    content = merge({"base": base, **parse_overrides(overrides)}, run_keys(best.layout))
     head = (
         f"# {_words(search, best)}\n# measured: {best.step_s:.4g} s per step on {search.space.devices} devices, in trial {best.number} of "
         f"{len(search.trials)}; predicted {best.predicted_s:.4g} s\n"
@@ -171,5 +173,5 @@ def charts(search: Tuner) -> Iterator[Chart]:
     yield Chart("Course of the search", "trial", "measured step, s", course, height_px=380)
     shares = search.surrogate.importance(search.belief())
     bars: dict[str, Any] = {"type": "bar", "orientation": "h", "x": [100 * share for share in shares.values()][::-1]}
-    bars |= {"y": [RUN_FILE_NAMES[name] for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
+    bars |= {"y": [RUN_FILE_NAMES.get(name, name) for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
     yield Chart("What mattered", "% of the variance that the choice alone explains", "", [bars], height_px=380)

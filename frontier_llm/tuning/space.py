@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint.layout import SHARDING, Layout
+from frontier_llm.blueprint.layout import Layout, run_keys
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import merge
 from frontier_llm.costs.memory import peak_memory
@@ -24,38 +24,19 @@ MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 m
 WITHIN = 2.0  # times the best predicted step: for a better one the planner would have to be wrong twofold between two layouts of one model
 
 # what may be chosen, in the order in which tables show it: fields of `Layout`
-CHOICES = ("tp", "pp", "dp", "chunks", "schedule", "micro_batch", "sequence_parallel", "recompute", "sharding", "axis_order")
+CHOICES = (
+    "tp", "cp", "pp", "dp", "ep", "etp", "expert_nodes", "chunks", "schedule", "micro_batch", "sequence_parallel", "recompute", "sharding", "axis_order",
+    "context_attention", "tensor_chunks",
+)  # fmt: skip
 
 
-def choices_of(layout: Layout) -> dict[str, dict[str, Any]]:
-    """The sections of a run file that make it this layout, whatever the file says otherwise."""
-    sharded = layout.sharding == "weights"
-    return {
-        "parallel": {
-            "tensor": layout.tp,
-            "pipeline": layout.pp,
-            "data": layout.dp,
-            "chunks": layout.chunks,
-            "stage_layers": None,
-            "schedule": layout.schedule,
-            "sequence_parallel": layout.sequence_parallel,
-            "data_mode": "fsdp" if sharded else "zero",
-            "data_shard": layout.data_shard or None,
-            **({} if sharded else {"zero": SHARDING[layout.sharding]}),
-            "axis_order": layout.axis_order,
-        },
-        "batch": {"micro_batch": layout.micro_batch},
-        "train": {"recompute": layout.recompute},
-    }
-
-
-def words_of(choices: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The same as key=value words."""
+def words_of(keys: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sections of a run file as key=value words."""
     text = {True: "true", False: "false", None: "null"}
     return [
         f"{section}.{key}={text[value] if value is None or isinstance(value, bool) else value}"
-        for section, keys in choices.items()
-        for key, value in keys.items()
+        for section, values in keys.items()
+        for key, value in values.items()
     ]
 
 
@@ -102,7 +83,7 @@ def make_space(
 
 def laid_out(config: RunConfig, layout: Layout) -> RunConfig:
     """The run in this layout."""
-    return build(RunConfig, merge(config.model_dump(mode="json"), choices_of(layout)))
+    return build(RunConfig, merge(config.model_dump(mode="json"), run_keys(layout)))
 
 
 def features(plans: Sequence[Plan]) -> np.ndarray:

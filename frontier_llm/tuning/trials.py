@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,10 @@ def read_trials(path: Path, like: Layout) -> list[Trial]:
 
 
 def _trial(row: dict[str, str], like: Layout) -> Trial:
-    shared = {name: getattr(like, name) for name in ("dtype", "gradient_wire", "optimizer", "data_shard")}
-    values = {name: _read(row[name], getattr(like, name)) for name in (*CHOICES, "microbatches")}
+    values = {name: _read(row[name], getattr(like, name)) for name in (*CHOICES, "microbatches") if name in row}
     return Trial(
         number=int(row["number"]),
-        layout=Layout(**values, **shared),
+        layout=replace(like, **values),
         why=row["why"],
         predicted_s=float(row["predicted_s"]),
         status=row["status"],

@@ -216,6 +216,17 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     assert "is not a run directory: it lacks config.yaml, plan.json, metrics.jsonl" in err
 
 
+def test_of_a_runs_own_layout_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, emitted = tmp_path / "mine.yaml", tmp_path / "planned.yaml"
+    own = "parallel: {data_shard: 2, data_mode: fsdp, stage_layers: null, axis_order: dp-tp-pp}\ncomm: {tensor_chunks: 2, in_flight: many}"
+    mine.write_text(f"base: quickstart\n{own}\n")
+    code, _, err = run(capsys, "--run", str(mine), "--machine", "local", "--nodes", "1", "--fix", "zero=1", "--emit", str(emitted))
+    assert code == 0, err
+    planned = load_run(str(emitted))
+    assert (planned.parallel.data_mode, planned.parallel.data_shard, planned.parallel.axis_order) == ("zero", None, "tp-dp-pp")
+    assert (planned.comm.tensor_chunks, planned.comm.in_flight) == (1, "many")
+
+
 @pytest.mark.parametrize(("tensor", "algorithms"), [(8, "frontier"), (2, "flat")])
 def test_an_emitted_run_has_the_algorithms_that_were_priced(
     tensor: int, algorithms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

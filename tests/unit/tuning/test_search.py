@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frontier_llm.blueprint.layout import layout_of
+from frontier_llm.blueprint.layout import layout_of, run_keys
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.tuning.constants import CONSTANTS, changed, fit, scaled, write_machine
 from frontier_llm.tuning.search import Everything, Limits, Proposal, Tuner, run_search
-from frontier_llm.tuning.space import Space, choices_of, laid_out, make_space, words_of
+from frontier_llm.tuning.space import Space, laid_out, make_space, words_of
 from frontier_llm.tuning.trials import Trial, read_trials, write_trials
 
 NUMBERS = rates(load_machine("local"))
@@ -151,11 +151,24 @@ def test_everything_is_tried_once(space: Space) -> None:
 def test_the_space_is_what_the_planner_prices_and_each_layout_can_be_said_in_words(space: Space) -> None:
     assert [plan.step_s for plan in space.plans] == pytest.approx(sorted(plan.step_s for plan in space.plans), rel=0.03)
     for plan in space.plans[::7]:
-        words = words_of(choices_of(plan.layout))
+        words = words_of(run_keys(plan.layout))
         assert layout_of(load_run("train_small", ["batch.global_batch=16", *words]), 8) == plan.layout
         assert layout_of(laid_out(space.config, plan.layout), 8) == plan.layout
     with pytest.raises(ConfigError, match="no layout of 7 devices is legal"):
         make_space(space.config, NUMBERS, 7, 2, {"tp": 2})
+
+
+@pytest.mark.parametrize(("run", "overrides", "axis"), [("moe_small", [], "ep"), ("train_small", ["model.sequence_length=131072"], "cp")])
+def test_a_layout_with_every_axis_is_run_as_what_it_is(run: str, overrides: list[str], axis: str) -> None:
+    """Also over a run file with choices of its own: of those none is left."""
+    own = ["parallel.context=2", "parallel.tensor=2", "parallel.expert=2" if axis == "ep" else "comm.tensor_chunks=2"]
+    config = load_run(run, [*overrides, "batch.global_batch=16"])
+    space = make_space(config, NUMBERS, 8, 8, {})
+    assert {getattr(plan.layout, axis) for plan in space.plans} > {1}
+    for plan in space.plans[::5]:
+        words = words_of(run_keys(plan.layout))
+        as_run = layout_of(load_run(run, [*overrides, *own, "batch.global_batch=16", *words]), 8)
+        assert replace(as_run, imbalance=plan.layout.imbalance, expert_nodes=plan.layout.expert_nodes) == plan.layout
 
 
 def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_path: Path) -> None:
