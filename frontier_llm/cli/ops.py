@@ -118,12 +118,10 @@ def _tune(args: argparse.Namespace) -> int:
 
     from frontier_llm.errors import BackendError
     from frontier_llm.measure.attention_choice import tune
-    from frontier_llm.measure.machine_file import write_yaml
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BackendError("torch sees no GPU", "run it where there is one, or take --device cpu", "ops tune")
-    rules, report = tune(model, args.micro_batch, args.dtype, args.device)
-    write_yaml(args.output, {"title": "measured", "rules": [rule.model_dump(mode="json") for rule in rules]})
+    report = tune(args.output, model, args.micro_batch, args.dtype, args.device)
 
     def lines() -> Iterator[str]:
         for name, found in report.items():

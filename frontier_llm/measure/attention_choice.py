@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
 
 from frontier_llm.config.model import ModelConfig
+from frontier_llm.measure.machine_file import write_yaml
 from frontier_llm.measure.op_cases import CASES, Shapes
 from frontier_llm.measure.timing import take_turns
 from frontier_llm.ops import working_dtype
@@ -17,8 +19,8 @@ from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.providers import PROVIDERS
 
 
-def tune(model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rounds: int = 5) -> tuple[list[AttentionRule], dict[str, Any]]:
-    """(a rule without and one with ALiBi, what each back-end took or why it did not run)."""
+def tune(table: Path, model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rounds: int = 5) -> dict[str, Any]:
+    """Write the table: a rule without and one with ALiBi. Returns what each back-end took in seconds, or why it did not run."""
     architecture = architecture_of_device() if device == "cuda" else "cpu"
     shapes, rules, report = Shapes(model, micro_batch, working_dtype(dtype_name), torch.device(device)), [], {}
     for extras, name in ((False, "attention"), (True, "attention_alibi")):
@@ -33,7 +35,8 @@ def tune(model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rou
             source = f"frontier-llm ops tune on {platform.node()}, torch {torch.__version__}: {what}: {times}"
             rule = {"architecture": architecture, "head_dim": model.dim_per_head, "extras": extras, "order": order}
             rules.append(AttentionRule.model_validate({**rule, "tag": "measured", "source": source}))
-    return rules, report
+    write_yaml(table, {"title": "measured", "rules": [rule.model_dump(mode="json") for rule in rules]})
+    return report
 
 
 def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[str, float], dict[str, str]]:

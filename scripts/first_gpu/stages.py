@@ -266,11 +266,8 @@ def model_of(name: str) -> Any:
 def attention(out: Path) -> dict[str, Any]:
     """Every attention back-end at the 1B model's shapes; the steps take the fastest."""
     from frontier_llm.measure.attention_choice import tune
-    from frontier_llm.measure.machine_file import write_yaml
 
-    rules, report = tune(model_of("1b"), 2 if REHEARSAL else 8, "bf16", DEVICE, rounds=3)
-    write_yaml(out / "attention.yaml", {"title": "measured", "rules": [{**asdict(rule), "order": list(rule.order)} for rule in rules]})
-    return report
+    return tune(out / "attention.yaml", model_of("1b"), 2 if REHEARSAL else 8, "bf16", DEVICE, rounds=3)
 
 
 def step_1b(out: Path) -> dict[str, Any]:
