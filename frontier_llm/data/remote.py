@@ -19,7 +19,7 @@ BUFFER_BYTES = 1 << 20  # handed on at a time; fsspec itself asks for 5 MiB
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
 AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
-# what stores call the mark of a content, the strictest first; of several the first
+# what stores call their mark of a file's content, the strictest first; the first that is there is taken
 VERSIONS = ["sha256", "Content-MD5", "md5Hash", "md5", "ETag", "etag", "blob_id", "generation", "crc32c", "checksum"]
 VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"]
 

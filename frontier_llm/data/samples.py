@@ -58,7 +58,7 @@ class DatasetSamples(SampleStream, Protocol):
 
 
 def threads() -> int:
-    """That build a table of documents."""
+    """How many build a table of documents."""
     return min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
 
 
@@ -215,7 +215,7 @@ class BlendedSamples:
         self.sequence_length = streams[0].sequence_length
 
     def prepare(self, samples: int) -> None:
-        """See DocumentSamples."""
+        """See DatasetSamples."""
         for stream, weight in zip(self.streams, self.blend.counts, strict=True):
             stream.prepare(-(-samples * weight // self.blend.period) + 1)
 
