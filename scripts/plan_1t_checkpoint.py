@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint.load import plan
 from frontier_llm.checkpoint.manifest import Progress, SavedPiece, parse, shard_name
-from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
+from frontier_llm.checkpoint.save import build_manifest
 from frontier_llm.checkpoint.shard import shard_layout
 from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import CommConfig, OpsConfig, OptimizerConfig, load_model
@@ -83,16 +83,16 @@ def main() -> None:
         optimizer = layout.optimizer(rank)
         started = time.process_time()
         pieces = [part for part in optimizer.state() if part.saved]
-        described = [describe_piece(piece) for piece in pieces]
-        own = [SavedPiece(piece.name, piece.rectangle.offset, piece.rectangle.shape, tuple(piece.tensors)) for piece in pieces]
+        places = [(piece, piece.rectangle) for piece in pieces]
+        own = [SavedPiece(piece.name, place.offset, place.shape, tuple(piece.tensors), piece.global_shape) for piece, place in places]
         image = shard_layout(own, "F32", 1, shard_name(rank))
         plan_s = max(plan_s, time.process_time() - started)
-        gathered.append(json.dumps({"rows": described, "bytes": 0}))  # as it comes over the wire
+        gathered.append(json.dumps({"pieces": own, "bytes": 0}))  # as it comes over the wire
         sizes.append((image.total_bytes, sum(piece.rectangle.numel for piece in pieces)))
     built_mib = peak_mib()
 
     started = time.process_time()
-    tensors, rows = index_pieces([json.loads(text)["rows"] for text in gathered])
+    written = [[SavedPiece(name, *map(tuple, rest)) for name, *rest in json.loads(text)["pieces"]] for text in gathered]
     collect_s = time.process_time() - started
     started = time.process_time()
     parts: list[dict[str, Any] | None] = [
@@ -108,8 +108,7 @@ def main() -> None:
         data={},
         dtype="F32",
         optimizer="adamw",
-        tensors=tensors,
-        rows=rows,
+        pieces=written,
         parts=parts,
     )
     content = manifest.to_bytes()
@@ -129,7 +128,7 @@ def main() -> None:
         "ranks": layout.grid.world_size,
         "parameters": sum(numel for _, numel in sizes),
         "checkpoint_tib": round(sum(size for size, _ in sizes) / 2**40, 2),
-        "rectangles": sum(map(len, rows)),
+        "rectangles": sum(map(len, written)),
         "manifest_mib": round(len(content) / 2**20, 2),
         "save: any rank's plan and header, once, s": round(plan_s, 3),
         "save: rank 0 collects the pieces, once, s": round(collect_s, 3),
