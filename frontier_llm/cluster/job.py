@@ -20,17 +20,15 @@ from collections.abc import Callable, Sequence
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome, start_ranks
-from frontier_llm.cluster.doctor import examine
+from frontier_llm.cluster.doctor import preflight
 from frontier_llm.cluster.hand_on import hand_on
 from frontier_llm.cluster.holder import STALE_AFTER_S, living_holder, refuse_second_start
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
-from frontier_llm.cluster.lead import measured_lead_s
-from frontier_llm.cluster.probe import Settings
+from frontier_llm.cluster.lead import SLURM_EARLY_S, measured_lead_s
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import FILE, write_failure
 
-SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 LOCK_STALE_S = STALE_AFTER_S + 5.0
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 
@@ -43,7 +41,7 @@ def supervise(job: BatchJob) -> int:
     if not nothing_to_do(job):
         refuse_short_walltime(job)
         if environ("FRONTIER_LLM_PREFLIGHT") == "1":
-            preflight(job)
+            run_dir.add_bad_hosts(job.directory, preflight(job.site, job.directory, job.allocation.nodes, job.nodes_needed))
     while True:
         if reason := nothing_to_do(job):
             log.info(reason)
@@ -87,18 +85,6 @@ def choose_nodes(job: BatchJob) -> tuple[str, ...]:
     # a host that has failed before is used again only when no other is left, one that computed wrongly never
     best = sorted(usable, key=set(run_dir.bad_hosts(job.directory)).__contains__)[: job.nodes_needed]
     return tuple(node for node in usable if node in best)
-
-
-def preflight(job: BatchJob) -> None:
-    """`doctor` on every node that Slurm has; bad ones are left out. Raises FrontierError when too few are left or all share a fatal fault."""
-    gone = slurm.unhealthy(job.allocation.nodes)  # srun refuses a step that has one of them
-    report = examine(Settings(site=job.site, run_dir=str(job.directory)), [node for node in job.allocation.nodes if node not in gone])
-    log.info(report.render())
-    left = len(job.allocation.nodes) - len(gone) - len(report.bad_hosts)
-    if left < job.nodes_needed or not (report.healthy or report.bad_hosts):
-        fix = f"resubmit with --exclude={hostlist.compress(report.bad_hosts)}" if report.bad_hosts else "see the findings above"
-        raise FrontierError(f"{left} of {len(job.allocation.nodes)} nodes passed, {job.nodes_needed} are needed", fix, "preflight")
-    run_dir.add_bad_hosts(job.directory, list(report.bad_hosts))
 
 
 def refuse_second_holder(job: BatchJob) -> None:

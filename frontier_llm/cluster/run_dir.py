@@ -18,7 +18,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -214,7 +214,7 @@ def slow_hosts(run_dir: Path) -> list[Slow]:
     return sorted(late, key=lambda slow: (-slow.times, slow.host))
 
 
-def add_bad_hosts(run_dir: Path, hosts: list[str]) -> None:
+def add_bad_hosts(run_dir: Path, hosts: Sequence[str]) -> None:
     """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
     _add(run_dir / "bad_nodes.json", bad_hosts(run_dir), hosts)
 
@@ -224,7 +224,7 @@ def distrust(run_dir: Path, hosts: list[str]) -> None:
     _add(run_dir / "untrusted_nodes.json", untrusted_hosts(run_dir), hosts)
 
 
-def _add(path: Path, known: list[str], hosts: list[str]) -> None:
+def _add(path: Path, known: list[str], hosts: Sequence[str]) -> None:
     if hosts:
         write_atomically(path, strict_json(sorted({*known, *hosts}), indent=None) + "\n")
 

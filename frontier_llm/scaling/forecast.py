@@ -8,9 +8,9 @@ from typing import Any
 
 from frontier_llm.cluster.sites import format_walltime
 from frontier_llm.errors import ConfigError
-from frontier_llm.scaling.predict import PointPrediction, predict
+from frontier_llm.scaling.predict import START_S, PointPrediction, predict
 from frontier_llm.scaling.series import Point
-from frontier_llm.scaling.walltime import MARGIN, START_S
+from frontier_llm.scaling.walltime import MARGIN
 from frontier_llm.units import GIB, format_seconds
 
 

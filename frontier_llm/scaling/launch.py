@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import start_ranks
-from frontier_llm.cluster.doctor import examine
+from frontier_llm.cluster.doctor import preflight
 from frontier_llm.cluster.job_spec import BatchJob
-from frontier_llm.cluster.probe import Settings
-from frontier_llm.cluster.rank_env import environ, environment, with_this_package
+from frontier_llm.cluster.lead import SLURM_EARLY_S, job_lead_s
+from frontier_llm.cluster.rank_env import environment, with_this_package
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
@@ -102,12 +101,8 @@ class AllocationRanks:
         self._lock = threading.Lock()
 
     def preflight(self, directory: Path) -> None:
-        """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are left."""
-        gone = slurm.unhealthy(self.allocation.nodes)
-        report = examine(Settings(site=self.site, run_dir=str(directory)), [node for node in self.allocation.nodes if node not in gone])
-        log.info(report.render())
-        self._failed += report.bad_hosts
-        self._choose(self.nodes)
+        """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are left, or all share a fault."""
+        self._failed += preflight(self.site, directory, self.allocation.nodes, self.nodes)
 
     def _choose(self, count: int) -> tuple[str, ...]:
         bad = {*self._failed, *slurm.unhealthy(self.allocation.nodes)}
@@ -147,10 +142,9 @@ class AllocationRanks:
         return RunEnd(seconds, outcome.exit_code, failure, in_time)
 
     def time_left_s(self) -> float:
-        """Of the job's walltime, until Slurm warns the ranks or ending takes what is left."""
+        """Of the job's walltime, until Slurm may warn the ranks; less what ending them takes."""
         left_s = slurm.time_left_s(self.allocation.job_id)
-        warned_s = float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or self.site.signal_lead_s)
-        return math.inf if left_s is None else left_s - max(warned_s, GRACE_S) - GRACE_S
+        return math.inf if left_s is None else left_s - job_lead_s(self.site) - SLURM_EARLY_S - GRACE_S
 
 
 class LocalRanks:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from frontier_llm.cluster.sites import Site, format_walltime
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.scaling.harvest import WARMUP_STEPS
-from frontier_llm.scaling.predict import predict
+from frontier_llm.scaling.predict import START_S, predict
 from frontier_llm.scaling.series import Point
 from frontier_llm.units import format_seconds
 
 MARGIN = 1.5  # measured over simulated step: ORNL's 48 tokens/s per GCD of Frontier (175B) are 1.3 times below the planner's 63
-START_S = 600  # until the first step: environment, imports, rendezvous, weights
 MOST_STEPS = 20  # a point's own choice
 FEWEST_STEPS = WARMUP_STEPS + 5  # of any point: an efficiency of fewer measured steps is an anecdote
 
