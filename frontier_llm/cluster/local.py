@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
-import re
 import shutil
 import signal
 import socket
@@ -28,6 +27,7 @@ from frontier_llm.cluster.holder import refuse_second_start
 from frontier_llm.cluster.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import environment, with_this_package
+from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded, held
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
@@ -35,9 +35,6 @@ from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure
 from frontier_llm.units import printable
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # from our terminal or scheduler to the ranks
-_ERROR_HEAD = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
-TAIL_LINES = 40  # of a log without a Python traceback
-_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -230,19 +227,6 @@ class _Ranks:
                 print(f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr)
         verdict = record.describe() if named.stopped_by_us else f"{named.describe()}; it failed first"
         print(printable("\n".join([*lines, "", f"{verdict} ({named.log})"])), file=sys.stderr, flush=True)
-
-
-def failure_lines(log: Path) -> list[str]:
-    """The last Python traceback of a log, with the exceptions it was raised from; else the last refusal, else the log's last lines."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    if not starts:
-        refused = [number for number, line in enumerate(lines) if _ERROR_HEAD.fullmatch(line)]
-        return lines[refused[-1] :] if refused else lines[-TAIL_LINES:]
-    start = starts.pop()
-    while starts and any(line.startswith(_CHAIN) for line in lines[max(0, start - 3) : start]):
-        start = starts.pop()
-    return lines[start:]
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
