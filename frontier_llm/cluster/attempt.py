@@ -19,6 +19,7 @@ from typing import IO
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, job_secret, run_dir, slurm
+from frontier_llm.cluster.holder import take
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.rank_logs import conclusion, first_traceback
@@ -94,7 +95,7 @@ def start_ranks(
     """
     forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
     started_s, start_step = time.time(), progress(job.directory)
-    number = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
+    number = take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     log.info(f"attempt {number}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     log_dir = job.directory / "logs" / f"attempt_{number:04}"
     outcome = run_step(JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.holder import jobs
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sbatch import JobScript, render, render_site
@@ -202,7 +203,7 @@ def queue(directory: Path, command: Sequence[str], variables: Mapping[str, str])
 def _refuse_busy(request: JobRequest) -> None:
     """One job per run directory, and no more in the queue than the site lets a user have."""
     busy = []
-    for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), run_dir.queued_job(request.directory)} - {""}:
+    for job_id in jobs(request.directory):
         if slurm.is_active(job_id):
             what = f"job {job_id} already runs or waits for {request.directory}"
             busy.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))
