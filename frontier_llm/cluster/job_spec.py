@@ -9,14 +9,14 @@ from pathlib import Path
 
 from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.lead import job_lead_s
-from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.rank_env import COMMAND, environ
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.topology import plan_problems
 
 TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and how many words follow
-TRAIN = ("-P", "-m", "frontier_llm.cli.main", "train")  # -P: never the code that happens to lie in the working directory
+TRAIN = (*COMMAND, "train")
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from typing import IO, BinaryIO
 from frontier_llm.cluster.holder import refuse_second_start
 from frontier_llm.cluster.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.cluster.rank_env import environment, with_this_package
+from frontier_llm.cluster.rank_env import COMMAND, with_this_package
 from frontier_llm.cluster.rank_logs import failure_lines
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded, held
-from frontier_llm.config import load_run
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.units import printable
@@ -77,7 +76,7 @@ def run_local_ranks(
     env: Mapping[str, str],
     log_dir: Path,
     *,
-    program: Sequence[str] = (sys.executable, "-P", "-m", "frontier_llm.cli.main"),
+    program: Sequence[str] = (sys.executable, *COMMAND),
     run_dir: Path | None = None,
     grace_s: float = 5.0,
 ) -> int:
@@ -250,20 +249,3 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, b
 def _die_with_parent() -> None:
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def main(words: list[str]) -> int:
-    """RANKS CONFIG [key=value …] [flags of train], from launch/local.sh."""
-    overrides = [word for word in words[2:] if "=" in word and not word.startswith("-")]
-    log_dir = Path("logs") / time.strftime("%Y%m%d-%H%M%S")
-    try:
-        run_dir = Path(load_run(words[1], overrides).train.run_dir)
-        with held():
-            return run_local_ranks(int(words[0]), ["train", *words[1:]], environment(), log_dir, run_dir=run_dir)
-    except FrontierError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,7 @@ import yaml
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.holder import jobs, living_holder
 from frontier_llm.cluster.run_dir import Slow
-from frontier_llm.cluster.sites import parse_walltime
+from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import read_failure
 from frontier_llm.units import format_count, format_seconds, plural
@@ -129,15 +129,17 @@ def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
 
 
 def _walltime_left_s(fields: dict[str, str]) -> float | None:
-    if fields.get("JobState") != "RUNNING" or fields.get("TimeLimit", "UNLIMITED") in ("UNLIMITED", "Partition_Limit"):
+    limit_s = walltime_s(fields.get("TimeLimit", ""))  # None: UNLIMITED, Partition_Limit
+    if fields.get("JobState") != "RUNNING" or limit_s is None:
         return None
-    return 60.0 * parse_walltime(fields["TimeLimit"]) - 60.0 * parse_walltime(fields.get("RunTime", "00:00:00"))
+    return limit_s - (walltime_s(fields.get("RunTime", "")) or 0)
 
 
 def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -> int | None:
-    if eta_s is None or left_s is None:
+    limit_s = walltime_s(fields.get("TimeLimit", ""))
+    if eta_s is None or left_s is None or not limit_s:
         return None
-    return max(0, -(-int(eta_s - left_s) // (60 * parse_walltime(fields["TimeLimit"]))))
+    return max(0, math.ceil((eta_s - left_s) / limit_s))
 
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:

@@ -131,7 +131,6 @@ def admit_job(job: BatchJob) -> None:
             continue_with=job.continue_with,
         )
     )
-    cost = cost_of(request)
-    log.info(Cost(cost.steps, cost.step_s, cost.nodes, left_s and left_s / 3600, job.lead_s, cost.chained).describe(job.max_node_hours))
+    log.info(replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours))
     for note in advice(request):
         log.warn(note)

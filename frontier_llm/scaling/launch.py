@@ -10,18 +10,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import start_ranks
 from frontier_llm.cluster.doctor import preflight
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.job_spec import TRAIN, BatchJob
 from frontier_llm.cluster.lead import SLURM_EARLY_S, job_lead_s
 from frontier_llm.cluster.rank_env import environment, with_this_package
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import Site
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, read_failure
 from frontier_llm.scaling.harvest import step_times_s
@@ -42,10 +43,14 @@ BARE = ("train.save_interval=0", "train.save_final=false", "train.eval_interval=
 
 @dataclass(frozen=True)
 class ShortRun:
-    """What to start: a run file with its words. `config` is what they make."""
+    """What to start."""
 
-    config: RunConfig
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # run file and overrides
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """What the words make."""
+        return load_run(self.words[0], self.words[1:])
 
     @property
     def directory(self) -> Path:
@@ -160,7 +165,7 @@ class LocalRanks:
         """As many ranks as devices; they die with the process that holds them."""
         run.directory.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
-        words = [sys.executable, "-P", "-m", "frontier_llm.cli.main", "train", *run.words]
+        words = [sys.executable, *TRAIN, *run.words]
         with (run.directory / "ranks.log").open("wb") as text:
             process = subprocess.Popen(words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
             in_time = True

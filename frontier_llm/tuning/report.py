@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,11 @@ def summary(search: Tuner) -> dict[str, Any]:
     """The result in one mapping."""
     tried, best = search.tried, search.best
     first = tried.get(0)
-    failures = {
-        status: count for status in {trial.status for trial in search.trials} if (count := _count(search, status)) and status != "ok"
-    }
     return {
         "layouts": len(search.space.plans),
         "trials": len(search.trials),
         "node_hours": round(sum(trial.node_hours for trial in search.trials), 4),
-        "failures": failures,
+        "failures": dict(Counter(trial.status for trial in search.trials if trial.status != "ok")),
         "best": None if best is None else _words(search, best),
         "best_step_s": None if best is None else best.step_s,
         "best_predicted_s": None if best is None else best.predicted_s,
@@ -51,10 +49,6 @@ def summary(search: Tuner) -> dict[str, Any]:
             RUN_FILE_NAMES.get(name, name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()
         },
     }
-
-
-def _count(search: Tuner, status: str) -> int:
-    return sum(trial.status == status for trial in search.trials)
 
 
 def _words(search: Tuner, trial: Trial) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import run_dir
+from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.holder import take
 from frontier_llm.cluster.status import read_status
 from frontier_llm.files import write_atomically
@@ -85,6 +85,15 @@ def test_a_run_without_a_final_checkpoint_is_finished_when_its_last_attempt_is(r
     assert read_status(run_directory).state == "not queued"  # its checkpoint could not be written
     (run_directory / "config.yaml").write_text("train: {steps: 100, save_final: false}\n")
     assert read_status(run_directory).state == "finished"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("00:01:30", (60, 1)), ("2-00:00:00", (172770, 0)), ("UNLIMITED", (None, None))])
+def test_a_running_job_says_what_is_left_of_it(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: tuple[int | None, int | None]
+) -> None:
+    monkeypatch.setattr(slurm, "job_fields", lambda job_id: {"JobState": "RUNNING", "TimeLimit": limit, "RunTime": "00:00:30"})
+    status = read_status(run_directory)
+    assert status.state == "running" and (status.walltime_left_s, status.slices_left) == expected
 
 
 def test_finished_and_stopped(run_directory: Path) -> None:
