@@ -44,7 +44,7 @@ class PackedSamples:
         check_readable(dataset)
         self.dataset, self.sequence_length = dataset, sequence_length
         self.key = derive_key("best-fit", seed, source)
-        self._cache_dir = cache_dir or Path(dataset.prefix).parent / "index_cache"
+        self._cache_dir = cache_dir
         self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
 
     @functools.cached_property

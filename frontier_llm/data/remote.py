@@ -46,6 +46,11 @@ def without_secrets(text: str) -> str:
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
 
 
+def reason_of(error: Exception) -> str:
+    """What a client's error says first; some say nothing, and then its name."""
+    return without_secrets((str(error) or repr(error)).splitlines()[0])
+
+
 class RemoteFile:
     """One file by its URL. Raises UnreachableError for whatever its client raises."""
 
@@ -182,5 +187,4 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
     except Exception as error:
         if "range requests" in str(error):
             fix = "its server cannot give parts of a file: download it first, and give its path"
-        reason = without_secrets((str(error) or repr(error)).splitlines()[0])
-        raise UnreachableError(Problem(without_secrets(url), f"cannot be read: {reason}", fix)) from None
+        raise UnreachableError(Problem(without_secrets(url), f"cannot be read: {reason_of(error)}", fix)) from None
