@@ -23,7 +23,7 @@ from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of
 from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
-from frontier_llm.schedule import rule
+from frontier_llm.schedule import rule, split_share
 from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_count, format_seconds, plural
 
@@ -95,17 +95,15 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
     block, modes = times(model, layout, rates, layers // layout.chunks).block, mode_shares(model, layout, layers // layout.chunks)
+    split = float(split_share(layout.schedule, layout.pp, m))
     parts: dict[str, float] = {}
     lists = (
-        *(
-            (block_work(model, layout, rates, rule(layout.schedule).splits_backward, layer), layers * count / model.layers, PRODUCTS)
-            for layer, count in layer_kinds(model)
-        ),
+        *((block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS) for layer, count in layer_kinds(model)),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
     for items, number, adds in lists:
-        for cause, both in by_cause(items, layout, rates, modes=modes).items() if number else ():
+        for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items() if number else ():
             share, name = (added_share(m), adds) if cause == ADDING else (1.0, cause)
             parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
     computed = sum(block.both(m, rates))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,11 @@ def summary(search: Tuner) -> dict[str, Any]:
     """The result in one mapping."""
     tried, best = search.tried, search.best
     first = tried.get(0)
-    failures = {
-        status: count for status in {trial.status for trial in search.trials} if (count := _count(search, status)) and status != "ok"
-    }
     return {
         "layouts": len(search.space.plans),
         "trials": len(search.trials),
         "node_hours": round(sum(trial.node_hours for trial in search.trials), 4),
-        "failures": failures,
+        "failures": dict(Counter(trial.status for trial in search.trials if trial.status != "ok")),
         "best": None if best is None else _words(search, best),
         "best_step_s": None if best is None else best.step_s,
         "best_predicted_s": None if best is None else best.predicted_s,
@@ -50,10 +48,6 @@ def summary(search: Tuner) -> dict[str, Any]:
 def _keys_of(choice: str) -> str:
     """A layout's field in a run file's words: 'tensor', 'data_mode, zero'."""
     return ", ".join(key for key, field in FIELD_OF_KEY.items() if field == choice)
-
-
-def _count(search: Tuner, status: str) -> int:
-    return sum(trial.status == status for trial in search.trials)
 
 
 def _words(search: Tuner, trial: Trial) -> str:
