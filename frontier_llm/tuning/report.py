@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from frontier_llm.blueprint.layout import run_keys
+from frontier_llm.blueprint.layout import FIELD_OF_KEY, run_keys
 from frontier_llm.config import load_run
 from frontier_llm.config.load import available, merge, parse_overrides
 from frontier_llm.errors import FrontierError
@@ -25,10 +25,6 @@ from frontier_llm.tuning.trials import Trial
 from frontier_llm.units import format_seconds
 
 LEAST_FITTED = 4  # trials, before constants are looked at
-RUN_FILE_NAMES = {  # of what has another name in `Layout`
-    "tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert", "etp": "expert_tensor", "expert_nodes": "expert_all_to_all",
-    "sharding": "zero, data_mode",
-}  # fmt: skip
 
 
 def summary(search: Tuner) -> dict[str, Any]:
@@ -45,10 +41,13 @@ def summary(search: Tuner) -> dict[str, Any]:
         "best_predicted_s": None if best is None else best.predicted_s,
         "planner_step_s": first.step_s if first else None,
         "faster_than_planner": first.step_s / best.step_s - 1 if best and best.step_s and first and first.step_s else None,
-        "importance": {
-            RUN_FILE_NAMES.get(name, name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()
-        },
+        "importance": {_keys_of(name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()},
     }
+
+
+def _keys_of(choice: str) -> str:
+    """A layout's field in a run file's words: 'tensor', 'data_mode, zero'."""
+    return ", ".join(key for key, field in FIELD_OF_KEY.items() if field == choice)
 
 
 def _words(search: Tuner, trial: Trial) -> str:
@@ -167,5 +166,5 @@ def charts(search: Tuner) -> Iterator[Chart]:
     yield Chart("Course of the search", "trial", "measured step, s", course, height_px=380)
     shares = search.surrogate.importance(search.belief())
     bars: dict[str, Any] = {"type": "bar", "orientation": "h", "x": [100 * share for share in shares.values()][::-1]}
-    bars |= {"y": [RUN_FILE_NAMES.get(name, name) for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
+    bars |= {"y": [_keys_of(name) for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
     yield Chart("What mattered", "% of the variance that the choice alone explains", "", [bars], height_px=380)

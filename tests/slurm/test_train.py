@@ -45,6 +45,7 @@ def losses(directory: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in run_dir.steps(directory / "run")]
 
 
+@pytest.mark.thorough  # 32 ranks
 @pytest.mark.timeout(700)
 def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_path: Path) -> None:
     words = ("parallel.pipeline=4", "batch.global_batch=4", "train.steps=3")
