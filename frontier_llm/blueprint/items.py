@@ -159,6 +159,7 @@ class Item:
     cause: str
     work: Work
     repeated_by: tuple[str, ...] = ()  # recompute modes that do it once more before backward
+    apart: bool = False  # only where backward is split: the schedule has its weight gradient as an action of its own
 
     def repeats(self, modes: Mapping[str, float]) -> float:
         """Times that an average layer does it once more, of layers with these shares of modes."""

@@ -10,7 +10,7 @@ from typing import Any
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
 from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
-from frontier_llm.blueprint.layout import SHARDING, mode_shares
+from frontier_llm.blueprint.layout import SHARDING, mode_shares, run_keys
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
@@ -23,7 +23,7 @@ from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of
 from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
-from frontier_llm.schedule import rule
+from frontier_llm.schedule import rule, split_share
 from frontier_llm.units import GIB, format_count, format_seconds, plural
 
 WIDTH = 140  # columns of a report that is not shown on a terminal
@@ -94,17 +94,15 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
     block, modes = times(model, layout, rates, layers // layout.chunks).block, mode_shares(model, layout, layers // layout.chunks)
+    split = float(split_share(layout.schedule, layout.pp, m))
     parts: dict[str, float] = {}
     lists = (
-        *(
-            (block_work(model, layout, rates, rule(layout.schedule).splits_backward, layer), layers * count / model.layers, PRODUCTS)
-            for layer, count in layer_kinds(model)
-        ),
+        *((block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS) for layer, count in layer_kinds(model)),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
     for items, number, adds in lists:
-        for cause, both in by_cause(items, layout, rates, modes=modes).items() if number else ():
+        for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items() if number else ():
             share, name = (added_share(m), adds) if cause == ADDING else (1.0, cause)
             parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
     computed = sum(block.both(m, rates))
@@ -282,21 +280,10 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
     """One plan for programs."""
     layout = plan.layout
     return {
-        "tensor": layout.tp,
-        "context": layout.cp,
-        "pipeline": layout.pp,
-        "data": layout.dp,
-        "chunks": layout.chunks,
-        "schedule": layout.schedule,
-        "micro_batch": layout.micro_batch,
+        **{key: value for section in run_keys(layout).values() for key, value in section.items()},
+        "zero": SHARDING[layout.sharding],
         "microbatches": layout.microbatches,
         "global_batch": layout.global_batch,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute,
-        "zero": SHARDING[layout.sharding],
-        "data_mode": "fsdp" if layout.sharding == "weights" else "zero",
-        "data_shard": layout.data_shard or None,
-        "axis_order": layout.axis_order,
         "stage_layers": [stage.num_layers for stage in plan.stages],
         "step_s": plan.step_s,
         "closed_form_step_s": plan.closed_form_s,

@@ -34,7 +34,7 @@ def run_case(ranks: RankPool) -> RunCase:
     return run
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str, documents: bool) -> None:
     case = Case(family, documents=documents)
@@ -56,7 +56,7 @@ def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
     "case",
     [
         Case("gpt", pp=4, dp=2, schedule="v-min", overlap_messages=False),
-        Case("llama", pp=4, tp=2, schedule="dualpipe-v"),
+        Case("llama", pp=4, tp=2, sequence_parallel=True, schedule="dualpipe-v"),
         Case("mpt", tp=2, pp=2, sequence_parallel=True, schedule="interleaved-zb", transport="torch"),
         Case("llama", pp=4, schedule="zb-h2", recompute="full"),
         Case("gpt", tp=2, pp=4, schedule="v-half", order="tp-pp-dp"),
