@@ -22,7 +22,7 @@ from frontier_llm.costs.collectives import fabric_bandwidth, message_s, node_s
 from frontier_llm.costs.experts import experts_inside, experts_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import flash_s, memory_s, pace, product_s
-from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts, stage_length
+from frontier_llm.costs.layouts import Number, by_schedule, over_layouts, stage_length
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import split_share
 
@@ -217,7 +217,7 @@ def added_share(microbatches: Number) -> Number:
     return 1 - 1 / np.maximum(microbatches, 1)
 
 
-def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: int | None = None) -> Parts:
+def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
     """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see `mode_shares`."""
     prices: Prices = {}
 
