@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from frontier_llm.units import printable
@@ -31,6 +31,12 @@ def not_installed(package: str, where: str = "") -> Problem:
     """A package that is needed and not there; torch and what only some commands need (plots, models of others) are not requirements of ours."""
     which = "  (docs/frontier.md has the index of the build for ROCm)" if package == "torch" else ""
     return Problem(where, f"{package} is not installed", f"pip install {package}{which}")
+
+
+def first_of(problems: Sequence[Problem], count: int = 8) -> list[Problem]:
+    """The first of a list that may be as long as a model's tensors, and how many more there are."""
+    rest = len(problems) - count
+    return [*problems[:count], *([Problem("", f"… and {rest} more like these")] if rest > 0 else [])]
 
 
 class FrontierError(Exception):

@@ -51,8 +51,9 @@ def created(path: Path) -> Iterator[int]:
     try:
         yield descriptor
         os.fsync(descriptor)
-    except OSError as error:  # write(2) does not know which file is full
-        error.filename = error.filename or str(path)
+    except OSError as error:
+        if error.errno:  # write(2) does not know which file is full
+            error.filename = error.filename or str(path)
         raise
     finally:
         os.close(descriptor)

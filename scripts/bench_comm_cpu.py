@@ -52,7 +52,7 @@ def serve(rank: int, ranks: int, port: int, rounds: int, results: multiprocessin
     torch.set_num_threads(1)
     connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 120.0)
     axes = {
-        transport: build_mesh(Grid(ranks, 1, 1), rank, timeout_s=60.0, comm=CommConfig(transport=transport)).tp  # type: ignore[arg-type]
+        transport: build_mesh(Grid(ranks, 1, 1), rank, timeout_s=60.0, comm=CommConfig(transport=transport)).tp
         for transport in ("torch", "shm")
     }
     rows = []

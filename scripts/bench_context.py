@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,20 @@ def core_of(config: RunConfig, mesh: Mesh, way: str) -> Callable[[], object]:
         torch.randn(rows, 1, heads, model.dim_per_head, dtype=dtype) for heads in (model.heads, *2 * [model.num_kv_heads], model.heads)
     )
     if way == "torch":
-        return lambda: torch_ring(*(x.permute(1, 2, 0, 3) for x in (q, k, v, grad)), scale)
+        return lambda: torch_ring([x.permute(1, 2, 0, 3) for x in (q, k, v, grad)], scale)
     core = attention_core(select_ops(config.ops, "cpu", dtype), mesh.cp, config.parallel.context_attention)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     return lambda: torch.autograd.grad(core(*inputs, Scores(scale)), inputs, grad)
 
 
-def torch_ring(q_BaSD: Tensor, k_BaSD: Tensor, v_BaSD: Tensor, grad_BaSD: Tensor, scale: float) -> None:
-    """The ring inside torch's context parallelism, balanced as ours; its table of kernels has none for a CPU, so one is handed in."""
+def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
+    """The ring inside torch's context parallelism (q, k, v and the gradient), balanced as ours; its table of kernels has none for a CPU: one is handed in."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    group, op = distributed.group.WORLD, torch.ops.aten
+    (q_BaSD, k_BaSD, v_BaSD, grad_BaSD), group, op = tensors_BaSD, distributed.group.WORLD, torch.ops.aten
+    assert group is not None
     forward, backward = op._scaled_dot_product_flash_attention_for_cpu, op._scaled_dot_product_flash_attention_for_cpu_backward
-    options = {"is_causal": True, "dropout_p": 0.0, "scale": scale}
+    options: dict[str, Any] = {"is_causal": True, "dropout_p": 0.0, "scale": scale}
     out, logsumexp = theirs._templated_ring_attention(group, 2, forward, q_BaSD, k_BaSD, v_BaSD, **options)
     theirs._templated_ring_attention_backward(
         group, 2, backward, grad_out=grad_BaSD, grad_out_name="grad_out", query=q_BaSD, key=k_BaSD, value=v_BaSD, out=out, logsumexp=logsumexp, **options

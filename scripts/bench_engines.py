@@ -19,6 +19,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -144,7 +145,7 @@ def main() -> None:
             seconds[group.name].append(step_s)
             losses[group.name].append(loss)
     tokens = config.batch.global_batch * config.model.sequence_length
-    rows = []
+    rows: list[dict[str, Any]] = []
     for group in groups:
         held, peak = group.stop()
         step_s = statistics.median(seconds[group.name])

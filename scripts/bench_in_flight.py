@@ -74,6 +74,12 @@ class Link:
         )
 
 
+def linked(group: Group | None, seconds: float) -> Any:
+    """A group's link; it stands in for the group."""
+    assert group is not None  # every channel has one
+    return Link(group, seconds)
+
+
 class _Asleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -110,7 +116,7 @@ def serve(rank: int, port: int, args: argparse.Namespace, results: multiprocessi
         for mode in ("many", "one"):
             placement = build(name, STAGES, m, chunks).placement
             mesh = build_mesh(Grid(1, STAGES, 1), rank, placement, timeout_s=120.0, comm=CommConfig(transport="torch", in_flight=mode))
-            channels = {key: replace(axis, group=Link(axis.group, share * forward_s)) for key, axis in mesh.channels.items()}
+            channels = {key: replace(axis, group=linked(axis.group, share * forward_s)) for key, axis in mesh.channels.items()}
             engines[mode] = mesh, engine_of(replace(mesh, channels=channels), name, chunks, m, forward_s)
         times: dict[str, list[float]] = {mode: [] for mode in engines}
         for _ in range(args.rounds):

@@ -103,7 +103,8 @@ def main() -> None:
     result = json.loads(target.read_text()) if target.exists() else {"shape": {**SHAPE, **EXPERTS}, "layouts": {}}
     flops = {name: model_flops_per_token(load_run("bench", more).model) for name, more in (("experts", [BARE, MOE]), ("dense", [BARE]))}
     for name in options.layouts.split(","):
-        layout, seconds = LAYOUTS[name], defaultdict(lambda: defaultdict(list))
+        layout = LAYOUTS[name]
+        seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for _ in range(options.rounds):
             turns = {
                 "experts": ours(layout, True, options.steps),

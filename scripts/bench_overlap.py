@@ -25,6 +25,7 @@ from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
+from frontier_llm.schedule import Action
 from frontier_llm.topology import make_plan
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.step import train_step
@@ -72,7 +73,11 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
             train_step(state)
             if round_number == arguments.rounds - 1:  # the last round is drawn
                 timelines[overlap].attach(state.mesh.ledger)
-                state.pipeline.on_action = lambda action, overlap=overlap: timelines[overlap].at(action.kind.name.lower() if action else "")
+
+                def begins(action: Action | None, timeline: Timeline = timelines[overlap]) -> None:
+                    timeline.at(action.kind.name.lower() if action else "")
+
+                state.pipeline.on_action = begins
             begin_s = time.perf_counter()
             train_step(state)
             timelines[overlap].at("")

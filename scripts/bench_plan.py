@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.cluster.rank_env import environment
@@ -85,7 +86,7 @@ def main() -> int:
         for name, overrides in LAYOUTS.items():
             print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr)
             samples[name].append(measured_s(args.run, overrides, args.steps))
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(f"| {'layout':28} | {'measured':>8} | {'rounds':>17} | {'predicted':>9} | {'error':>8} |\n|---|--:|--:|--:|--:|")
     for name, overrides in LAYOUTS.items():
         measured, predicted = median(samples[name]), predicted_s(load_run(args.run, overrides), numbers)

@@ -47,9 +47,11 @@ def source_notes() -> dict[tuple[str, str], tuple[str, str]]:
     for source in map(inspect.getsource, (model_keys, schema)):
         lines = source.splitlines()
         for node in ast.parse(source).body:
-            for field in node.body if isinstance(node, ast.ClassDef) else ():
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    _, _, comment = lines[field.end_lineno - 1].partition("  # ")
+                    _, _, comment = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")
                     notes[node.name, field.target.id] = ast.unparse(field.annotation), comment.strip()
     return notes
 

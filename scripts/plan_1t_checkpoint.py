@@ -17,6 +17,7 @@ import sys
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint.load import plan
 from frontier_llm.checkpoint.manifest import Progress, SavedPiece, parse, shard_name
-from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
+from frontier_llm.checkpoint.save import build_manifest
 from frontier_llm.checkpoint.shard import shard_layout
 from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import CommConfig, OpsConfig, OptimizerConfig, load_model
@@ -44,14 +45,14 @@ class Layout:
     def __init__(self, model_name: str, tp: int, pp: int, dp: int) -> None:
         self.model, self.grid = load_model(model_name), Grid(tp, pp, dp)
         self.specs = split_layers(self.model, pp)
-        self._stage = lru_cache(maxsize=1)(self._build_stage)
+        self._stage = lru_cache(maxsize=tp)(self._build_stage)  # ranks come tp innermost
 
     def _axis(self, name: str, rank: int) -> Axis:
         ranks = self.grid.group(name, rank)
         return Axis(name, ranks.index(rank), len(ranks), ranks, None, Ledger())
 
     def _build_stage(self, pp_rank: int, tp_rank: int) -> Stage:
-        rank = self.grid.global_rank({"tp": tp_rank, "dp": 0, "pp": pp_rank})
+        rank = self.grid.global_rank({**self.grid.coordinates(0), "tp": tp_rank, "pp": pp_rank})
         context = LayerContext(self._axis("tp", rank), True, OPS, WeightGradients(), torch.bfloat16)
         (stage,) = build_stages(self.model, [self.specs[pp_rank]], context, torch.device("meta"))
         return stage
@@ -59,7 +60,7 @@ class Layout:
     def optimizer(self, rank: int) -> Zero:
         """The rank's, without memory."""
         place = self.grid.coordinates(rank)
-        stage = self._build_stage(place["pp"], place["tp"])
+        stage = self._stage(place["pp"], place["tp"])
         buckets = build_buckets([stage], ADAMW, self._axis("dp", rank), 1, torch.device("meta"), CommConfig().bucket_elements)
         return Zero(buckets, OptimizerConfig(), OPS)
 
@@ -82,19 +83,21 @@ def main() -> None:
         optimizer = layout.optimizer(rank)
         started = time.process_time()
         pieces = [part for part in optimizer.state() if part.saved]
-        described = [describe_piece(piece) for piece in pieces]
-        own = [SavedPiece(piece.name, piece.rectangle.offset, piece.rectangle.shape, tuple(piece.tensors)) for piece in pieces]
+        places = [(piece, piece.rectangle) for piece in pieces]
+        own = [SavedPiece(piece.name, place.offset, place.shape, tuple(piece.tensors), piece.global_shape) for piece, place in places]
         image = shard_layout(own, "F32", 1, shard_name(rank))
         plan_s = max(plan_s, time.process_time() - started)
-        gathered.append(json.dumps({"rows": described, "bytes": 0}))  # as it comes over the wire
+        gathered.append(json.dumps({"pieces": own, "bytes": 0}))  # as it comes over the wire
         sizes.append((image.total_bytes, sum(piece.rectangle.numel for piece in pieces)))
     built_mib = peak_mib()
 
     started = time.process_time()
-    tensors, rows = index_pieces([json.loads(text)["rows"] for text in gathered])
+    written = [[SavedPiece(name, *map(tuple, rest)) for name, *rest in json.loads(text)["pieces"]] for text in gathered]
     collect_s = time.process_time() - started
     started = time.process_time()
-    parts = [{"file": shard_name(rank), "bytes": size, "sha256": f"{rank:064x}"} for rank, (size, _) in enumerate(sizes)]
+    parts: list[dict[str, Any] | None] = [
+        {"file": shard_name(rank), "bytes": size, "sha256": f"{rank:064x}"} for rank, (size, _) in enumerate(sizes)
+    ]
     progress = Progress(step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
     manifest = build_manifest(
         progress,
@@ -102,10 +105,10 @@ def main() -> None:
         layout={},
         config={},
         environment={},
+        data={},
         dtype="F32",
         optimizer="adamw",
-        tensors=tensors,
-        rows=rows,
+        pieces=written,
         parts=parts,
     )
     content = manifest.to_bytes()
@@ -119,14 +122,13 @@ def main() -> None:
     ):
         needed = other.optimizer(other.grid.world_size // 2).state()
         started = time.process_time()
-        manifest = parse(content, "manifest.json")
-        transfers = plan(manifest, needed)
+        transfers = plan(parse(content, "manifest.json"), needed)
         loads[name] = {"s": round(time.process_time() - started, 3), "files": len(transfers), "rectangles": len(needed)}
     result = {
         "ranks": layout.grid.world_size,
         "parameters": sum(numel for _, numel in sizes),
-        "checkpoint_tib": round(sum(part["bytes"] for part in parts) / 2**40, 2),
-        "rectangles": sum(map(len, rows)),
+        "checkpoint_tib": round(sum(size for size, _ in sizes) / 2**40, 2),
+        "rectangles": sum(map(len, written)),
         "manifest_mib": round(len(content) / 2**20, 2),
         "save: any rank's plan and header, once, s": round(plan_s, 3),
         "save: rank 0 collects the pieces, once, s": round(collect_s, 3),

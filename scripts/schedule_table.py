@@ -6,13 +6,13 @@ Writes the tables of docs/schedules.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from frontier_llm.config import load_model
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import Plan, search
-from frontier_llm.schedule import Kind, build, one_end, peak_in_flight, rule, simulate
+from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, rule, simulate
 from frontier_llm.units import GIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -38,13 +38,18 @@ LEFT_OUT = {"gpt-1t": ("interleaved-zb", "zb-h2")}  # they keep most, and to sea
 MODELS = (("gpt-22b", 16, 1024), ("gpt-175b", 128, 2048), ("gpt-1t", 384, 9600))
 
 
+def unit_cost(chunks: int) -> Callable[[int, Action], float]:
+    """F = I = W = 1 per stage, shared by its chunks."""
+    return lambda _, action: UNIT[action.kind] / chunks
+
+
 def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
     """Rows with F = I = W = 1 per stage."""
     yield "| schedule | bubble / (p - 1) | papers | within a rank / (p - 1) | papers | activations of 1F1B's | papers |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for name in SCHEDULES:
         chunks = 2 if name.startswith("interleaved") or one_end(name) else 1
-        timeline = simulate(build(name, stages, microbatches, chunks), lambda _, action, chunks=chunks: UNIT[action.kind] / chunks)
+        timeline = simulate(build(name, stages, microbatches, chunks), unit_cost(chunks))
         work = 3 * microbatches
         inside = max(timeline.end_s[rank][-1] - timeline.start_s[rank][0] for rank in range(stages)) - work
         held = max(float(peak_in_flight(name, stages, chunks, microbatches, rank)) for rank in range(stages)) / chunks / stages

@@ -53,9 +53,9 @@ def candidates(kernel: str, architecture: str) -> list[Blocks]:
             and warps >= (2 if amd else 4)
             and (amd or not matrix)
         ):
-            sides = (inner, outer) if kernel == "attention_grad_kv" else (outer, inner)
+            m, n = (inner, outer) if kernel == "attention_grad_kv" else (outer, inner)
             ways = _CDNA2_WAYS if architecture == "gfx90a" and stages == 1 and kernel != "attention_grad_q" else _CDNA2_WAYS[:1]
-            found += [Blocks(*sides, warps, stages, matrix, *way) for way in ways]
+            found += [Blocks(m, n, warps, stages, matrix, *way) for way in ways]
     return found
 
 

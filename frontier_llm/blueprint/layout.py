@@ -15,6 +15,32 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # "weights-gathered-once" keeps them from forward to backward (torch's SHARD_GRAD_OP, which other people's runs have)
 SHARDING = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3, "weights-gathered-once": 3}
 
+# section of a run file → its keys that make a layout, in the order in which they are written → the field of `Layout` that each sets
+RUN_KEYS = {
+    "parallel": {
+        "tensor": "tp",
+        "pipeline": "pp",
+        "schedule": "schedule",
+        "data_mode": "sharding",
+        "zero": "sharding",
+        "axis_order": "axis_order",
+        "data": "dp",
+        "data_shard": "data_shard",
+        "context": "cp",
+        "context_attention": "context_attention",
+        "expert": "ep",
+        "expert_tensor": "etp",
+        "expert_all_to_all": "expert_nodes",
+        "chunks": "chunks",
+        "sequence_parallel": "sequence_parallel",
+    },
+    "batch": {"micro_batch": "micro_batch"},
+    "precision": {"gradient_wire": "gradient_wire"},
+    "train": {"recompute": "recompute"},
+    "comm": {"tensor_chunks": "tensor_chunks"},
+}
+FIELD_OF_KEY = {key: field for keys in RUN_KEYS.values() for key, field in keys.items()}
+
 
 def statistics_bytes(dtype: str) -> int:
     """Of what is summed beside a working type, gradients and optimizer state: fp64 under fp64, else fp32 (ops.statistics_dtype)."""
@@ -100,55 +126,32 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks; it must be legal (`topology.make_plan` checks)."""
     parallel, batch = config.parallel, config.batch
     dp = world_size // parallel.model_ranks
-    return Layout(
-        tp=parallel.tensor,
-        cp=parallel.context,
-        pp=parallel.pipeline,
-        dp=dp,
-        ep=parallel.expert,
-        etp=parallel.expert_tensor,
-        chunks=parallel.chunks,
-        schedule=parallel.schedule,
-        micro_batch=batch.micro_batch,
-        microbatches=batch.global_batch // (batch.micro_batch * dp),
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
-        recompute=config.train.recompute,
-        sharding="weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
-        data_shard=parallel.data_shard or 0,
-        axis_order=parallel.axis_order,
-        dtype=config.precision.dtype,
-        gradient_wire=config.precision.gradient_wire,
-        optimizer=config.optimizer.name,
-        validated=config.optimizer.validated,
-        context_attention=parallel.context_attention,
-        tensor_chunks=config.comm.tensor_chunks,
-    )
+    as_written = {field: getattr(getattr(config, section), key) for section, keys in RUN_KEYS.items() for key, field in keys.items()}
+    meant = {
+        "dp": dp,
+        "microbatches": batch.global_batch // (batch.micro_batch * dp),
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
+        "sharding": "weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
+        "data_shard": parallel.data_shard or 0,
+        "expert_nodes": 1,  # how many, costs.experts.over_nodes says
+        "dtype": config.precision.dtype,
+        "optimizer": config.optimizer.name,
+        "validated": config.optimizer.validated,
+    }
+    return Layout(**{**as_written, **meant})
 
 
 def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
     """The sections of a run file that make it this layout, whatever the file says otherwise; stages have as many layers as each other."""
-    sharded = layout.sharding == "weights"
-    return {
-        "parallel": {
-            "tensor": layout.tp,
-            "pipeline": layout.pp,
-            "schedule": layout.schedule,
-            "data_mode": "fsdp" if sharded else "zero",
-            **({} if sharded else {"zero": SHARDING[layout.sharding]}),
-            "axis_order": layout.axis_order,
-            "data": layout.dp,
-            "data_shard": layout.data_shard or None,
-            "context": layout.cp,
-            "context_attention": layout.context_attention,
-            "expert": layout.ep,
-            "expert_tensor": layout.etp,
-            "expert_all_to_all": "auto" if layout.ep == 1 else "hierarchical" if layout.expert_nodes > 1 else "flat",
-            "chunks": layout.chunks,
-            "sequence_parallel": layout.sequence_parallel,
-            "stage_layers": None,
-        },
-        "batch": {"micro_batch": layout.micro_batch},
-        "precision": {"gradient_wire": layout.gradient_wire},
-        "train": {"recompute": layout.recompute},
-        "comm": {"tensor_chunks": layout.tensor_chunks},
+    sections = {section: {key: getattr(layout, field) for key, field in keys.items()} for section, keys in RUN_KEYS.items()}
+    sharded, parallel = layout.sharding == "weights", sections["parallel"]
+    parallel |= {
+        "data_mode": "fsdp" if sharded else "zero",
+        "zero": SHARDING[layout.sharding],
+        "data_shard": layout.data_shard or None,
+        "expert_all_to_all": "auto" if layout.ep == 1 else "hierarchical" if layout.expert_nodes > 1 else "flat",
+        "stage_layers": None,
     }
+    if sharded:
+        del parallel["zero"]  # of 0 or 1, it means nothing then
+    return sections

@@ -46,6 +46,15 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """What a user means by a run directory, its `checkpoints` folder or one checkpoint: the complete checkpoints there, newest first."""
+    if (path / MANIFEST).exists() or re.match(r"step_\d", path.name):
+        step_of(path)
+        return [path]
+    places = (path / "checkpoints", path)
+    return next(filter(None, ([place / step_name(step) for step in complete_steps(place)] for place in places)), [])
+
+
 def is_there(directory: Path) -> bool:
     """Whether a run would begin with a checkpoint, as far as this rank's file system shows."""
     return bool(complete_steps(directory))
@@ -102,6 +111,15 @@ def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
 def temporary(directory: Path, step: int, incarnation: int) -> Path:
     """Where a save writes until it is complete."""
     return directory / f"{step_name(step)}.tmp.{incarnation}"
+
+
+def begin(directory: Path, step: int, incarnation: int) -> Path:
+    """That folder, empty: whatever an earlier try has left in it is removed."""
+    building = temporary(directory, step, incarnation)
+    delete_tree(building)
+    building.mkdir()
+    sync_directory(directory)
+    return building
 
 
 def commit(directory: Path, manifest: Manifest) -> Path:

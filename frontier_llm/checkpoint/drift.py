@@ -6,7 +6,7 @@ keys that choose how the same mathematics is computed (layout, precision, kernel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,9 +14,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from frontier_llm.blueprint import model_parameters
+from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, phases_of
 from frontier_llm.errors import CheckpointError, Problem, suggest
+from frontier_llm.optim.lr_schedule import decay_begin
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
 _INITIAL_WEIGHTS = ("model", "train.seed")  # all that counts before the first step, e.g. of imported weights
@@ -52,14 +54,6 @@ class Change:
         return f"{self.key}: {self.saved!r} → {self.current!r}" + (f" ({self.note})" if self.note else "")
 
 
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, list(value) if isinstance(value, tuple) else value
-
-
 def _under(key: str, roots: Collection[str]) -> bool:
     return any(key == root or key.startswith(f"{root}.") for root in roots)
 
@@ -70,9 +64,9 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
 
 
 def _trained_phases(config: Mapping[str, Any], step: int) -> list[Any]:
-    """Of the phases in which `step` steps were done, and of the next one, what they are, and where all but the last of them end.
+    """Of each phase that has begun when `step` steps are done: its first step, model, batch and data.
 
-    What is to come after may be changed as train.steps may: nothing of it has been trained.
+    Later phases may change, as train.steps may: nothing of them has been trained.
     """
     if not config.get("train", {}).get("phases"):
         return []
@@ -81,11 +75,10 @@ def _trained_phases(config: Mapping[str, Any], step: int) -> list[Any]:
 
 
 def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
-    """What a longer run means for a learning rate that had begun its final decay when `step` steps were done; '' for nothing."""
+    """A warning where a longer run would lift a learning rate that had begun its final decay when `step` steps were done; '' elsewhere."""
     if before.get("optimizer.schedule") != "wsd" or after.get("optimizer.schedule") != "wsd":
         return ""
-    length = before["train.steps"] // 10 if before["optimizer.decay_steps"] is None else before["optimizer.decay_steps"]
-    begin = before["train.steps"] - length
+    begin = decay_begin(before["optimizer.decay_steps"], before["train.steps"])
     if step <= begin or after["train.steps"] <= before["train.steps"]:
         return ""
     return f"the learning rate fell from step {begin} on and now rises again; to go on without that, start from a checkpoint before it"
@@ -135,7 +128,7 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: 
 
     `begun` is False before any sample has been trained on; `step` is the number of steps done.
     """
-    before, after = dict(_flatten(saved)), dict(_flatten(current))
+    before, after = dict(flattened(saved)), dict(flattened(current))
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
     if begun and _trained_phases(saved, step) != _trained_phases(current, step):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from frontier_llm.config import ModelConfig, build, model_problems
@@ -11,6 +11,15 @@ from frontier_llm.errors import CheckpointError, Problem
 # no model is larger in any of these; so nothing is laid out or listed from a number that only a stranger's file states
 _LARGEST = {"layers": 1 << 16, "hidden": 1 << 20, "heads": 1 << 20, "kv_heads": 1 << 20, "head_dim": 1 << 20, "rope_theta": 1 << 60}
 _LARGEST_OTHERS = 1 << 31
+
+
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings under dotted names; tuples as lists, which they are in JSON."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from flattened(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, list(value) if isinstance(value, tuple) else value
 
 
 class Fields:

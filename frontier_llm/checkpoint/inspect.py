@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +20,11 @@ from frontier_llm.errors import CheckpointError, Problem
 
 
 def find(path: Path) -> list[Path]:
-    """Checkpoints under a run directory, a `checkpoints` folder, or the one checkpoint that `path` is; oldest first.
-
-    Raises CheckpointError when there is none.
-    """
-    if (path / folder.MANIFEST).exists() or re.match(r"step_\d", path.name):
-        folder.step_of(path)
-        return [path]
-    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    checkpoints = [directory / folder.step_name(step) for step in reversed(folder.complete_steps(directory))]
+    """What `directory.checkpoints_at` finds, oldest first. Raises CheckpointError when there is none."""
+    checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
         raise CheckpointError("holds no complete checkpoint", "name a run directory, its checkpoints folder or a step_… folder", str(path))
-    return checkpoints
+    return checkpoints[::-1]
 
 
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:

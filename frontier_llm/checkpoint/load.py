@@ -7,7 +7,7 @@ they need. With the layout that wrote the checkpoint, each rank reads its own fi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from frontier_llm.blueprint.optimizers import MASTER
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest
 from frontier_llm.checkpoint.shard import Extent, layout_of, opened, read_exactly, verify
-from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.errors import CheckpointError, Problem, first_of
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer, StateRectangle
 from frontier_llm.topology import Rectangle, rectangles_of_run, spans
@@ -51,8 +51,7 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
         if saved_shapes.get(name) != shape
     ]
     if problems:
-        more = [Problem("", f"and {len(problems) - 5} more tensors")] if len(problems) > 5 else []
-        raise CheckpointError([*problems[:5], *more])
+        raise CheckpointError(first_of(problems))
     wanted = defaultdict(list)
     for piece in needed:
         wanted[index[piece.name]].append(piece)
@@ -169,11 +168,8 @@ def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, l
     with opened(file, shard.bytes, layout.head) as descriptor:
         for entry in layout.entries:
             for transfer in wanted.get(entry.piece, ()):
-                for first, stop in _spans(transfer, item) if targets.takes(transfer, entry.kind) else ():
+                runs = spans(transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item)
+                for first, stop in runs if targets.takes(transfer, entry.kind) else ():
                     block = buffer[: (stop - first) * item]
                     read_exactly(descriptor, file, entry.start + first * item, block)
                     targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
-
-
-def _spans(transfer: Transfer, item: int) -> Iterable[tuple[int, int]]:
-    return spans(transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item)

@@ -2,13 +2,12 @@
 
 `incarnations/00000003.json` says who the third start of the run is. The highest number is the holder; taking over is creating a higher
 number by link(2), which is atomic on local file systems, Lustre and NFS and needs no flock. A holder that finds a number above its own has
-been replaced (its node was declared dead while its processes lived on, as Slurm does) and must not write any more.
+been replaced and must not write any more: Slurm may take a node for dead whose processes live on.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from frontier_llm import log
 from frontier_llm.cluster.holder import STALE_AFTER_S, Holder, incarnations, process_start, read_holder
 from frontier_llm.errors import CheckpointError
 from frontier_llm.files import write_atomically, write_durably
+from frontier_llm.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
 
@@ -37,9 +37,7 @@ class RunLock:
         self._folder, self._holder, self._counted = directory / "incarnations", holder, incarnation
         self._folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._acquire()
-        self._stop = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
-        self._heart.start()
+        self._heartbeat = Heartbeat(self._path(self.incarnation), HEARTBEAT_S)
 
     def _path(self, incarnation: int) -> Path:
         return self._folder / f"{incarnation:08}.json"
@@ -92,13 +90,6 @@ class RunLock:
             raise CheckpointError(f"is in use by {holder.describe()}; {when}", fix, str(self._folder.parent))
         log.info(f"taking over from {holder.describe()}: {when}")
 
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            try:
-                os.utime(self._path(self.incarnation))
-            except OSError as error:
-                log.warn(f"cannot renew the lock of {self._folder.parent}: {error.strerror}")
-
     def check(self) -> None:
         """Raises Superseded when a newer incarnation has taken over, CheckpointError when the folder is gone.
 
@@ -119,8 +110,7 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock up, so that the next start need not ask whether this process lives."""
-        self._stop.set()
-        self._heart.join()
+        self._heartbeat.stop()
         path = self._path(self.incarnation)
         if not path.exists() or self._newest() > self.incarnation:
             return

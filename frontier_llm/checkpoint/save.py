@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,12 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.lock import RunLock, Superseded
-from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, Shard, TensorEntry, config_digest
+from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, SavedPiece, Shard, TensorEntry, config_digest
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Mesh, all_gather_json, maximum
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
-from frontier_llm.files import sync_directory
-from frontier_llm.optim import Optimizer, StateRectangle
+from frontier_llm.optim import Optimizer
 from frontier_llm.threads import in_daemon
 from frontier_llm.units import format_bytes
 
@@ -50,31 +51,35 @@ class Writer:
         self.lock, self.incarnation = lock, incarnation
         self.keep, self.keep_every = keep, keep_every
         self.snapshot = Snapshot(optimizer, mesh.world.rank)
-        self._config, self._environment, self._data, self._optimizer = dict(config), dict(environment), dict(data), optimizer.rule.name
-        rows = [describe_piece(part) for part in self.snapshot.saved]
-        self._layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.shards > 1)}
-        self._layout |= {"ep": mesh.ep.size} if mesh.ep.size > 1 else {}
-        gathered = all_gather_json({"rows": rows, "bytes": self.snapshot.layout(step=0).data_bytes}, mesh.world, self.device)
-        self.total_bytes = sum(part["bytes"] for part in gathered)
-        if mesh.world.rank == 0:
-            self._tensors, self._rows = index_pieces([part["rows"] for part in gathered])
+        layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.shards > 1)}
+        layout |= {"ep": mesh.ep.size} if mesh.ep.size > 1 else {}
+        mine = {"pieces": self.snapshot.pieces, "bytes": self.snapshot.layout(step=0).data_bytes}
+        ranks = all_gather_json(mine, mesh.world, self.device)
+        self.total_bytes = sum(rank["bytes"] for rank in ranks)
+        self._manifest = partial(
+            build_manifest,
+            incarnation=incarnation,
+            layout=layout,
+            config=config,
+            environment=environment,
+            data=data,
+            dtype=self.snapshot.dtype,
+            optimizer=optimizer.rule.name,
+            pieces=[[SavedPiece(name, *map(tuple, rest)) for name, *rest in rank["pieces"]] for rank in ranks]
+            if mesh.world.rank == 0
+            else [],
+        )
 
     def prepare(self, step: int) -> None:
         """Rank 0: make the folder that the ranks write into. Raises CheckpointError when it cannot be, or the space does not suffice."""
         assert self.lock is not None
         self.lock.check()
-        building = folder.temporary(self.directory, step, self.incarnation)
-        try:
-            if building.exists():
-                shutil.rmtree(building)
-            building.mkdir()
-            sync_directory(self.directory)
-        except OSError as error:
-            raise save_failed(error, self.directory, self.total_bytes) from error
-        free = os.statvfs(self.directory)
-        if free.f_bavail * free.f_frsize < self.total_bytes:
-            building.rmdir()
-            raise save_failed(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.directory, self.total_bytes)
+        with writing(self.directory, self.total_bytes):
+            building = folder.begin(self.directory, step, self.incarnation)
+            free = os.statvfs(self.directory)
+            if free.f_bavail * free.f_frsize < self.total_bytes:
+                building.rmdir()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def start(self, progress: Progress) -> Save:
         """Copy the state and begin to write."""
@@ -89,35 +94,18 @@ class Writer:
         if names := self.snapshot.not_finite():
             what = f"weights are not finite: {', '.join(names[:3])}{' …' if len(names) > 3 else ''}; the step is not saved"
             raise CheckpointError(what, "go on from the newest checkpoint with a lower optimizer.lr; see decisions.jsonl", f"step {step}")
-        building = folder.temporary(self.directory, step, self.incarnation)
+        path = folder.temporary(self.directory, step, self.incarnation) / self.snapshot.file
         head, data = self.snapshot.layout(step).head, self.snapshot.data()
-        try:
-            digest = shard.write(building / self.snapshot.file, head, data)
-        except OSError as error:
-            raise save_failed(error, building / self.snapshot.file, self.total_bytes) from error
-        return {"sha256": digest, "file": self.snapshot.file, "bytes": len(head) + len(data)}
+        with writing(path, self.total_bytes):
+            return {"sha256": shard.write(path, head, data), "file": path.name, "bytes": len(head) + len(data)}
 
     def commit(self, progress: Progress, parts: Sequence[dict[str, Any] | None]) -> Path:
         """Rank 0: make the written shards a checkpoint."""
         assert self.lock is not None
-        manifest = build_manifest(
-            progress,
-            incarnation=self.incarnation,
-            layout=self._layout,
-            config=self._config,
-            environment=self._environment,
-            data=self._data,
-            dtype=self.snapshot.dtype,
-            optimizer=self._optimizer,
-            tensors=self._tensors,
-            rows=self._rows,
-            parts=parts,
-        )
+        manifest = self._manifest(progress, parts=parts)
         self.lock.check()
-        try:
+        with writing(self.directory, self.total_bytes):
             return folder.commit(self.directory, manifest)
-        except OSError as error:
-            raise save_failed(error, self.directory, self.total_bytes) from error
 
     def audit(self) -> None:
         """Read back this rank's share of the newest `keep` checkpoints. Raises DamagedCheckpoint."""
@@ -217,27 +205,6 @@ class Save:
         raise (Superseded if superseded else CheckpointError)(problems)
 
 
-def describe_piece(part: StateRectangle) -> list[Any]:
-    """A piece as JSON."""
-    return [part.name, part.global_shape, list(part.tensors), part.rectangle.offset, part.rectangle.shape]
-
-
-def index_pieces(ranks: Sequence[Sequence[Sequence[Any]]]) -> tuple[tuple[TensorEntry, ...], list[list[tuple]]]:
-    """(all tensors, per rank the rows (tensor, offset, shape)) from every rank's described pieces."""
-    numbers: dict[str, int] = {}
-    tensors: list[TensorEntry] = []
-    rows: list[list[tuple]] = []
-    for described in ranks:
-        mine = []
-        for name, global_shape, kinds, offset, shape in described:
-            if name not in numbers:
-                numbers[name] = len(tensors)
-                tensors.append(TensorEntry(name=name, shape=tuple(global_shape), kinds=tuple(kinds)))
-            mine.append((numbers[name], tuple(offset), tuple(shape)))
-        rows.append(mine)
-    return tuple(tensors), rows
-
-
 def build_manifest(
     progress: Progress,
     *,
@@ -248,12 +215,14 @@ def build_manifest(
     data: Mapping[str, str],
     dtype: DtypeName,
     optimizer: str,
-    tensors: Sequence[TensorEntry],
-    rows: Sequence[Sequence[tuple]],
+    pieces: Sequence[Sequence[SavedPiece]],
     parts: Sequence[dict[str, Any] | None],
 ) -> Manifest:
-    """The manifest of a save whose ranks wrote `parts`."""
-    kinds = tuple(dict.fromkeys(kind for tensor in tensors for kind in tensor.kinds))
+    """The manifest of files that hold these pieces each; of `parts` (name, size, digest) those are None that were not written."""
+    tensors = {piece.name: piece for held in pieces for piece in held}
+    numbers = {name: number for number, name in enumerate(tensors)}
+    kinds = tuple(dict.fromkeys(kind for tensor in tensors.values() for kind in tensor.kinds))
+    rows = [tuple((numbers[piece.name], piece.offset, piece.shape) for piece in held) for held in pieces]
     return Manifest(
         format=FORMAT,
         version=VERSION,
@@ -268,18 +237,27 @@ def build_manifest(
         dtype=dtype,
         optimizer=optimizer,
         kinds=kinds,
-        tensors=tuple(tensor.model_copy(update={"kinds": ()}) if tensor.kinds == kinds else tensor for tensor in tensors),
-        shards=tuple(Shard(**part, pieces=tuple(pieces)) for part, pieces in zip(parts, rows, strict=True) if part is not None),
+        tensors=tuple(
+            TensorEntry(name=name, shape=tensor.global_shape, kinds=() if tensor.kinds == kinds else tensor.kinds)
+            for name, tensor in tensors.items()
+        ),
+        shards=tuple(Shard(**part, pieces=held) for part, held in zip(parts, rows, strict=True) if part is not None),
     )
 
 
-def save_failed(error: OSError, where: Path, needed_bytes: int) -> CheckpointError:
-    """What the user is told: the cause, and for a full disk how much is needed and free, in bytes and files."""
-    what = f"cannot write the checkpoint: {error.strerror or error}"
-    fix = "check the file system; the checkpoints before this one are untouched"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        existing = next(path for path in (where, *where.parents) if path.exists())
-        free = os.statvfs(existing)
-        what += f"; needs {format_bytes(needed_bytes)}, {format_bytes(free.f_bavail * free.f_frsize)} and {free.f_favail} files are free"
-        fix = "free space or raise the quota or ulimit -f; lower train.keep_checkpoints; the checkpoints before this one are untouched"
-    return CheckpointError(what, fix, str(where))
+@contextlib.contextmanager
+def writing(where: Path, needed_bytes: int) -> Iterator[None]:
+    """An OSError inside becomes what the user is told: the cause, and for a full disk how much is needed and free, in bytes and files."""
+    try:
+        yield
+    except OSError as error:
+        where = Path(error.filename or where)
+        what = f"cannot write the checkpoint: {error.strerror or error}"
+        fix = "check the file system; the checkpoints before this one are untouched"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            existing = next(path for path in (where, *where.parents) if path.exists())
+            free = os.statvfs(existing)
+            room = f"{format_bytes(free.f_bavail * free.f_frsize)} and {free.f_favail} files are free"
+            what += f"; needs {format_bytes(needed_bytes)}, {room}"
+            fix = "free space or raise the quota or ulimit -f; lower train.keep_checkpoints; the checkpoints before this one are untouched"
+        raise CheckpointError(what, fix, str(where)) from error

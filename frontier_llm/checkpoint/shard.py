@@ -15,12 +15,13 @@ import struct
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
 from frontier_llm.checkpoint.digest import BLOCK_BYTES, TURN_BLOCKS, WORKERS, block_count, block_digests, combine, spread
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest, SavedPiece, Shard
+from frontier_llm.checkpoint.manifest import FORMAT, ITEM_BYTES, DamagedCheckpoint, Manifest, SavedPiece, Shard
 from frontier_llm.failpoints import hit
 from frontier_llm.files import created, open_plain, write_all
 
@@ -50,27 +51,28 @@ class ShardLayout:
         return self.total_bytes - len(self.head)
 
 
-def safetensors_head(content: Mapping[str, object]) -> bytes:
-    """What a safetensors file begins with: u64 length, then JSON padded so that the data starts on 8 bytes, as the format asks."""
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+def safetensors_layout(shapes: Mapping[str, Sequence[int]], dtype: str, metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """(what a safetensors file of these tensors begins with, the byte at which each of them begins and at last the file's size).
+
+    The head is u64 length, then JSON padded so that the data starts on 8 bytes, as the format asks.
+    """
+    ends = list(accumulate((prod(shape) * ITEM_BYTES[dtype] for shape in shapes.values()), initial=0))
+    places = zip(shapes.items(), pairwise(ends), strict=True)
+    entries = {name: {"dtype": dtype, "shape": list(shape), "data_offsets": place} for (name, shape), place in places}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    head = struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+    return head, [len(head) + end for end in ends]
 
 
 def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str) -> ShardLayout:
     """The layout of a file: for each kind, in the order in which the pieces name them, every piece that has it."""
-    content: dict[str, object] = {"__metadata__": {"format": "frontier_llm checkpoint", "step": str(step), "file": file}}
-    entries, position, item = list[Extent](), 0, ITEM_BYTES[dtype]
-    for kind in dict.fromkeys(kind for piece in pieces for kind in piece.kinds):
-        for index, piece in enumerate(pieces):
-            if kind in piece.kinds:
-                numel = prod(piece.shape)
-                # the offset makes names unique: a rank may hold several rectangles of one tensor
-                name = f"{kind}/{piece.name}@{','.join(map(str, piece.offset))}"
-                content[name] = {"dtype": dtype, "shape": list(piece.shape), "data_offsets": [position, position + numel * item]}
-                entries.append(Extent(kind, index, position, numel))
-                position += numel * item
-    head = safetensors_head(content)
-    return ShardLayout(head, tuple(replace(entry, start=len(head) + entry.start) for entry in entries), len(head) + position, item)
+    kinds = dict.fromkeys(kind for piece in pieces for kind in piece.kinds)
+    held = [(kind, index, piece) for kind in kinds for index, piece in enumerate(pieces) if kind in piece.kinds]
+    # the offset makes names unique: a rank may hold several rectangles of one tensor
+    shapes = {f"{kind}/{piece.name}@{','.join(map(str, piece.offset))}": piece.shape for kind, _, piece in held}
+    head, (*starts, end) = safetensors_layout(shapes, dtype, {"format": FORMAT, "step": str(step), "file": file})
+    extents = (Extent(kind, index, start, prod(piece.shape)) for (kind, index, piece), start in zip(held, starts, strict=True))
+    return ShardLayout(head, tuple(extents), end, ITEM_BYTES[dtype])
 
 
 def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:

@@ -31,6 +31,8 @@ class Snapshot:
     def __init__(self, optimizer: Optimizer, rank: int) -> None:
         state = optimizer.state()
         self.saved = [part for part in state if part.saved]
+        places = ((part, part.rectangle) for part in self.saved)
+        self.pieces = [SavedPiece(part.name, place.offset, place.shape, tuple(part.tensors), part.global_shape) for part, place in places]
         self.file = shard_name(rank)
         self._dtype = next(iter(state[0].tensors.values())).dtype
         self.dtype = _NAMES[self._dtype]
@@ -38,8 +40,7 @@ class Snapshot:
 
     def layout(self, step: int) -> ShardLayout:
         """Of this rank's file."""
-        pieces = [SavedPiece(part.name, part.rectangle.offset, part.rectangle.shape, tuple(part.tensors)) for part in self.saved]
-        return shard_layout(pieces, self.dtype, step, self.file)
+        return shard_layout(self.pieces, self.dtype, step, self.file)
 
     def take(self) -> None:
         """Copy the state as it is now. On return it may change."""

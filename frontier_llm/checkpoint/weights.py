@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
@@ -24,8 +25,8 @@ from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.load import DTYPES
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, SavedPiece, TensorEntry, shard_name
-from frontier_llm.checkpoint.save import build_manifest, save_failed
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, SavedPiece, shard_name
+from frontier_llm.checkpoint.save import build_manifest, writing
 from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of
@@ -107,45 +108,41 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
         what = f"holds {folder.step_name(steps[0])} already"
         raise CheckpointError(what, where=str(directory), fix="import into a new train.run_dir")
     dtype: DtypeName = "F64" if config.precision.dtype == "fp64" else "F32"
-    building = folder.temporary(directory, 0, 0)
-    if building.exists():
-        folder.delete_tree(building)
-    building.mkdir(parents=True)
     rule = optimizer_rule(config.optimizer.name)
     parameters = list(model_parameters(config.model).values())
     tensors = [(p, rule.kinds(p)) for p in parameters] + [(one, (STATISTIC,)) for p in parameters for one in rule.statistics(p)]
-    everything = [SavedPiece(one.name, (0,) * len(one.shape), one.shape, kinds) for one, kinds in tensors]
-    index = {piece.name: number for number, piece in enumerate(everything)}
+    everything = [SavedPiece(one.name, (0,) * len(one.shape), one.shape, kinds, one.shape) for one, kinds in tensors]
 
     def state_bytes(piece: SavedPiece) -> int:
         return prod(piece.shape) * len(piece.kinds) * ITEM_BYTES[dtype]
 
-    rows, parts = [], []
-    try:
-        for number, pieces in enumerate(packed(everything, state_bytes, shard_bytes)):
-            layout = shard_layout(pieces, dtype, 0, shard_name(number))
-            digest = _write_shard(building / shard_name(number), source, pieces, layout, DTYPES[dtype])
-            rows.append([(index[piece.name], piece.offset, piece.shape) for piece in pieces])
-            parts.append({"file": shard_name(number), "bytes": layout.total_bytes, "sha256": digest})
-    except OSError as error:
-        folder.delete_tree(building)
-        raise save_failed(error, Path(error.filename or building), sum(map(state_bytes, everything))) from error
+    files, parts = list(packed(everything, state_bytes, shard_bytes)), []
     scale = initial_loss_scale(config)
     progress = Progress(step=0, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=scale, scaler_clean_steps=0, skipped_steps=0)
-    manifest = build_manifest(
-        progress,
-        incarnation=0,
-        layout={"tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0},
-        config=config.model_dump(mode="json"),
-        environment={},
-        data={},
-        dtype=dtype,
-        optimizer=rule.name,
-        tensors=[TensorEntry(name=piece.name, shape=piece.shape, kinds=piece.kinds) for piece in everything],
-        rows=rows,
-        parts=parts,
-    )
-    return folder.commit(directory, manifest)
+    try:
+        with writing(directory, sum(map(state_bytes, everything))):
+            directory.mkdir(parents=True, exist_ok=True)
+            building = folder.begin(directory, 0, 0)
+            for number, pieces in enumerate(files):
+                layout = shard_layout(pieces, dtype, 0, shard_name(number))
+                digest = _write_shard(building / shard_name(number), source, pieces, layout, DTYPES[dtype])
+                parts.append({"file": shard_name(number), "bytes": layout.total_bytes, "sha256": digest})
+            manifest = build_manifest(
+                progress,
+                incarnation=0,
+                layout={"tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0},
+                config=config.model_dump(mode="json"),
+                environment={},
+                data={},
+                dtype=dtype,
+                optimizer=rule.name,
+                pieces=files,
+                parts=parts,
+            )
+            return folder.commit(directory, manifest)
+    except BaseException:
+        shutil.rmtree(folder.temporary(directory, 0, 0), ignore_errors=True)
+        raise
 
 
 _OF_POSITION = {"rope": {"rope_theta", "rope_fraction", "rope_scaling"}, "alibi": {"alibi_max_bias"}}

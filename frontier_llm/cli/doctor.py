@@ -34,7 +34,7 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
 
-    site = load_site(args.site or environ("FRONTIER_LLM_SITE") or "generic")
+    site = load_site(args.site)
     directory, needed_bytes = Path(args.run_dir), 0
     if args.run:
         config = load_run(args.run)

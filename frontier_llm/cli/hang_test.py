@@ -20,7 +20,7 @@ def hang_test(args: argparse.Namespace) -> int:
     """Exit code 0 when a mode is safe. Started alone it tries each mode in local ranks; with --mode it is what tries one."""
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
-    from frontier_llm.cluster.rank_env import discover, environment, with_this_package
+    from frontier_llm.cluster.rank_env import COMMAND, discover, environment, with_this_package
     from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
     from frontier_llm.measure import hang
@@ -48,7 +48,7 @@ def hang_test(args: argparse.Namespace) -> int:
             run_dir.mkdir()
             words = ["bench", "comm", args.run, *args.overrides, *hang.settings_of(config, mode), f"train.run_dir={run_dir}"]
             words += ["--hang-test", "--mode", mode, "--times", str(args.times)]
-            command = [sys.executable, "-P", "-m", "frontier_llm.cli.main", *words]
+            command = [sys.executable, *COMMAND, *words]
             verdict = hang.watch(command, with_this_package(environment()), mode, args.times, args.step_limit, run_dir)
             print(verdict.describe(), file=sys.stderr, flush=True)
             verdicts.append(verdict)

@@ -54,7 +54,6 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
 
 def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm import log
-    from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
@@ -67,7 +66,7 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     config = load_run(run, overrides)
     if args.site is None and not args.in_job:
         raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
-    site = load_site(args.site or environ("FRONTIER_LLM_SITE", "generic") or "generic")
+    site = load_site(args.site)
     launcher = AllocationRanks(site, spares=args.spares) if args.in_job else None
     site = launcher.site if launcher else site
     try:

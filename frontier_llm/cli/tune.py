@@ -83,7 +83,7 @@ def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
     from frontier_llm.scaling.launch import AllocationRanks, LocalRanks
 
     if environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST"):
-        site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
+        site = load_site()
         return AllocationRanks(site, args.nodes, args.spares), [f"machine={site.machine}", *args.overrides]
     devices = load_machine(load_run(args.run, args.overrides).machine).devices_per_node
     nodes = args.nodes or 1
@@ -113,7 +113,7 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
 
 def _cost(search: Tuner, nodes: int, args: argparse.Namespace) -> str:
     """The space, and what is about to be spent."""
-    from frontier_llm.tuning.search import START_S
+    from frontier_llm.scaling.predict import START_S
     from frontier_llm.units import format_seconds, plural
 
     plans, used = search.space.plans, sum(trial.node_hours for trial in search.trials)

@@ -13,19 +13,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import dropwhile, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, job_secret, run_dir, slurm
+from frontier_llm.cluster.holder import take
 from frontier_llm.cluster.job_spec import BatchJob
-from frontier_llm.cluster.local import failure_lines
 from frontier_llm.cluster.rank_env import environment, rank_python
+from frontier_llm.cluster.rank_logs import conclusion, first_traceback
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, lost_a_peer, read_failure, speaks_of_hardware
+from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, read_failure, speaks_of_hardware
 from frontier_llm.units import printable
 
 ENDING_S = 15.0  # what ranks that are told to end may take, before the batch shell goes on
@@ -33,7 +34,6 @@ _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,
 _KILLING = "Terminating StepId"  # srun says so when it ends the step: whoever is killed after this is a victim
 _TOLD_TO_SAVE = "User defined signal 1"  # a rank that Slurm's warning has met before Python could hear it
 _SILENT_NODE = "Timed out waiting for job step"  # srun did not hear from every node
-_TOLD = re.compile(r"^(Traceback \(most recent call last\)|frontier-llm [a-z]+: error$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def start_ranks(
     """
     forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
     started_s, start_step = time.time(), progress(job.directory)
-    number = run_dir.take(job.directory, job.allocation.job_id, job.allocation.batch_host)
+    number = take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     log.info(f"attempt {number}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     log_dir = job.directory / "logs" / f"attempt_{number:04}"
     outcome = run_step(JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s))
@@ -180,24 +180,38 @@ def run_step(step: JobStep) -> Outcome:
     return outcome
 
 
+@dataclass(frozen=True)
+class Fate:
+    """How one task ended, in srun's words."""
+
+    host: str
+    how: str
+
+    @property
+    def exit_code(self) -> int | None:
+        """None: a signal has ended it, or srun does not say."""
+        code = re.search(r"exit code (\d+)", self.how)
+        return int(code[1]) if code else None
+
+
 def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure | None) -> Outcome:
     """From srun's exit code and messages and the ranks' own record: which rank failed first, where, and why.
 
     Where no rank has recorded a cause, or only that one had fallen silent while srun saw another be killed, their logs are searched.
     """
     fates = _fates(messages)
-    before = _fates(takewhile(lambda line: _KILLING not in line, messages))
-    killed = [task for task, (_, how) in before.items() if not how.startswith("Exited")]
-    first_fate = next((how for _, how in fates.values()), "")
-    if f"exit code {EXIT_INTERRUPTED}" in first_fate or _TOLD_TO_SAVE in first_fate:
+    first = next(iter(fates.values()), None)
+    if first and (first.exit_code == EXIT_INTERRUPTED or _TOLD_TO_SAVE in first.how):
         return Outcome(EXIT_INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
+    before = _fates(takewhile(lambda line: _KILLING not in line, messages))
+    killed = [task for task, fate in before.items() if fate.exit_code is None]
     exit_code = code if 0 < code < 256 else 1
     if record is None or (record.evidence is Evidence.NOTICES and killed and record.rank not in killed):
         return _from_logs(exit_code, messages, killed, log_dir)
-    host, how = fates.get(record.rank, ("", "")) if record.rank is not None else ("", "")
-    if record.rank in killed:
-        record = replace(record, what=f"{how}; {record.what}", host_suspect=True)
-    return Outcome(REFUSED if record.cause == "refused" else exit_code, replace(record, host=record.host or host))
+    if record.rank is not None and (fate := fates.get(record.rank)):
+        what = f"{fate.how}; {record.what}" if record.rank in killed else record.what
+        record = replace(record, what=what, host=record.host or fate.host, host_suspect=record.host_suspect or record.rank in killed)
+    return Outcome(REFUSED if record.cause == "refused" else exit_code, record)
 
 
 def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], log_dir: Path) -> Outcome:
@@ -206,66 +220,38 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
     rank, secondary, message = first_traceback(log_dir)
     evidence = Evidence.LOGS
     if rank is None or secondary:  # the cause left no traceback of its own: a killed rank or a dead node
-        speakers = [] if secondary else [task for task, (_, how) in fates.items() if f"exit code {STUCK}" not in how]
+        speakers = [] if secondary else [task for task, fate in fates.items() if fate.exit_code != STUCK]
         if named := [*killed, *speakers]:
             rank, evidence = named[0], Evidence.ENDS
     if rank is None:
         what = next((line for line in messages if "error" in line), f"srun ended with {exit_code}")
         return Outcome(exit_code, Failure(what, Evidence.ENDS, message=tuple(messages[-10:])), peers_only=True)
-    host, how = fates.get(rank, ("", f"srun ended with {exit_code}"))
+    fate = fates.get(rank, Fate("", f"srun ended with {exit_code}"))
     if secondary and rank not in killed:
-        silent = not host or any(_SILENT_NODE in line for line in messages)
-        what = f"rank {rank} on {host or 'an unknown host'} lost a peer, and no rank says why"
+        silent = not fate.host or any(_SILENT_NODE in line for line in messages)
+        what = f"rank {rank} on {fate.host or 'an unknown host'} lost a peer, and no rank says why"
         return Outcome(exit_code, Failure(what, Evidence.LOGS, message=message), peers_only=silent)
-    conclusion = () if secondary else _conclusion(message)
-    refused = f"exit code {REFUSED}" in how
+    last_words = () if secondary else conclusion(message)
+    refused = fate.exit_code == REFUSED
     failure = Failure(
-        "; ".join([how, *(line.strip() for line in conclusion[:1])]),
+        "; ".join([fate.how, *(line.strip() for line in last_words[:1])]),
         evidence,
         cause="refused" if refused else "crash",
         rank=rank,
-        host=host,
+        host=fate.host,
         message=message,
-        host_suspect=rank in killed if secondary or not message else speaks_of_hardware("\n".join(conclusion)),
+        host_suspect=rank in killed if secondary or not message else speaks_of_hardware("\n".join(last_words)),
     )
     return Outcome(REFUSED if refused else exit_code, failure)
 
 
-def _fates(lines: Iterable[str]) -> dict[int, tuple[str, str]]:
-    """Task -> (host, how it ended), in the order in which srun noticed."""
-    fates: dict[int, tuple[str, str]] = {}
+def _fates(lines: Iterable[str]) -> dict[int, Fate]:
+    """By task, in the order in which srun noticed."""
+    fates: dict[int, Fate] = {}
     for match in filter(None, map(_TASK_ERROR.match, lines)):
         for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
-            fates.setdefault(int(task), (match["host"], match["how"]))
+            fates.setdefault(int(task), Fate(match["host"], match["how"]))
     return fates
-
-
-def _conclusion(message: Sequence[str]) -> Sequence[str]:
-    """What follows the frames of the last traceback, or the heading of the command's own errors: the exception, and what was said after it."""
-    headings = [number for number, line in enumerate(message) if _TOLD.match(line)]
-    if not headings:
-        return ()
-    last = message[headings[-1] + 1 :]
-    if message[headings[-1]].startswith("Traceback"):
-        return tuple(dropwhile(lambda line: line.startswith(" "), last))
-    return last
-
-
-def first_traceback(log_dir: Path, tail_bytes: int = 65536) -> tuple[int | None, bool, tuple[str, ...]]:
-    """(rank, whether it only complains about a lost peer, its last traceback): the earliest cause, else the earliest complaint."""
-    tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
-    for path in log_dir.glob("rank_*.log"):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - tail_bytes))
-            text = file.read()
-        if _TOLD.search(text.decode(errors="replace")):
-            lines = tuple(failure_lines(path))
-            secondary = lost_a_peer("\n".join(_conclusion(lines)))
-            tracebacks.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
-    if not tracebacks:
-        return None, False, ()
-    secondary, _, rank, lines = min(tracebacks)
-    return rank, secondary, lines
 
 
 def _copy(source: IO[str], lines: list[str]) -> None:

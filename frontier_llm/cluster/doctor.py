@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cluster import hostlist
+from frontier_llm.cluster import hostlist, slurm
 from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
 from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.sites import Site
@@ -59,6 +59,11 @@ class Report:
         return tuple(host for host in self.hosts if host in named)
 
     @property
+    def shared_fault(self) -> bool:
+        """Something fatal that every host has: the site's, and there is no node to run on."""
+        return any(finding.fatal and len(finding.hosts) == len(self.hosts) for finding in self.findings)
+
+    @property
     def healthy(self) -> bool:
         """No fatal finding."""
         return not any(finding.fatal for finding in self.findings)
@@ -95,6 +100,20 @@ def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, tim
         own = probe(settings)
         facts, skew_s, nodes = {own.host: own}, {own.host: 0.0}, [own.host]
     return Report(tuple(nodes), tuple(judge(settings.site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s)
+
+
+def preflight(site: Site, directory: Path, nodes: Sequence[str], needed: int) -> tuple[str, ...]:
+    """The bad ones of an allocation's nodes. Raises FrontierError when fewer than `needed` are left, or when all share a fatal fault."""
+    gone = slurm.unhealthy(nodes)  # srun refuses a step that has one of them
+    report = examine(Settings(site=site, run_dir=str(directory)), [node for node in nodes if node not in gone])
+    log.info(report.render())
+    left = 0 if report.shared_fault else len(nodes) - len(gone) - len(report.bad_hosts)
+    if left < needed:
+        fix = (
+            "see the findings above" if report.shared_fault else f"resubmit with --exclude={hostlist.compress([*gone, *report.bad_hosts])}"
+        )
+        raise FrontierError(f"{left} of {len(nodes)} nodes passed, {needed} are needed", fix, "preflight")
+    return report.bad_hosts
 
 
 def _job_has_gpus() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -10,9 +9,9 @@ from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.lead import measured_lead_s
-from frontier_llm.cluster.rank_env import environ, environment
+from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.submit import SCRIPT, queue, sbatch_command
 from frontier_llm.errors import FrontierError
-from frontier_llm.files import write_atomically
 
 
 def hand_on(job: BatchJob) -> int:
@@ -39,17 +38,18 @@ def _requeue(job_id: str) -> None:
 
 def _queue_successor(job: BatchJob) -> str:
     """The id of a job made by the run's own script; it starts when this one has ended, on none of the bad hosts."""
-    script, bad = job.directory / "job.sbatch", run_dir.bad_hosts(job.directory)
+    script, bad = job.directory / SCRIPT, run_dir.bad_hosts(job.directory)
     if not script.is_file():
         fix = "start the run with frontier-llm submit, or use FRONTIER_LLM_CONTINUE=requeue"
         if bad:
             fix = f"submit again, with sbatch --exclude={hostlist.compress(bad)} or with frontier-llm submit, which excludes them itself"
         raise FrontierError(f"there is no {script}", fix, "successor")
     lead_s = measured_lead_s(job.directory) or round(job.lead_s)
-    options = [f"--dependency=afterany:{job.allocation.job_id}", f"--chdir={os.getcwd()}", "--parsable", f"--signal=USR1@{lead_s}"]
-    options += [f"--exclude={hostlist.compress(bad)}"] if bad else []
-    options += [f"--account={account}"] if (account := environ("SLURM_JOB_ACCOUNT")) else []
-    variables = {**environment(), "FRONTIER_LLM_SIGNAL_LEAD_S": str(lead_s)}
-    job_id = slurm.call(["sbatch", *options, str(script)], env=variables).strip().split(";")[0]
-    write_atomically(job.directory / "successor", job_id + "\n")
-    return job_id
+    options = {
+        # where this job runs and whom it is charged to: `submit` has said so beside the script, not in it
+        **{name: environ(f"SLURM_JOB_{name.upper()}") for name in ("account", "partition", "qos")},
+        "dependency": f"afterany:{job.allocation.job_id}",
+        "signal": f"USR1@{lead_s}",
+        "exclude": hostlist.compress(bad),
+    }
+    return queue(job.directory, sbatch_command(job.directory, options), {"FRONTIER_LLM_SIGNAL_LEAD_S": str(lead_s)})

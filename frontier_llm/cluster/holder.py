@@ -1,6 +1,7 @@
-"""Who holds a run directory: the newest of checkpoints/incarnations/NNNNNNNN.json, read without taking or touching anything.
+"""Who holds a run directory: which start of the run is the newest, and whether its rank 0 lives.
 
-`checkpoint.lock` writes these files, and takes over from a holder that is dead.
+incarnation.json                               a supervisor numbers each start of its ranks, and names the job
+checkpoints/incarnations/NNNNNNNN.json         rank 0 takes the lock of its start (checkpoint.lock), which only a dead holder loses
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from frontier_llm.cluster.run_dir import queued_job
 from frontier_llm.errors import FrontierError
+from frontier_llm.files import write_atomically
 from frontier_llm.units import strict_json
 
 # A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
 STALE_AFTER_S = 60.0
+LOCKS = Path("checkpoints") / "incarnations"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ def process_start(pid: int) -> str | None:
 
 
 def incarnations(folder: Path) -> list[int]:
-    """The numbers of the starts that have left a file there."""
+    """The numbers of the starts that have left a file there; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
     return [int(entry.name[:8]) for entry in os.scandir(folder) if re.fullmatch(r"[0-9]{8}\.json", entry.name)]
 
 
@@ -73,11 +80,33 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
+def take(run_dir: Path, job_id: str, host: str) -> int:
+    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old rank from writing."""
+    starts = [last_start(run_dir).get("incarnation", 0), *incarnations(run_dir / LOCKS)]  # also those without a supervisor
+    text = {"incarnation": max(starts) + 1, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
+    write_atomically(run_dir / "incarnation.json", strict_json(text, indent=None) + "\n")
+    return max(starts) + 1
+
+
+def last_start(run_dir: Path) -> dict[str, Any]:
+    """The newest start that a supervisor has recorded: incarnation, job_id, host, pid, since_unix_s; empty for a new run."""
+    try:
+        content = json.loads((run_dir / "incarnation.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return dict(content)
+
+
+def jobs(run_dir: Path) -> list[str]:
+    """Ids of the job that started last and of the one that was queued last, as far as there are any."""
+    ids = (str(last_start(run_dir).get("job_id", "")), queued_job(run_dir))
+    return list(dict.fromkeys(filter(None, ids)))
+
+
 def living_holder(run_dir: Path) -> Holder | None:
     """Who is training in a run directory now; None when nobody is. A holder on another host lives as long as its heartbeats are recent."""
-    folder = run_dir / "checkpoints" / "incarnations"
-    newest = max(incarnations(folder), default=0) if folder.is_dir() else 0
-    path = folder / f"{newest:08}.json"
+    folder = run_dir / LOCKS
+    path = folder / f"{max(incarnations(folder), default=0):08}.json"
     holder = read_holder(path)
     if holder is None or holder.released:
         return None

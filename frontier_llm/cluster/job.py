@@ -20,34 +20,30 @@ from collections.abc import Callable, Sequence
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import Outcome, start_ranks
-from frontier_llm.cluster.doctor import examine
+from frontier_llm.cluster.doctor import preflight
 from frontier_llm.cluster.hand_on import hand_on
-from frontier_llm.cluster.holder import STALE_AFTER_S, living_holder, refuse_second_start
+from frontier_llm.cluster.holder import STALE_AFTER_S, last_start, living_holder, refuse_second_start
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
-from frontier_llm.cluster.lead import measured_lead_s
-from frontier_llm.cluster.probe import Settings
+from frontier_llm.cluster.lead import SLURM_EARLY_S, measured_lead_s
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import FILE, write_failure
 
-SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 LOCK_STALE_S = STALE_AFTER_S + 5.0
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 
 
-def supervise(job: BatchJob) -> int:
-    """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script."""
+def supervise(job: BatchJob, admit: Callable[[BatchJob], None] = lambda job: None) -> int:
+    """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script. `admit` may refuse what is left of the run."""
     refuse_second_holder(job)
     if (needed_s := measured_lead_s(job.directory)) is not None and needed_s > job.lead_s:
         log.warn(f"a step and a save have taken so long that {job.lead_s:.0f} s before the walltime is late: --signal=USR1@{needed_s}")
     if not nothing_to_do(job):
+        admit(job)
         refuse_short_walltime(job)
         if environ("FRONTIER_LLM_PREFLIGHT") == "1":
-            preflight(job)
-    while True:
-        if reason := nothing_to_do(job):
-            log.info(reason)
-            return 0
+            run_dir.add_bad_hosts(job.directory, preflight(job.site, job.directory, job.allocation.nodes, job.nodes_needed))
+    while not (reason := nothing_to_do(job)):
         nodes = choose_nodes(job)
         if len(nodes) < job.nodes_needed:
             return hand_on(job)
@@ -55,11 +51,13 @@ def supervise(job: BatchJob) -> int:
         if outcome.cause == "refused":
             return outcome.exit_code
         if nothing_to_do(job):
-            continue  # says why, and ends
+            continue  # and end
         if run_dir.crash_loop(job.directory):
             return give_up(job, outcome)
         if outcome.cause in ("interrupted", "walltime") or warned(job):
             return hand_on(job)
+    log.info(reason)
+    return 0
 
 
 def give_up(job: BatchJob, outcome: Outcome) -> int:
@@ -89,33 +87,21 @@ def choose_nodes(job: BatchJob) -> tuple[str, ...]:
     return tuple(node for node in usable if node in best)
 
 
-def preflight(job: BatchJob) -> None:
-    """`doctor` on every node that Slurm has; bad ones are left out. Raises FrontierError when too few are left or all share a fatal fault."""
-    gone = slurm.unhealthy(job.allocation.nodes)  # srun refuses a step that has one of them
-    report = examine(Settings(site=job.site, run_dir=str(job.directory)), [node for node in job.allocation.nodes if node not in gone])
-    log.info(report.render())
-    left = len(job.allocation.nodes) - len(gone) - len(report.bad_hosts)
-    if left < job.nodes_needed or not (report.healthy or report.bad_hosts):
-        fix = f"resubmit with --exclude={hostlist.compress(report.bad_hosts)}" if report.bad_hosts else "see the findings above"
-        raise FrontierError(f"{left} of {len(job.allocation.nodes)} nodes passed, {job.nodes_needed} are needed", fix, "preflight")
-    run_dir.add_bad_hosts(job.directory, list(report.bad_hosts))
-
-
 def refuse_second_holder(job: BatchJob) -> None:
     """Raise FrontierError when another live job owns the run directory."""
     living = living_holder(job.directory)
     if living is not None and not living.job:  # one of a job may have died just now: Slurm knows
         refuse_second_start(job.directory)
-    other = run_dir.holder(job.directory)
-    if other and other["job_id"] != job.allocation.job_id and slurm.is_active(other["job_id"]):
-        fields = slurm.job_fields(other["job_id"])
-        if fields.get("JobState") != "PENDING":
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["since_unix_s"]))
-            raise FrontierError(
-                f"job {other['job_id']} on {other['host']} has been running it since {since}",
-                f"scancel {other['job_id']}, or choose another train.run_dir",
-                str(job.directory),
-            )
+    other = last_start(job.directory)
+    if not other or other["job_id"] == job.allocation.job_id:
+        return
+    if slurm.job_fields(other["job_id"]).get("JobState") in slurm.ACTIVE - {"PENDING"}:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["since_unix_s"]))
+        raise FrontierError(
+            f"job {other['job_id']} on {other['host']} has been running it since {since}",
+            f"scancel {other['job_id']}, or choose another train.run_dir",
+            str(job.directory),
+        )
 
 
 def refuse_short_walltime(job: BatchJob) -> None:
@@ -131,15 +117,17 @@ def refuse_short_walltime(job: BatchJob) -> None:
 
 
 def nothing_to_do(job: BatchJob) -> str:
-    """Why no further attempt is wanted: finished, or stopped by a person; '' when there is work."""
-    step = run_dir.latest_step(job.directory)
-    if step >= job.config.train.steps:
-        return f"finished: step {step} of {job.config.train.steps}"
-    if (job.directory / run_dir.STOP_FILE).exists():
+    """Why no further attempt is wanted: finished, or stopped by a person or its budget; '' when there is work."""
+    train, step = job.config.train, run_dir.latest_step(job.directory)
+    end = run_dir.end(job.directory, train.steps, train.save_final)
+    if end == "finished":
+        return (
+            f"finished: step {step} of {train.steps}"
+            if step >= train.steps
+            else "finished, without a final checkpoint (train.save_final=false)"
+        )
+    if end == "stopped":
         return f"stopped at step {step} by {job.directory / run_dir.STOP_FILE}; delete it to go on"
-    attempts = run_dir.attempts(job.directory)
-    if not job.config.train.save_final and attempts and attempts[-1].cause == "finished":
-        return "finished, without a final checkpoint (train.save_final=false)"
     if job.budget_left_s <= job.lead_s:
         used = f"{run_dir.node_hours(job.directory):,.1f} of {job.max_node_hours:,.1f} node-hours are used"
         return f"stopped at step {step}: {used}, and a further start would not save in time; a higher FRONTIER_LLM_MAX_NODE_HOURS goes on"
@@ -158,12 +146,11 @@ def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
 
 def let_the_lock_go_stale(job: BatchJob, first: str) -> None:
     """Rank 0 holds the checkpoints' lock. After a crash its next host can only tell by the silence that the old one is dead."""
-    attempts = run_dir.attempts(job.directory)
-    if attempts and attempts[-1].cause not in ("finished", "interrupted") and attempts[-1].nodes[0] != first:
-        left_s = attempts[-1].ended_unix_s + LOCK_STALE_S - time.time()
+    last = run_dir.last_attempt(job.directory)
+    if last and last.failed and last.nodes[0] != first:
+        left_s = min(last.ended_unix_s + LOCK_STALE_S - time.time(), LOCK_STALE_S)  # the clock may have been set back since
         if left_s > 0:
-            left_s = min(left_s, LOCK_STALE_S)  # the clock may have been set back since
-            log.info(f"rank 0 moves from {attempts[-1].nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale")
+            log.info(f"rank 0 moves from {last.nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale")
             time.sleep(left_s)
 
 
@@ -184,10 +171,7 @@ def main(
         print("usage: python -m frontier_llm.cli.job CONFIG [key=value ...]", file=sys.stderr)
         return 2
     try:
-        job = make_job(words, program, continue_with)
-        if not nothing_to_do(job):
-            admit(job)
-        return supervise(job)
+        return supervise(make_job(words, program, continue_with), admit)
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

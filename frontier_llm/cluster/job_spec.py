@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.cluster import run_dir, slurm
-from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.lead import job_lead_s
+from frontier_llm.cluster.rank_env import COMMAND, environ
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.topology import plan_problems
 
 TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and how many words follow
-TRAIN = ("-P", "-m", "frontier_llm.cli.main", "train")  # -P: never the code that happens to lie in the working directory
+TRAIN = (*COMMAND, "train")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class BatchJob:
     @property
     def lead_s(self) -> float:
         """How long before the walltime Slurm warns this job."""
-        return float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or self.site.signal_lead_s)
+        return job_lead_s(self.site)
 
     @property
     def max_node_hours(self) -> float | None:
@@ -77,7 +78,7 @@ class BatchJob:
 def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> BatchJob:
     """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
     allocation = slurm.Allocation.from_environment()
-    site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
+    site = load_site()
     words, flags = split_flags(words)
     words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
     config = load_run(words[0], words[1:])
@@ -90,16 +91,22 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
         directory=Path(config.train.run_dir).resolve(),
         site=site,
         allocation=allocation,
-        spares=int(environ("FRONTIER_LLM_SPARE_NODES", "0") or 0),
+        spares=spare_nodes(allocation),
         continue_with=continue_with,
         program=program,
         flags=flags,
     )
-    if not 0 <= job.spares < len(allocation.nodes):
-        raise FrontierError(f"{job.spares} of {len(allocation.nodes)} nodes", "keep at least one to work", "FRONTIER_LLM_SPARE_NODES")
     if problems := plan_problems(config, job.world_size):
         raise LayoutError([*problems, Problem("nodes", f"{job.nodes_needed} x {allocation.tasks_per_node} ranks", "sbatch --nodes=N")])
     return job
+
+
+def spare_nodes(allocation: slurm.Allocation) -> int:
+    """How many of its nodes to keep in hand. Raises FrontierError where none would be left to work."""
+    text = environ("FRONTIER_LLM_SPARE_NODES") or "0"
+    if not text.isdecimal() or int(text) >= len(allocation.nodes):
+        raise FrontierError(f"{text} of {len(allocation.nodes)} nodes", "keep at least one to work", "FRONTIER_LLM_SPARE_NODES")
+    return int(text)
 
 
 def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

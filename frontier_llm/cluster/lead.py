@@ -6,9 +6,11 @@ import statistics
 from pathlib import Path
 
 from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.sites import Site
 
 MIN_LEAD_S, GRAIN_S = 120, 30
+SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 
 
 def lead_s(step_s: float, save_s: float) -> int:
@@ -17,6 +19,11 @@ def lead_s(step_s: float, save_s: float) -> int:
     A rank notices at the end of a step; a late step and a slow filesystem are allowed as much again; Slurm's clock has a grain of a minute.
     """
     return max(MIN_LEAD_S, -(-int(2 * (step_s + save_s) + 60) // GRAIN_S) * GRAIN_S)
+
+
+def job_lead_s(site: Site) -> float:
+    """How long before its walltime Slurm warns this job: as its script has asked, else as the site's scripts do."""
+    return float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or site.signal_lead_s)
 
 
 def signal_lead_s(directory: Path, site: Site, expected_step_s: float = 0.0) -> int:

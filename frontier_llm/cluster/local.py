@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
-import re
 import shutil
 import signal
 import socket
@@ -27,17 +26,14 @@ from typing import IO, BinaryIO
 from frontier_llm.cluster.holder import refuse_second_start
 from frontier_llm.cluster.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.cluster.launchers import free_port
-from frontier_llm.cluster.rank_env import environment, with_this_package
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded, held
-from frontier_llm.config import load_run
+from frontier_llm.cluster.rank_env import COMMAND, with_this_package
+from frontier_llm.cluster.rank_logs import failure_lines
+from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.units import printable
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # from our terminal or scheduler to the ranks
-_ERROR_HEAD = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
-TAIL_LINES = 40  # of a log without a Python traceback
-_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -80,7 +76,7 @@ def run_local_ranks(
     env: Mapping[str, str],
     log_dir: Path,
     *,
-    program: Sequence[str] = (sys.executable, "-P", "-m", "frontier_llm.cli.main"),
+    program: Sequence[str] = (sys.executable, *COMMAND),
     run_dir: Path | None = None,
     grace_s: float = 5.0,
 ) -> int:
@@ -232,19 +228,6 @@ class _Ranks:
         print(printable("\n".join([*lines, "", f"{verdict} ({named.log})"])), file=sys.stderr, flush=True)
 
 
-def failure_lines(log: Path) -> list[str]:
-    """The last Python traceback of a log, with the exceptions it was raised from; else the last refusal, else the log's last lines."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    if not starts:
-        refused = [number for number, line in enumerate(lines) if _ERROR_HEAD.fullmatch(line)]
-        return lines[refused[-1] :] if refused else lines[-TAIL_LINES:]
-    start = starts.pop()
-    while starts and any(line.startswith(_CHAIN) for line in lines[max(0, start - 3) : start]):
-        start = starts.pop()
-    return lines[start:]
-
-
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
     """Pass a rank's output on line by line, to the terminal and into its log; one goes on without the other. Who does not read holds the rank up."""
     for line in source:
@@ -266,20 +249,3 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, b
 def _die_with_parent() -> None:
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def main(words: list[str]) -> int:
-    """RANKS CONFIG [key=value …] [flags of train], from launch/local.sh."""
-    overrides = [word for word in words[2:] if "=" in word and not word.startswith("-")]
-    log_dir = Path("logs") / time.strftime("%Y%m%d-%H%M%S")
-    try:
-        run_dir = Path(load_run(words[1], overrides).train.run_dir)
-        with held():
-            return run_local_ranks(int(words[0]), ["train", *words[1:]], environment(), log_dir, run_dir=run_dir)
-    except FrontierError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

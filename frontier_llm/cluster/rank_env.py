@@ -20,6 +20,8 @@ from pathlib import Path
 from frontier_llm.cluster.launchers import LAUNCHERS, RankEnv
 from frontier_llm.errors import FrontierError, Problem, suggest
 
+# frontier-llm, of an interpreter; -P: never the code that happens to lie in the working directory
+COMMAND = ("-P", "-m", "frontier_llm.cli.main")
 # Step ids that Slurm gives to shells, not to parallel steps (slurm.h: interactive, batch, extern, pending)
 _SHELL_STEPS = {str(0xFFFFFFFF - offset) for offset in (2, 3, 4, 5)}
 
@@ -40,7 +42,7 @@ def environment() -> dict[str, str]:
 
 
 def with_this_package(variables: Mapping[str, str]) -> dict[str, str]:
-    """For ranks: this package too, wherever it was imported from; never one that lies in the working directory (they are started with -P)."""
+    """For processes that run COMMAND: this package too, wherever it was imported from."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), variables.get("PYTHONPATH"))))
     return {**variables, "PYTHONPATH": path}
 

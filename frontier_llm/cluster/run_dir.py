@@ -3,7 +3,7 @@
 checkpoints/LATEST             name of the last durable checkpoint
 metrics.jsonl                  one line per step, evaluation, tasks, save, start and rewind; the last two name the layout
 attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
-incarnation.json               the only start that may write (the fence)
+incarnation.json               the newest start, and its job (holder.py)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
 successor                      id of the job that was queued last
 untrusted_nodes.json           hosts that computed wrongly: left out, and never used again; delete the file to forgive them
@@ -18,7 +18,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -48,6 +48,11 @@ class Attempt:
     failed_host: str = ""  # where its hardware may be the cause
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
+
+    @property
+    def failed(self) -> bool:
+        """Neither done nor told to stop."""
+        return self.cause not in ("finished", "interrupted")
 
 
 def open_lines(path: Path) -> FileIO:
@@ -144,6 +149,19 @@ def attempts(run_dir: Path) -> list[Attempt]:
     ]
 
 
+def last_attempt(run_dir: Path) -> Attempt | None:
+    """The newest, or None before the first has ended."""
+    return next(reversed(attempts(run_dir)), None)
+
+
+def end(run_dir: Path, steps: float, save_final: bool = True) -> str:
+    """'finished' when a run of so many steps is done, 'stopped' while a person has stopped it, '' when there is work."""
+    last = last_attempt(run_dir)
+    if latest_step(run_dir) >= steps or (not save_final and last and last.cause == "finished"):
+        return "finished"
+    return "stopped" if (run_dir / STOP_FILE).exists() else ""
+
+
 def node_hours(run_dir: Path) -> float:
     """What the run's attempts have used so far."""
     return sum(len(attempt.nodes) * max(0.0, attempt.ended_unix_s - attempt.started_unix_s) / 3600 for attempt in attempts(run_dir))
@@ -152,24 +170,6 @@ def node_hours(run_dir: Path) -> float:
 def record(run_dir: Path, attempt: Attempt) -> None:
     """Append one attempt."""
     append_line(run_dir / "attempts.jsonl", asdict(attempt))
-
-
-def take(run_dir: Path, job_id: str, host: str) -> int:
-    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old rank from writing."""
-    locks = (run_dir / "checkpoints" / "incarnations").glob("[0-9]*.json")  # also of starts without a supervisor
-    number = max([holder(run_dir).get("incarnation", 0), *(int(path.stem) for path in locks)]) + 1
-    text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
-    write_atomically(run_dir / "incarnation.json", strict_json(text, indent=None) + "\n")
-    return int(number)
-
-
-def holder(run_dir: Path) -> dict[str, Any]:
-    """Who took the run last: incarnation, job_id, host, pid, since_unix_s; empty for a new run."""
-    try:
-        content = json.loads((run_dir / "incarnation.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return dict(content)
 
 
 def queued_job(run_dir: Path) -> str:
@@ -214,7 +214,7 @@ def slow_hosts(run_dir: Path) -> list[Slow]:
     return sorted(late, key=lambda slow: (-slow.times, slow.host))
 
 
-def add_bad_hosts(run_dir: Path, hosts: list[str]) -> None:
+def add_bad_hosts(run_dir: Path, hosts: Sequence[str]) -> None:
     """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
     _add(run_dir / "bad_nodes.json", bad_hosts(run_dir), hosts)
 
@@ -224,7 +224,7 @@ def distrust(run_dir: Path, hosts: list[str]) -> None:
     _add(run_dir / "untrusted_nodes.json", untrusted_hosts(run_dir), hosts)
 
 
-def _add(path: Path, known: list[str], hosts: list[str]) -> None:
+def _add(path: Path, known: list[str], hosts: Sequence[str]) -> None:
     if hosts:
         write_atomically(path, strict_json(sorted({*known, *hosts}), indent=None) + "\n")
 

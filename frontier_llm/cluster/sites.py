@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from frontier_llm.cluster.rank_env import environ
 from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
@@ -87,8 +88,9 @@ def site_names() -> list[str]:
     return sorted(path.stem for path in (root_dir() / "slurm" / "sites").glob("*.yaml"))
 
 
-def load_site(name_or_path: str) -> Site:
-    """A shipped site by name, or a site file by path. Raises ConfigError for an unknown name or a bad key."""
+def load_site(name_or_path: str | None = None) -> Site:
+    """A shipped site by name, or a site file by path; by default FRONTIER_LLM_SITE, else `generic`. Raises ConfigError for an unknown name or a bad key."""
+    name_or_path = name_or_path or environ("FRONTIER_LLM_SITE") or "generic"
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if name_or_path not in site_names():

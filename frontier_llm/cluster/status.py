@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -9,13 +10,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.holder import living_holder
+from frontier_llm.cluster.holder import jobs, living_holder
 from frontier_llm.cluster.run_dir import Slow
-from frontier_llm.cluster.sites import parse_walltime
+from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import read_failure
 from frontier_llm.units import format_count, format_seconds, plural
@@ -62,7 +64,10 @@ def read_status(directory: Path) -> Status:
     rows = run_dir.steps(directory)
     last = rows[-1] if rows else {}
     attempts = run_dir.attempts(directory)
-    target, step_tokens = _plan(directory)
+    config = _config(directory)
+    train = config.get("train", {})
+    target = train.get("steps")
+    step_tokens = config.get("batch", {}).get("global_batch", 0) * config.get("model", {}).get("sequence_length", 0)
     checkpoint = run_dir.latest_step(directory)
     job_id, fields = _job(directory)
     living = living_holder(directory)  # also of a run without any job
@@ -71,18 +76,19 @@ def read_status(directory: Path) -> Status:
     step_time_s = statistics.median(times) if times else None
     eta_s = step_time_s * max(0, target - step) if step_time_s is not None and target is not None else None
     left_s = _walltime_left_s(fields)
-    failures = [attempt for attempt in attempts if attempt.cause not in ("finished", "interrupted")]
+    failures = [attempt for attempt in attempts if attempt.failed]
     failure = read_failure(directory)
+    end = run_dir.end(directory, target or math.inf, train.get("save_final", True))
     pointer = directory / "checkpoints" / "LATEST"
     return Status(
         run_dir=str(directory),
-        state="running" if living and "JobState" not in fields else _state(directory, fields, checkpoint, target),
+        state=fields["JobState"].lower() if fields else "running" if living else end or "not queued",
         job_id=job_id,
         reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
         nodes=fields["NodeList"] if fields.get("NodeList", "(null)") not in ("", "(null)") else living.host if living else None,
         step=step,
         steps=target,
-        tokens=last.get("consumed_tokens") or (step * step_tokens if step_tokens else None),
+        tokens=last.get("consumed_tokens") or step * step_tokens or None,
         loss=last.get("loss"),
         tokens_per_s=last.get("tokens_per_s"),
         step_time_s=step_time_s,
@@ -100,14 +106,10 @@ def read_status(directory: Path) -> Status:
     )
 
 
-def _plan(directory: Path) -> tuple[int | None, int | None]:
-    """(steps to train, tokens of one step), as far as the run's own configuration says."""
+def _config(directory: Path) -> dict[str, Any]:
+    """The run's own configuration, as it is written; empty where it has none yet."""
     path = next((path for path in (directory / "config.yaml", directory / "run.yaml") if path.is_file()), None)
-    if path is None:
-        return None, None
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    samples, length = content.get("batch", {}).get("global_batch"), content.get("model", {}).get("sequence_length")
-    return int(content["train"]["steps"]), int(samples) * int(length) if samples and length else None
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
 
 
 def _blocked(directory: Path) -> dict[str, dict[str, int]]:
@@ -117,7 +119,7 @@ def _blocked(directory: Path) -> dict[str, dict[str, int]]:
 
 def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
     """The job that holds the run, or else the one queued for it."""
-    ids = list(filter(None, (str(run_dir.holder(directory).get("job_id", "")), run_dir.queued_job(directory))))
+    ids = jobs(directory)
     with suppress(FrontierError):  # no Slurm here: the directory still tells the rest
         for job_id in ids:
             fields = slurm.job_fields(job_id)
@@ -126,26 +128,18 @@ def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
     return next(iter(ids), None), {}
 
 
-def _state(directory: Path, fields: dict[str, str], checkpoint: int, target: int | None) -> str:
-    if fields.get("JobState") in slurm.ACTIVE:
-        return fields["JobState"].lower()
-    if target is not None and checkpoint >= target:
-        return "finished"
-    if (directory / run_dir.STOP_FILE).exists():
-        return "stopped"
-    return "not queued"
-
-
 def _walltime_left_s(fields: dict[str, str]) -> float | None:
-    if fields.get("JobState") != "RUNNING" or fields.get("TimeLimit", "UNLIMITED") in ("UNLIMITED", "Partition_Limit"):
+    limit_s = walltime_s(fields.get("TimeLimit", ""))  # None: UNLIMITED, Partition_Limit
+    if fields.get("JobState") != "RUNNING" or limit_s is None:
         return None
-    return 60.0 * parse_walltime(fields["TimeLimit"]) - 60.0 * parse_walltime(fields.get("RunTime", "00:00:00"))
+    return limit_s - (walltime_s(fields.get("RunTime", "")) or 0)
 
 
 def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -> int | None:
-    if eta_s is None or left_s is None:
+    limit_s = walltime_s(fields.get("TimeLimit", ""))
+    if eta_s is None or left_s is None or not limit_s:
         return None
-    return max(0, -(-int(eta_s - left_s) // (60 * parse_walltime(fields["TimeLimit"]))))
+    return max(0, math.ceil((eta_s - left_s) / limit_s))
 
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:

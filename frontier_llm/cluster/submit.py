@@ -15,11 +15,12 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.holder import jobs
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sbatch import JobScript, render, render_site
@@ -31,6 +32,7 @@ from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
 
 SNAPSHOT = ("launch", "slurm", "configs")
+SCRIPT = "job.sbatch"
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def prepare(request: JobRequest) -> Submission:
         config=str(directory / "run.yaml"),
         nodes=request.all_nodes,
         site=request.site.name,
-        minutes=request.minutes,
+        minutes=request.slice_minutes,
         flags=request.flags,
         signal_lead_s=request.lead_s,
     )
@@ -153,11 +155,8 @@ def prepare(request: JobRequest) -> Submission:
         "partition": request.partition,
         "qos": request.qos,
         "dependency": request.dependency,
-        "exclude": hostlist.compress(exclude) or None,
-        "output": str(directory / "job-%j.out"),
-        "chdir": os.getcwd(),  # relative paths of the configuration keep their meaning
+        "exclude": hostlist.compress(exclude),
     }
-    arguments = [f"--{name}={value}" for name, value in options.items() if value]
     variables = {
         "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
         "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site)[:12]}"),
@@ -167,7 +166,7 @@ def prepare(request: JobRequest) -> Submission:
         "FRONTIER_LLM_SIGNAL_LEAD_S": str(request.lead_s),
         **({"FRONTIER_LLM_MAX_NODE_HOURS": str(request.max_node_hours)} if request.max_node_hours is not None else {}),
     }
-    return Submission(render(job, request.site), ("sbatch", "--parsable", *arguments, str(directory / "job.sbatch")), directory, variables)
+    return Submission(render(job, request.site), sbatch_command(directory, options), directory, variables)
 
 
 def submit(request: JobRequest) -> Submission:
@@ -179,19 +178,32 @@ def submit(request: JobRequest) -> Submission:
     snapshot(Path(submission.variables["FRONTIER_LLM_ROOT"]), request.site)
     config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
     write_atomically(directory / "run.yaml", dump(config))
-    write_atomically(directory / "job.sbatch", submission.script)
-    job_id = slurm.call(submission.command, env={**environment(), **submission.variables}).strip().split(";")[0]
-    done = Submission(submission.script, submission.command, directory, submission.variables, job_id)
+    write_atomically(directory / SCRIPT, submission.script)
+    job_id = queue(directory, submission.command, submission.variables)
     entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(submission.command)}
     run_dir.append_line(directory / "submissions.jsonl", entry)
+    return replace(submission, job_id=job_id)
+
+
+def sbatch_command(directory: Path, options: Mapping[str, str | None]) -> tuple[str, ...]:
+    """For the script of a run directory; an option without a value is left out."""
+    # relative paths of the configuration keep their meaning
+    own = {"output": str(directory / "job-%j.out"), "chdir": os.getcwd()}
+    words = (f"--{name}={value}" for name, value in {**options, **own}.items() if value)
+    return ("sbatch", "--parsable", *words, str(directory / SCRIPT))
+
+
+def queue(directory: Path, command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """The id of the new job, which the run directory then names as the one queued last."""
+    job_id = slurm.call(command, env={**environment(), **variables}).strip().split(";")[0]
     write_atomically(directory / "successor", job_id + "\n")
-    return done
+    return job_id
 
 
 def _refuse_busy(request: JobRequest) -> None:
     """One job per run directory, and no more in the queue than the site lets a user have."""
     busy = []
-    for job_id in {str(run_dir.holder(request.directory).get("job_id", "")), run_dir.queued_job(request.directory)} - {""}:
+    for job_id in jobs(request.directory):
         if slurm.is_active(job_id):
             what = f"job {job_id} already runs or waits for {request.directory}"
             busy.append(Problem("train.run_dir", what, f"scancel {job_id}, or another run_dir"))

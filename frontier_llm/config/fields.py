@@ -6,7 +6,7 @@ import os
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 
 def _whole(value: Any) -> Any:
@@ -30,6 +30,12 @@ def _path(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_path)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+def first_fault(error: ValidationError) -> str:
+    """What is wrong first with a file that a program wrote, on one line; what is wrong with a person's file `load.as_problem` words."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))[:400]
 
 
 class Section(BaseModel):

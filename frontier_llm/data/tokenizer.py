@@ -181,14 +181,20 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     return _load(Path(spec))
 
 
+def tokenizer_file(directory: Path) -> Path | None:
+    """Which file of a directory is its tokenizer; None where it has none."""
+    pairs = sorted(file.name for file in directory.glob("*vocab.json") if _merges_beside(file))
+    files = (directory / name for name in ("tokenizer.json", "tokenizer.model", *pairs))
+    return next((file for file in files if file.is_file()), None)
+
+
 def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     if path.is_dir():
-        pairs = sorted(file.name for file in path.glob("*vocab.json") if _merges_beside(file))
-        files = [path / name for name in ("tokenizer.json", "tokenizer.model", *pairs) if (path / name).is_file()]
-        if not files:
+        file = tokenizer_file(path)
+        if file is None:
             what = "holds neither tokenizer.json nor tokenizer.model, nor vocab.json with merges.txt"
             raise DataError(what, where=str(path), fix="give the tokenizer's file")
-        path = files[0]
+        path = file
     if not path.is_file():
         fix = "give a tokenizer's file or directory, hf://OWNER/NAME to fetch one from the Hub, train one with `frontier-llm data tokenizer`, or give `bytes`"
         raise DataError("no such tokenizer", where=str(path), fix=fix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.directory import checkpoints_at
 from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.checkpoint.weights import CheckpointWeights
@@ -13,7 +13,7 @@ from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.inspect import recorded_tokenizer
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
+from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from frontier_llm.errors import CheckpointError, DataError
 
 COMPARED_TOKENS = 4096  # of a dataset, by which two tokenizer files are told apart
@@ -37,16 +37,10 @@ def open_model(path: str | Path, verified: bool = False) -> OpenedModel:
     """
     path = Path(path)
     if (path / CONFIG).is_file():
-        source = HuggingFaceModel(path)
-        return OpenedModel(path, source, None, "fp32", tokenizer_in(path))
-    if (path / folder.MANIFEST).is_file():
-        return _open_checkpoint(path, verified)
-    for checkpoints in (path / "checkpoints", path):
-        steps = folder.complete_steps(checkpoints)
-        if steps:
-            latest = folder.read_latest(checkpoints)
-            newest = checkpoints / (latest if (checkpoints / latest).is_dir() and latest else folder.step_name(steps[0]))
-            return _open_checkpoint(newest, verified)
+        return OpenedModel(path, HuggingFaceModel(path), None, "fp32", tokenizer_in(path))
+    if checkpoints := checkpoints_at(path):
+        source = CheckpointWeights(checkpoints[0], verified)
+        return OpenedModel(checkpoints[0], source, source.config, source.config.precision.dtype, source.config.data.tokenizer)
     what = "is no model" if path.exists() else "does not exist"
     fix = "give a run directory (with checkpoints/), a checkpoint (with manifest.json) or a Hugging Face directory (with config.json)"
     raise CheckpointError(what, fix, str(path))
@@ -88,11 +82,6 @@ def check_dataset(prefix: str, tokenizer: Tokenizer) -> None:
         raise DataError(f"was made by another tokenizer, {meta.tokenizer}, than the model's, {tokenizer.name}", where=prefix, fix=fix)
 
 
-def _open_checkpoint(path: Path, verified: bool) -> OpenedModel:
-    source = CheckpointWeights(path, verified)
-    return OpenedModel(path, source, source.config, source.config.precision.dtype, source.config.data.tokenizer)
-
-
 def tokenizer_in(directory: Path) -> str | None:
     """The directory itself where it holds a tokenizer's file."""
-    return str(directory) if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")) else None
+    return str(directory) if tokenizer_file(directory) else None

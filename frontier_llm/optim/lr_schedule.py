@@ -18,11 +18,16 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "wsd":
-        length = config.decay_steps if config.decay_steps is not None else total_steps // 10
-        progress = (step + 1 - (total_steps - length)) / max(length, 1)
+        begin = decay_begin(config.decay_steps, total_steps)
+        progress = (step + 1 - begin) / max(total_steps - begin, 1)
     else:
         end = config.decay_steps if config.decay_steps is not None else total_steps
         progress = (step + 1 - config.warmup_steps) / max(end - config.warmup_steps, 1)
     progress = min(max(progress, 0.0), 1.0)
     share = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
     return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def decay_begin(decay_steps: int | None, total_steps: int) -> int:
+    """The step from which on the learning rate of wsd falls; without a length of the decay it is the last tenth."""
+    return total_steps - (total_steps // 10 if decay_steps is None else decay_steps)

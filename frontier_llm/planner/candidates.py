@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+from pydantic import BaseModel
 
-from frontier_llm.blueprint.context import WAYS, context_way
-from frontier_llm.blueprint.layout import Layout
-from frontier_llm.config import RECOMPUTE, ModelConfig, recompute_modes
+from frontier_llm.blueprint.context import context_way
+from frontier_llm.blueprint.layout import FIELD_OF_KEY, SHARDING, Layout, run_keys
+from frontier_llm.config import RECOMPUTE, ModelConfig, ParallelConfig, PrecisionConfig, recompute_modes
 from frontier_llm.costs.layouts import Layouts, as_table
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
 from frontier_llm.schedule import names, rule, v_names
@@ -23,27 +24,32 @@ V_SHAPED = ("zb-v", "dualpipe-v", "v-half", "v-min")
 SEARCHED = "searched"  # the fastest V of all, not only of those
 MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
 
-# --fix key → the layout field it fixes, and what a word for it means where it is not a whole number
-BY_STAGE = {"0": "none", "1": "optimizer", "2": "gradients", "3": "weights"}
-FIXABLE: dict[str, tuple[str, Mapping[str, Any] | None]] = {
-    "tensor": ("tp", None),
-    "context": ("cp", None),
-    "pipeline": ("pp", None),
-    "data": ("dp", None),
-    "expert": ("ep", None),
-    "imbalance": ("imbalance", None),
-    "expert_all_to_all": ("expert_all_to_all", {name: name for name in ("auto", "flat", "hierarchical")}),
-    "chunks": ("chunks", None),
-    "micro_batch": ("micro_batch", None),
-    "sequence_parallel": ("sequence_parallel", {"true": True, "false": False, "1": True, "0": False}),
-    "recompute": ("recompute", {name: name for name in RECOMPUTE}),
-    "zero": ("sharding", BY_STAGE),
-    "data_shard": ("data_shard", None),
-    "data_mode": ("sharding", {"zero": "optimizer", "fsdp": "weights"}),
-    "schedule": ("schedule", {name: name for name in (*names(), *v_names(), SEARCHED)}),
-    "axis_order": ("axis_order", {name: name for name in AXIS_ORDERS}),
-    "gradient_wire": ("gradient_wire", {"full": "full", "bf16": "bf16"}),
-    "context_attention": ("context_attention", {name: name for name in ("auto", *WAYS)}),
+# what `--fix` takes → what it fixes: fields of a layout by the keys of a run file, but for those that the search does not choose; of rows on their way
+# to experts the run file's own word, of which the search makes a number of nodes; and what no run file says
+FIXABLE = {
+    **{key: field for key, field in FIELD_OF_KEY.items() if key not in ("expert_tensor", "tensor_chunks")},
+    "expert_all_to_all": "expert_all_to_all",
+    "imbalance": "imbalance",
+}
+
+
+def _choices(section: type[BaseModel], key: str) -> dict[str, Any]:
+    """The words that a run file may hold there."""
+    return {word: word for word in get_args(section.model_fields[key].annotation)}
+
+
+BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → what is shared out
+# what the words for a choice mean, where they are no numbers
+MEANINGS: dict[str, Mapping[str, Any]] = {
+    "expert_all_to_all": _choices(ParallelConfig, "expert_all_to_all"),
+    "sequence_parallel": {"true": True, "false": False, "1": True, "0": False},
+    "recompute": dict.fromkeys(RECOMPUTE),  # or several
+    "zero": BY_STAGE,
+    "data_mode": {"zero": "optimizer", "fsdp": "weights"},
+    "schedule": {name: name for name in (*names(), *v_names(), SEARCHED)},
+    "axis_order": {name: name for name in AXIS_ORDERS},
+    "gradient_wire": _choices(PrecisionConfig, "gradient_wire"),
+    "context_attention": _choices(ParallelConfig, "context_attention"),
 }
 
 
@@ -175,28 +181,28 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
         if not separator or name not in FIXABLE:
             problems.append(Problem(word, "is not a choice that can be fixed", suggest(name, FIXABLE)))
             continue
-        field, meanings = FIXABLE[name]
+        meanings = MEANINGS.get(name, {})
+        readers: dict[str, Callable[[str], Any]] = {"recompute": recompute_modes, "imbalance": float}
+        read = readers.get(name, meanings.__getitem__ if meanings else _whole)
         try:
-            fixed[field] = (
-                float(text)
-                if name == "imbalance"
-                else recompute_modes(text.lower())
-                if name == "recompute"
-                else _whole(text)
-                if meanings is None
-                else meanings[text.lower()]
-            )
+            fixed[FIXABLE[name]] = read(text.lower())
         except (ValueError, KeyError):
-            valid = ", ".join(meanings) if meanings and name != "zero" else "a whole number"
+            valid = ", ".join(meanings) or ("a number" if name == "imbalance" else "a whole number")
             problems.append(Problem(word, f"{text!r} is not a value of {name}", f"use {valid}"))
     if problems:
         raise ConfigError(problems)
     return fixed
 
 
+def choices_of(layout: Layout) -> dict[str, Any]:
+    """A layout as `parse_fixed` would have read it."""
+    choices = {field: getattr(layout, field) for key, field in FIXABLE.items() if key != "expert_all_to_all"}
+    return {**choices, "expert_all_to_all": run_keys(layout)["parallel"]["expert_all_to_all"]}
+
+
 def fixed_words(fixed: Mapping[str, Any]) -> str:
     """What `parse_fixed` has read, as it was typed or nearly so."""
-    names = {field: name for name, (field, _) in FIXABLE.items() if name != "data_mode"}
+    names = {field: name for name, field in FIXABLE.items() if name != "data_mode"}
     stages = {sharding: stage for stage, sharding in BY_STAGE.items()}
     return " ".join(f"{names[field]}={stages[value] if field == 'sharding' else value}" for field, value in fixed.items())
 

@@ -6,25 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from frontier_llm.machine import Rates
-from frontier_llm.planner.candidates import parse_fixed
+from frontier_llm.planner.candidates import choices_of, parse_fixed
 from frontier_llm.planner.report import WIDTH, layout_words, step_words, table, wrapped
 from frontier_llm.planner.search import Plan, Search, search
 from frontier_llm.units import GIB
-
-FIELDS = ("tp", "pp", "chunks", "micro_batch", "sequence_parallel", "recompute", "sharding", "axis_order", "schedule")
 
 
 def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
     """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all else free."""
     changes = parse_fixed(list(words))
     best = outcome.best
-    same = {name: getattr(best.layout, name) for name in FIELDS}
-    if {"tp", "pp"} & changes.keys():
-        same.pop("chunks")
+    chosen = choices_of(best.layout)
+    if changes.items() <= chosen.items():
+        return f"what if {' '.join(words)}: the choice has that already"
+    # what follows from a choice may change with it
+    follows = {"dp", *(("chunks",) if {"tp", "pp"} & changes.keys() else ()), *(("data_shard",) if "sharding" in changes else ())}
+    same = {name: value for name, value in chosen.items() if name not in follows}
     exact = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **same, **changes})
     free = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **changes})
-    if all(getattr(best.layout, name) == value for name, value in changes.items()):
-        return f"what if {' '.join(words)}: the choice has that already"
     lines = [f"what if {' '.join(words)}"]
     for title, other in (("all else as chosen", exact), ("all else re-planned", free)):
         if not other.legal:

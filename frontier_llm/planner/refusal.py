@@ -5,28 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from frontier_llm.blueprint.layout import Layout, run_keys
 from frontier_llm.config import ModelConfig, RunConfig, build
+from frontier_llm.config.load import merge
 from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
 from frontier_llm.machine import Machine, Rates, load_machine, machine_names, own_stack, rates
-from frontier_llm.planner.candidates import fixed_words, legal_node_counts
+from frontier_llm.planner.candidates import SEARCHED, fixed_words, legal_node_counts
 from frontier_llm.planner.search import Search, smallest_machine
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import GIB, plural
-
-# section of a run → its keys, and the layout's field that `--fix` sets
-CONFIG_KEYS = {
-    "parallel": {
-        "tensor": "tp",
-        "context": "cp",
-        "pipeline": "pp",
-        "data": "dp",
-        "chunks": "chunks",
-        "schedule": "schedule",
-        "sequence_parallel": "sequence_parallel",
-    },
-    "batch": {"micro_batch": "micro_batch"},
-    "train": {"recompute": "recompute"},
-}
 
 
 def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
@@ -69,19 +56,27 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
 def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
     """What a run would be told of the fixed choices, and not without them; nothing where they only contradict the search's bounds."""
     devices = outcome.nodes * machine.devices_per_node
+    given = {"model": outcome.model.model_dump(), "batch": {"global_batch": outcome.global_batch}}
 
     def problems(fixed: Mapping[str, Any]) -> list[Problem]:
-        content: dict[str, Any] = {"model": outcome.model.model_dump(), "batch": {"global_batch": outcome.global_batch}}
-        for section, fields in CONFIG_KEYS.items():
-            chosen = {key: fixed[field] for key, field in fields.items() if field in fixed}
-            content[section] = {**content.get(section, {}), **chosen}
+        keys = run_keys(_plainest(fixed))
+        keys["parallel"]["data"] = fixed.get("dp")  # else as many as there are devices for
         try:
-            return plan_problems(build(RunConfig, content), devices)
+            return plan_problems(build(RunConfig, merge(given, keys)), devices)
         except ConfigError as error:
             return list(error.problems)
 
     without = problems({})
     return [problem for problem in problems(outcome.fixed) if problem not in without] if outcome.fixed else []
+
+
+def _plainest(fixed: Mapping[str, Any]) -> Layout:
+    """A layout with these choices and, of the others, only what they cannot do without. Of itself a schedule breaks no rule: it has chunks as it likes."""
+    free = {"expert_all_to_all", *(() if "chunks" in fixed and fixed.get("schedule") != SEARCHED else ("schedule",))}
+    needed: dict[str, Any] = {"sharding": "weights"} if "data_shard" in fixed else {}
+    if fixed.get("chunks", 1) > 1:
+        needed |= {"schedule": "interleaved", "pp": 2}
+    return Layout(**{**needed, **{field: value for field, value in fixed.items() if field not in free}})
 
 
 def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:

@@ -10,7 +10,7 @@ from typing import Any
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
 from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
-from frontier_llm.blueprint.layout import SHARDING, mode_shares
+from frontier_llm.blueprint.layout import SHARDING, mode_shares, run_keys
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
@@ -280,21 +280,10 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
     """One plan for programs."""
     layout = plan.layout
     return {
-        "tensor": layout.tp,
-        "context": layout.cp,
-        "pipeline": layout.pp,
-        "data": layout.dp,
-        "chunks": layout.chunks,
-        "schedule": layout.schedule,
-        "micro_batch": layout.micro_batch,
+        **{key: value for section in run_keys(layout).values() for key, value in section.items()},
+        "zero": SHARDING[layout.sharding],
         "microbatches": layout.microbatches,
         "global_batch": layout.global_batch,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute,
-        "zero": SHARDING[layout.sharding],
-        "data_mode": "fsdp" if layout.sharding == "weights" else "zero",
-        "data_shard": layout.data_shard or None,
-        "axis_order": layout.axis_order,
         "stage_layers": [stage.num_layers for stage in plan.stages],
         "step_s": plan.step_s,
         "closed_form_step_s": plan.closed_form_s,

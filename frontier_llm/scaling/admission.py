@@ -15,13 +15,12 @@ from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import data_problems
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.machine import fp16_note, load_machine
-from frontier_llm.scaling.predict import predict
+from frontier_llm.scaling.predict import START_S, predict
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import plural
 
 BENCHMARK_STEPS = 100  # on synthetic data; more of them, when they cost more than CHEAP_NODE_HOURS, must be meant
 CHEAP_NODE_HOURS = 10.0
-START_H = 600 / 3600  # of a job, until its first step: environment, imports, rendezvous, weights
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Cost:
 
     def chain(self) -> tuple[int, float] | None:
         """(jobs, node-hours) when every job uses its whole walltime; None where no walltime is known or it leaves no time to train."""
-        if self.slice_hours is None or (trained_h := self.slice_hours - START_H - self.lead_s / 3600) <= 0:
+        if self.slice_hours is None or (trained_h := self.slice_hours - (START_S + self.lead_s) / 3600) <= 0:
             return None
         jobs = max(1, math.ceil(self.hours / trained_h)) if self.chained else 1
         return jobs, jobs * self.slice_hours * self.nodes
@@ -132,7 +131,6 @@ def admit_job(job: BatchJob) -> None:
             continue_with=job.continue_with,
         )
     )
-    cost = cost_of(request)
-    log.info(Cost(cost.steps, cost.step_s, cost.nodes, left_s and left_s / 3600, job.lead_s, cost.chained).describe(job.max_node_hours))
+    log.info(replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours))
     for note in advice(request):
         log.warn(note)

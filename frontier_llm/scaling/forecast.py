@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frontier_llm.cluster.sites import format_walltime
 from frontier_llm.errors import ConfigError
-from frontier_llm.scaling.predict import PointPrediction, predict
+from frontier_llm.scaling.predict import START_S, PointPrediction, predict
 from frontier_llm.scaling.series import Point
-from frontier_llm.scaling.walltime import MARGIN, START_S
+from frontier_llm.scaling.walltime import MARGIN
 from frontier_llm.units import GIB, format_seconds
 
 
@@ -55,7 +55,7 @@ def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
     """Every point with its price; the smallest is what efficiencies refer to. Raises ConfigError naming each point that does not fit into memory."""
     by_nodes = {point.nodes: predict(point.config, point.devices) for point, _ in timed}
     problems = [
-        type(problem)(f"{nodes} nodes: {problem.where}", problem.what, problem.fix)
+        replace(problem, where=f"{nodes} nodes: {problem.where}")
         for nodes, predicted in by_nodes.items()
         for problem in predicted.memory_problems()
     ]

@@ -79,8 +79,8 @@ def read_sample(directory: Path) -> Sample:
     rows = run_dir.steps(directory)
     if len(rows) >= point["steps"]:
         return Sample(point, "ok", tuple(step_times_s(directory)))
-    last = next(reversed(run_dir.attempts(directory)), None)
-    if last and last.cause not in ("finished", "interrupted"):
+    last = run_dir.last_attempt(directory)
+    if last and last.failed:
         return Sample(point, f"failed: {last.detail or last.cause}", ())
     return Sample(point, f"incomplete: {len(rows)} of {point['steps']} steps", ())
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from frontier_llm import log
-from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.scaling.forecast import Forecast
 from frontier_llm.scaling.launch import AllocationRanks, RunEnd, ShortRun, judge
@@ -48,7 +47,7 @@ def run_series(
 def _run(row: Forecast, launcher: AllocationRanks, words: tuple[str, ...], limit_s: float) -> None:
     """One point, again while its nodes die."""
     name = row.point.directory.name
-    run = ShortRun(load_run(words[0], words[1:]), words)
+    run = ShortRun(words)
     for start in range(1, MOST_STARTS + 1):
         try:
             with launcher.borrow(row.point.nodes) as nodes:

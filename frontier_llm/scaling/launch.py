@@ -10,19 +10,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.attempt import start_ranks
-from frontier_llm.cluster.doctor import examine
-from frontier_llm.cluster.job_spec import BatchJob
-from frontier_llm.cluster.probe import Settings
-from frontier_llm.cluster.rank_env import environ, environment, with_this_package
+from frontier_llm.cluster.doctor import preflight
+from frontier_llm.cluster.job_spec import TRAIN, BatchJob
+from frontier_llm.cluster.lead import SLURM_EARLY_S, job_lead_s
+from frontier_llm.cluster.rank_env import environment, with_this_package
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import Site
-from frontier_llm.config import RunConfig
+from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, read_failure
 from frontier_llm.scaling.harvest import step_times_s
@@ -43,10 +43,14 @@ BARE = ("train.save_interval=0", "train.save_final=false", "train.eval_interval=
 
 @dataclass(frozen=True)
 class ShortRun:
-    """What to start: a run file with its words. `config` is what they make."""
+    """What to start."""
 
-    config: RunConfig
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # run file and overrides
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """What the words make."""
+        return load_run(self.words[0], self.words[1:])
 
     @property
     def directory(self) -> Path:
@@ -102,12 +106,8 @@ class AllocationRanks:
         self._lock = threading.Lock()
 
     def preflight(self, directory: Path) -> None:
-        """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are left."""
-        gone = slurm.unhealthy(self.allocation.nodes)
-        report = examine(Settings(site=self.site, run_dir=str(directory)), [node for node in self.allocation.nodes if node not in gone])
-        log.info(report.render())
-        self._failed += report.bad_hosts
-        self._choose(self.nodes)
+        """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are left, or all share a fault."""
+        self._failed += preflight(self.site, directory, self.allocation.nodes, self.nodes)
 
     def _choose(self, count: int) -> tuple[str, ...]:
         bad = {*self._failed, *slurm.unhealthy(self.allocation.nodes)}
@@ -147,10 +147,9 @@ class AllocationRanks:
         return RunEnd(seconds, outcome.exit_code, failure, in_time)
 
     def time_left_s(self) -> float:
-        """Of the job's walltime, until Slurm warns the ranks or ending takes what is left."""
+        """Of the job's walltime, until Slurm may warn the ranks; less what ending them takes."""
         left_s = slurm.time_left_s(self.allocation.job_id)
-        warned_s = float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or self.site.signal_lead_s)
-        return math.inf if left_s is None else left_s - max(warned_s, GRACE_S) - GRACE_S
+        return math.inf if left_s is None else left_s - job_lead_s(self.site) - SLURM_EARLY_S - GRACE_S
 
 
 class LocalRanks:
@@ -166,7 +165,7 @@ class LocalRanks:
         """As many ranks as devices; they die with the process that holds them."""
         run.directory.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
-        words = [sys.executable, "-P", "-m", "frontier_llm.cli.main", "train", *run.words]
+        words = [sys.executable, *TRAIN, *run.words]
         with (run.directory / "ranks.log").open("wb") as text:
             process = subprocess.Popen(words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
             in_time = True

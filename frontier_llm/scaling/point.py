@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from frontier_llm.cluster import job, slurm
-from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.job_spec import spare_nodes
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
@@ -30,9 +30,8 @@ def main(words: Sequence[str]) -> int:
     try:
         allocation = slurm.Allocation.from_environment()
         config = load_run(words[1], words[2:])
-        nodes = len(allocation.nodes) - int(environ("FRONTIER_LLM_SPARE_NODES", "0") or 0)
-        site = load_site(environ("FRONTIER_LLM_SITE", "generic") or "generic")
-        site = site.model_copy(update={"tasks_per_node": allocation.tasks_per_node})
+        nodes = len(allocation.nodes) - spare_nodes(allocation)
+        site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})
         directory = Path(config.train.run_dir).resolve() / f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
         point = make_point(mode, config, site, nodes, config.batch.global_batch, directory)
         announce(point)

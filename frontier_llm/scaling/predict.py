@@ -11,6 +11,8 @@ from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.units import GIB
 
+START_S = 600.0  # of a job, until its first step: environment, imports, rendezvous, weights (assumed)
+
 
 @dataclass(frozen=True)
 class PointPrediction:

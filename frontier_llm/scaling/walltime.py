@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from frontier_llm.cluster.sites import Site, format_walltime
+from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.scaling.harvest import WARMUP_STEPS
-from frontier_llm.scaling.predict import predict
+from frontier_llm.scaling.predict import START_S, predict
 from frontier_llm.scaling.series import Point
 from frontier_llm.units import format_seconds
 
 MARGIN = 1.5  # measured over simulated step: ORNL's 48 tokens/s per GCD of Frontier (175B) are 1.3 times below the planner's 63
-START_S = 600  # until the first step: environment, imports, rendezvous, weights
 MOST_STEPS = 20  # a point's own choice
 FEWEST_STEPS = WARMUP_STEPS + 5  # of any point: an efficiency of fewer measured steps is an anecdote
 
@@ -38,7 +38,7 @@ def with_walltime(
         room = int((60 * limit - START_S) / (MARGIN * step_s)) if 60 * limit > START_S else 0
         wanted = steps or min(room, MOST_STEPS)
         if wanted > room or wanted < FEWEST_STEPS:
-            problems[point.nodes] = _problem(point, site, step_s, limit, wanted, room)
+            problems[point.nodes] = _problem(point, site, partition, step_s, limit, wanted, room)
         needed = -(-int(START_S + MARGIN * wanted * step_s) // 300) * 5  # in whole five minutes
         timed.append((_with_steps(point, max(wanted, 1)), minutes or min(limit, needed)))
     if problems:
@@ -64,14 +64,13 @@ def _with_steps(point: Point, steps: int) -> Point:
     return replace(point, config=config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})}))
 
 
-def _problem(point: Point, site: Site, step_s: float, limit: int, wanted: int, room: int) -> Problem:
+def _problem(point: Point, site: Site, partition: str | None, step_s: float, limit: int, wanted: int, room: int) -> Problem:
     """Too long for its walltime; with what would fit."""
     if room >= FEWEST_STEPS:
         fix = f"train.steps={room}"
     else:
-        enough = (START_S + FEWEST_STEPS * MARGIN * step_s) / 60
-        other = next((name for name in site.partitions if (site.max_minutes(point.nodes, name) or 0) >= enough), None)
-        fix = f"leave {point.nodes} nodes out, or take a smaller batch" + (f", or --partition {other}" if other else "")
+        enough = math.ceil((START_S + FEWEST_STEPS * MARGIN * step_s) / 60)
+        fix = "; or ".join([f"leave {point.nodes} nodes out, or take a smaller batch", *longer_jobs(site, point.nodes, enough, partition)])
     return Problem(
         f"{point.nodes} nodes",
         f"a step of {point.config.batch.global_batch} samples takes about {format_seconds(step_s)} (simulated); "

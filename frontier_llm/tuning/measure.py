@@ -10,7 +10,6 @@ from statistics import median
 
 from frontier_llm import log
 from frontier_llm.blueprint.layout import run_keys
-from frontier_llm.config import load_run
 from frontier_llm.planner.report import layout_words
 from frontier_llm.scaling.harvest import step_times_s
 from frontier_llm.scaling.launch import BARE, Launcher, ShortRun, judge
@@ -45,7 +44,7 @@ class Bench:
         log.info(
             f"trial {number} ({proposal.why}): {layout_words(plan)}; expected {format_seconds(proposal.expected_s)}, limit {limit_s:.0f} s"
         )
-        end = self.launcher.start(ShortRun(load_run(words[0], words[1:]), words), limit_s)
+        end = self.launcher.start(ShortRun(words), limit_s)
         status, detail = ("interrupted", "") if end.interrupted else judge(directory, end)
         times_s = step_times_s(directory) if status == "ok" else []
         step_s = median(times_s) if times_s else None

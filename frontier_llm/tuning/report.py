@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from frontier_llm.blueprint.layout import run_keys
+from frontier_llm.blueprint.layout import FIELD_OF_KEY, run_keys
 from frontier_llm.config import load_run
 from frontier_llm.config.load import available, merge, parse_overrides
 from frontier_llm.errors import FrontierError
@@ -24,37 +25,29 @@ from frontier_llm.tuning.trials import Trial
 from frontier_llm.units import format_seconds
 
 LEAST_FITTED = 4  # trials, before constants are looked at
-RUN_FILE_NAMES = {  # of what has another name in `Layout`
-    "tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert", "etp": "expert_tensor", "expert_nodes": "expert_all_to_all",
-    "sharding": "zero, data_mode",
-}  # fmt: skip
 
 
 def summary(search: Tuner) -> dict[str, Any]:
     """The result in one mapping."""
     tried, best = search.tried, search.best
     first = tried.get(0)
-    failures = {
-        status: count for status in {trial.status for trial in search.trials} if (count := _count(search, status)) and status != "ok"
-    }
     return {
         "layouts": len(search.space.plans),
         "trials": len(search.trials),
         "node_hours": round(sum(trial.node_hours for trial in search.trials), 4),
-        "failures": failures,
+        "failures": dict(Counter(trial.status for trial in search.trials if trial.status != "ok")),
         "best": None if best is None else _words(search, best),
         "best_step_s": None if best is None else best.step_s,
         "best_predicted_s": None if best is None else best.predicted_s,
         "planner_step_s": first.step_s if first else None,
         "faster_than_planner": first.step_s / best.step_s - 1 if best and best.step_s and first and first.step_s else None,
-        "importance": {
-            RUN_FILE_NAMES.get(name, name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()
-        },
+        "importance": {_keys_of(name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()},
     }
 
 
-def _count(search: Tuner, status: str) -> int:
-    return sum(trial.status == status for trial in search.trials)
+def _keys_of(choice: str) -> str:
+    """A layout's field in a run file's words: 'tensor', 'data_mode, zero'."""
+    return ", ".join(key for key, field in FIELD_OF_KEY.items() if field == choice)
 
 
 def _words(search: Tuner, trial: Trial) -> str:
@@ -173,5 +166,5 @@ def charts(search: Tuner) -> Iterator[Chart]:
     yield Chart("Course of the search", "trial", "measured step, s", course, height_px=380)
     shares = search.surrogate.importance(search.belief())
     bars: dict[str, Any] = {"type": "bar", "orientation": "h", "x": [100 * share for share in shares.values()][::-1]}
-    bars |= {"y": [RUN_FILE_NAMES.get(name, name) for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
+    bars |= {"y": [_keys_of(name) for name in shares][::-1], "marker": {"color": COLORS[0]}, "name": "share"}
     yield Chart("What mattered", "% of the variance that the choice alone explains", "", [bars], height_px=380)

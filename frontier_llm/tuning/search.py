@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from frontier_llm.scaling.predict import START_S
 from frontier_llm.tuning.space import Space
 from frontier_llm.tuning.surrogate import Belief, Surrogate
 from frontier_llm.tuning.trials import RETRIED, Trial
@@ -16,7 +17,6 @@ SPREAD_TRIALS = 3  # far from each other, after the planner's choice: of one poi
 WORTH = 0.003  # of a step: the search ends when no untried layout is expected to gain more, which two runs of one layout differ by
 LEAST_TRIALS = 8
 MOST_NODE_FAILURES = 3  # in a row
-START_S = 600.0  # of a start, while none has been seen: environment, imports, rendezvous, weights
 SLOWER = 2.5  # times the best measured step: a layout that is so much slower need not finish
 PATIENCE = 4.0  # times the planner's step, while none has been measured
 AGAIN = "start the same again to go on"
@@ -76,7 +76,7 @@ class Tuner:
         return Proposal(number, "model", float(expected[number]))
 
     def start_s(self) -> float:
-        """What a start takes besides its steps: thrice the longest seen."""
+        """What a start takes besides its steps: thrice the longest seen; while none has been, what is assumed of every job."""
         seen = [trial.wall_s - (trial.step_s or 0.0) * trial.steps for trial in self.trials if trial.ok]
         return 3 * max(seen) if seen else START_S
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint.layout import Layout, run_keys
+from frontier_llm.blueprint.layout import FIELD_OF_KEY, Layout, run_keys
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import merge
 from frontier_llm.costs.memory import peak_memory
@@ -23,11 +23,7 @@ from frontier_llm.topology import plan_problems
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
 WITHIN = 2.0  # times the best predicted step: for a better one the planner would have to be wrong twofold between two layouts of one model
 
-# what may be chosen, in the order in which tables show it: fields of `Layout`
-CHOICES = (
-    "tp", "cp", "pp", "dp", "ep", "etp", "expert_nodes", "chunks", "schedule", "micro_batch", "sequence_parallel", "recompute", "sharding", "axis_order",
-    "context_attention", "tensor_chunks",
-)  # fmt: skip
+CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # what tells one layout of a table of trials from another
 
 
 def words_of(keys: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -100,7 +96,7 @@ def features(plans: Sequence[Plan]) -> np.ndarray:
         if isinstance(values[0], str):
             columns += [np.array([value == option for value in values], dtype=float) for option in sorted(set(values))[1:]]
         else:
-            columns.append(np.log2(np.array(values, dtype=float) + (1 if isinstance(values[0], bool) else 0)))
+            columns.append(np.log2(np.array(values, dtype=float) + (min(values) < 1)))  # False and 0 have a place, too
     columns += [np.array(column) for column in zip(*(_shares(plan) for plan in plans), strict=True)]
     columns.append(np.log([plan.step_s for plan in plans]))
     table = np.stack(columns, axis=1)

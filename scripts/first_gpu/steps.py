@@ -36,13 +36,14 @@ SIZES = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (1, "full"))  # (mi
 
 def built(model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf16", device: str = DEVICE, op: str = "auto") -> TrainState:
     """A run of one rank on a device, `op` the back-end of all ops."""
-    groups = ("attention", "norm", "rope", "activation", "cross_entropy", "adamw", "linear", "accumulate")
+    ops = OpsConfig(no_jit=True, attention_table=TABLE)
+    chosen = {name: op for name, value in ops if value == "auto"}
     config = RunConfig(
         model=model,
         batch=BatchConfig(global_batch=2 * micro_batch, micro_batch=micro_batch),
         optimizer=OptimizerConfig(schedule="constant", lr=1e-3),
-        precision=PrecisionConfig(dtype=dtype),
-        ops=OpsConfig(no_jit=True, attention_table=TABLE, **({} if op == "auto" else dict.fromkeys(groups, op))),
+        precision=PrecisionConfig.model_validate({"dtype": dtype}),
+        ops=OpsConfig.model_validate({**dict(ops), **chosen}),
         train=TrainConfig(steps=1000, recompute=recompute),
     )
     batches = open_batches(config, 0, 1)

@@ -19,8 +19,10 @@ LONGER = ("model.sequence_length=16",)
 GATHER, RING = (Case("llama", cp=2, settings=(f"parallel.context_attention={way}",)) for way in ("gather", "ring"))
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize(
+    "family", [family if family in ("llama", "mpt") else thorough(family) for family in FAMILIES]
+)  # rotations and ALiBi
 @pytest.mark.parametrize("cp", but_first([2, 4]))
 def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, family: str, documents: bool) -> None:
     case = Case(family, cp=cp, documents=documents, settings=LONGER)
@@ -47,7 +49,7 @@ def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
 
 @pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize("family", but_first(["llama", "mpt"]))
-@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], 2))
 def test_every_way_of_attention(run_case: RunCase, way: str, family: str, documents: bool) -> None:
     case = Case(family, cp=4, documents=documents, recompute="selective", settings=(*LONGER, f"parallel.context_attention={way}"))
     assert differences(run_case(case), run_case(case.serial())) == []
@@ -59,7 +61,8 @@ def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> Non
     assert differences(run_case(case), run_case(Case("llama", settings=LONGER))) == []
 
 
-@pytest.mark.parametrize("kind", but_first(["linear", "ntk", "yarn"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
 def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
     """Llama 3's is that of the family `llama`. A head of 16 dims has 8 rotations, some of which turn fast and some slowly within 8 tokens."""
     scaling = [
@@ -73,7 +76,8 @@ def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
     assert differences(run_case(case), serial) == []
 
 
-@pytest.mark.parametrize("way", but_first(["gather", "ring", "heads"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["gather", "ring", "heads"])
 def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
     settings = (*LONGER, "model.sliding_window=5")
     case = Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True, settings=(*settings, f"parallel.context_attention={way}"))
@@ -86,8 +90,8 @@ def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
     ("mistake", "case", "reddens"),
     [
         thorough("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
-        ("local-division", Case("llama", cp=2, documents=True), "losses"),
-        ("mask-by-own-index", Case("llama", cp=2), "losses"),
+        thorough("local-division", Case("llama", cp=2, documents=True), "losses"),
+        thorough("mask-by-own-index", Case("llama", cp=2), "losses"),
         thorough("mask-by-own-index", Case("mpt", cp=2, documents=True, settings=("parallel.context_attention=gather",)), "losses"),
         thorough("positions-by-own-index", Case("neox", cp=2), "losses"),
         ("keys-without-gradient", GATHER, "gradient of layers.0.attention.qkv.weight"),

@@ -18,6 +18,7 @@ from tests.parity.test_engines import KINDS, LAYOUTS, build, config_of, gathered
 COPIES = Case("gpt", dp=4, settings=("parallel.data_shard=2",))
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_copies_is_that_of_one(ranks: RankPool, tmp_path: Path) -> None:
     """Of four replicas each two hold everything: one of the copies is written, and each reads all of it."""
     written = ranks.run(4, save_and_go_on, COPIES, "fsdp", tmp_path)

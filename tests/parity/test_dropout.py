@@ -31,7 +31,7 @@ def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> Non
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full", micro_batch=2),
+        thorough(Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full", micro_batch=2)),
         thorough(Case("gpt", tp=2, cp=2, dp=2, recompute="selective", schedule="1f1b")),
         Case("gpt", cp=2, pp=4, sequence_parallel=False, schedule="zb-h1", documents=True),
         thorough(Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp")),
@@ -58,6 +58,7 @@ def test_masks_by_where_a_token_lies_turn_the_comparison_red(run_case: RunCase, 
     assert any("losses" in line for line in found), found
 
 
+@pytest.mark.thorough
 def test_a_run_that_stops_and_resumes_drops_what_the_other_would_have(ranks: RankPool, tmp_path: Path) -> None:
     """Bit-equal on the same layout; on others, whose sums have another order, within what layouts differ by."""
     case = Case("gpt", tp=2, dp=2, recompute="selective", settings=DROPS)

@@ -118,9 +118,9 @@ def assert_equal_training(
 @pytest.mark.parametrize(
     "case",
     [
-        Case("llama", tp=2, dp=2, sequence_parallel=True, recompute="full"),
+        Case("gpt", dp=2),
+        thorough(Case("llama", tp=2, dp=2, sequence_parallel=True, recompute="full")),
         thorough(Case("gpt", dp=4, settings=("parallel.data_shard=2",))),
-        thorough(Case("gpt", dp=2)),
         thorough(Case("gpt", cp=2, dp=2, settings=("model.sequence_length=16",))),
         thorough(Case("mpt", dp=4, schedule="gpipe", documents=True)),
     ],

@@ -34,7 +34,7 @@ def run_case(ranks: RankPool) -> RunCase:
     return run
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "document-resets"])
+@pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str, documents: bool) -> None:
     case = Case(family, documents=documents)

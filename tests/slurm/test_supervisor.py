@@ -266,8 +266,8 @@ def test_successor_jobs_follow_one_at_a_time(cluster: LocalSlurm, tmp_path: Path
     words = shlex.join([f"train.run_dir={tmp_path}/run", *SMALL, "train.steps=120"])
     (tmp_path / "run" / "job.sbatch").write_text(script.read_text().replace('"$@"', words))
     env = {"FRONTIER_LLM_CONTINUE": "successor", "STAND_IN_STEP_S": "0.4", "FRONTIER_LLM_SIGNAL_LEAD_S": "25", "PYTHONPATH": str(tmp_path)}
-    options = ("--time=1", "--signal=USR1@25", "--ntasks-per-node=1", f"--output={tmp_path}/job-%j.out")
-    # the successor is made from the script alone, so what the first job got on the command line has to be in it
+    options = ("--time=1", "--signal=USR1@25", "--ntasks-per-node=1")
+    # of what the first job got on the command line, its successor knows account, partition and QOS; the rest has to be in the script
     text = (tmp_path / "run" / "job.sbatch").read_text()
     lines = "\n".join(f"#SBATCH {option}" for option in options)
     (tmp_path / "run" / "job.sbatch").write_text(text.replace("set -euo pipefail", f"{lines}\nset -euo pipefail", 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.holder import last_start
 from frontier_llm.cluster.rank_env import environment
 from tests.harness.scenarios import scenario
 from tests.harness.slurm import ENDED, ROOT, LocalSlurm
@@ -44,6 +45,7 @@ def losses(directory: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in run_dir.steps(directory / "run")]
 
 
+@pytest.mark.thorough  # 32 ranks
 @pytest.mark.timeout(700)
 def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_path: Path) -> None:
     words = ("parallel.pipeline=4", "batch.global_batch=4", "train.steps=3")
@@ -161,13 +163,13 @@ def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Pa
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, "--nodes=1", "--ntasks-per-node=1", words=words, env=env)
     run, stale_log = tmp_path / "run", tmp_path / "run" / "logs" / "attempt_0001" / "rank_0.log"
     cluster.wait_for(lambda: run_dir.latest_step(run) > 0, 200, "first checkpoint")
-    host = str(run_dir.holder(run)["host"])
+    host = str(last_start(run)["host"])
     cluster.kill_node(host)
     cluster.wait_for(lambda: "has been replaced by" in stale_log.read_text(), 300, "refusal of the stale rank")
     job = cluster.wait_job(job_id, 300)
     text = (tmp_path / "job.out").read_text()
     assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1, text
-    assert run_dir.holder(run)["host"] != host
+    assert last_start(run)["host"] != host
     assert run_dir.latest_step(run) == 70
     # in a process of its own: another test may be reading this one's output
     subprocess.run([sys.executable, "-m", "frontier_llm.cli.main", "checkpoint", "verify", str(run)], cwd=ROOT, check=True, timeout=120)

@@ -21,8 +21,6 @@ from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import write_durably
 from frontier_llm.units import GIB, strict_json
 
-_DTYPE_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
 
 def family_for(model: ModelConfig) -> Family:
     """The first family that computes exactly this model. Raises CheckpointError saying what each one would need."""
@@ -70,7 +68,7 @@ def export_huggingface(
                 shutil.copyfile(content, working / name)
             else:
                 write_durably(working / name, content.encode())
-        card = model_card(family.architecture, model, _DTYPE_NAMES[dtype], files, companions.facts)
+        card = model_card(family.architecture, model, config["dtype"], files, companions.facts)
         write_durably(working / "README.md", card.encode())
         if directory.exists():
             directory.rmdir()
@@ -85,7 +83,7 @@ def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_tok
     """config.json of a model. Keys that transformers 4 and 5 spell differently are written in both spellings: readers before 5 look
     only at rope_theta and silently take 10000 without it, 5 looks at rope_parameters.
     """
-    name = _DTYPE_NAMES[dtype]
+    name = str(dtype).removeprefix("torch.")
     return {
         "architectures": [family.architecture], "model_type": family.model_type, "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tied_embeddings, "torch_dtype": name, "dtype": name, "use_cache": True,

@@ -6,9 +6,7 @@ order without holes. Several files are listed in model.safetensors.index.json: {
 
 from __future__ import annotations
 
-import io
 import json
-import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -19,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from frontier_llm.bounds import LIFT, lifted, read_beyond
-from frontier_llm.checkpoint.shard import safetensors_head
+from frontier_llm.checkpoint.shard import safetensors_layout
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.files import NamedFile, write_durably
+from frontier_llm.files import created, write_all, write_durably
 from frontier_llm.packing import packed
 from frontier_llm.units import strict_json
 
@@ -84,18 +82,30 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"is damaged: {error}", where=str(path), fix="fetch the file again") from error
 
 
+def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
+    """The object in a file of that size at most. Raises CheckpointError for what is none, OSError as it comes."""
+    with path.open("rb") as file:
+        text = read_beyond(file, lifted(most_bytes))
+    if len(text) > lifted(most_bytes):
+        raise CheckpointError(f"has more than {lifted(most_bytes)} bytes", f"fetch the file again; {LIFT}", str(path))
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not JSON: {error}", "fetch the file again", str(path)) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"holds a {type(content).__name__}, not an object", "fetch the file again", str(path))
+    return content
+
+
 def _weight_map(directory: Path) -> dict[str, str]:
     """name → file, from the index or from the only file's header."""
     index = directory / INDEX
     if index.is_file():
+        content = read_json(index, MAX_INDEX_BYTES)
         try:
-            with index.open("rb") as content:
-                text = read_beyond(content, lifted(MAX_INDEX_BYTES))
-            if len(text) > lifted(MAX_INDEX_BYTES):
-                raise ValueError(f"more than {lifted(MAX_INDEX_BYTES)} bytes; {LIFT}")
-            weight_map = dict(json.loads(text)["weight_map"])
+            weight_map = dict(content["weight_map"])
             outside = [file for file in weight_map.values() if Path(file).name != file]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"is damaged: {error!r}", where=str(index), fix="fetch the index again") from error
         if outside:
             raise CheckpointError(f"names {outside[0]!r}, which is no file beside it", where=str(index), fix="fetch the index again")
@@ -119,25 +129,18 @@ def write_sharded(
 
     Returns the files' names. The headers are known before the first number is, so one tensor at a time is in memory.
     """
-    size = torch.empty((), dtype=dtype).element_size()
-    shards = list(packed(list(shapes), lambda name: prod(shapes[name]) * size, shard_bytes))
+    size = dtype.itemsize
+    shards = list(packed(shapes, lambda name: prod(shapes[name]) * size, shard_bytes))
     names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     stream = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
-        with io.BufferedWriter(NamedFile(directory / name, "w")) as file:
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            begin = 0
-            for tensor in shard:
-                end = begin + prod(shapes[tensor]) * size
-                header[tensor] = {"dtype": _CODES[dtype], "shape": list(shapes[tensor]), "data_offsets": [begin, end]}
-                begin = end
-            file.write(safetensors_head(header))
-            for tensor in shard:
+        head, (*starts, _) = safetensors_layout({tensor: shapes[tensor] for tensor in shard}, _CODES[dtype], {"format": "pt"})
+        with created(directory / name) as descriptor:
+            write_all(descriptor, memoryview(head), 0)
+            for tensor, start in zip(shard, starts, strict=True):
                 values = next(stream)
                 assert tuple(values.shape) == shapes[tensor], f"{tensor}: {tuple(values.shape)} is not {shapes[tensor]}"
-                file.write(values.to(dtype).contiguous().view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
+                write_all(descriptor, values.to(dtype).reshape(-1).view(torch.uint8).numpy().data, start)
     if next(stream, None) is not None:
         raise AssertionError("more tensors than names")
     if len(shards) > 1:

@@ -23,7 +23,7 @@ class TensorRule:
 
     parameter: Parameter
     theirs: tuple[str, ...]  # one tensor, or one for each of our pieces
-    rows: int  # of our first dim, those that they have: all but the vocabulary's padding, which is zeros here
+    rows: int  # of our first dim that theirs has too: all but the vocabulary's padding, which is zeros here
     stacked: bool  # a fused tensor of theirs has our pieces one below the other, not row by row in our order
     turned: bool  # theirs is kept as (in, out)
 

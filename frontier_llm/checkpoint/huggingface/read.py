@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from frontier_llm.blueprint import ParameterKind
-from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.checkpoint.huggingface.families import FAMILIES, ConfigJson, Family
-from frontier_llm.checkpoint.huggingface.files import ShardedReader
+from frontier_llm.checkpoint.huggingface.files import ShardedReader, read_json
 from frontier_llm.config import ModelConfig
-from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.errors import CheckpointError, Problem, first_of
 
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
-_REPORTED = 8  # of a list of missing tensors
 
 
 class HuggingFaceModel:
@@ -30,9 +27,7 @@ class HuggingFaceModel:
         Raises CheckpointError: unknown architecture, a value with no counterpart, missing or damaged shards, wrong shapes.
         """
         self.directory = Path(directory)
-        self.config = _read_config(self.directory)
-        self.family = family_of(self.config, str(self.directory / CONFIG))
-        self.model = read_model_config(self.directory)
+        self.family, self.model = _read_config(self.directory)
         if vocab_multiple is not None:
             self.model = self.model.model_copy(update={"vocab_multiple": vocab_multiple})
         self._reader = ShardedReader(self.directory)
@@ -73,16 +68,22 @@ class HuggingFaceModel:
                 what = f"has no place in {self.family.architecture} as we compute it"
                 problems.append(Problem(name, what, "the model has parts that are not supported"))
         if problems:
-            rest = len(problems) - _REPORTED
-            more = [Problem(str(self.directory), f"… and {rest} more like these")] if rest > 0 else []
-            raise CheckpointError([*problems[:_REPORTED], *more])
+            raise CheckpointError(first_of(problems))
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
     """Our shape of a Hugging Face model, from its config.json alone."""
-    content, where = _read_config(Path(directory)), str(Path(directory) / CONFIG)
-    family = family_of(content, where)
-    fields = ConfigJson(content, where)
+    return _read_config(Path(directory))[1]
+
+
+def _read_config(directory: Path) -> tuple[Family, ModelConfig]:
+    where = str(directory / CONFIG)
+    try:
+        content = read_json(directory / CONFIG, MAX_CONFIG_BYTES)
+    except OSError as error:
+        what = "is not a Hugging Face model: it has no config.json"
+        raise CheckpointError(what, "give the directory that holds it", str(directory)) from error
+    family, fields = family_of(content, where), ConfigJson(content, where)
     fields.only("quantization_config", None)
     try:
         model = family.read_model(fields)
@@ -92,7 +93,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     refusals = family.refusals(model)
     if refusals:
         raise CheckpointError([Problem(where, f"{family.architecture}: {reason}", "see docs/huggingface.md") for reason in refusals])
-    return model.model_copy(update={"name": Path(directory).resolve().name})
+    return family, model.model_copy(update={"name": directory.resolve().name})
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -109,22 +110,3 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     raise CheckpointError(
         what, where=where, fix=f"supported: {known}; or name a plugin that registers it: --plugin MODULE (docs/extending.md)"
     )
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
-    try:
-        with path.open("rb") as file:
-            text = read_beyond(file, lifted(MAX_CONFIG_BYTES))
-        if len(text) > lifted(MAX_CONFIG_BYTES):
-            raise CheckpointError(f"has more than {lifted(MAX_CONFIG_BYTES)} bytes", where=str(path), fix=f"fetch the file again; {LIFT}")
-        content = json.loads(text)
-    except OSError as error:
-        raise CheckpointError(
-            "is not a Hugging Face model: it has no config.json", where=str(directory), fix="give the directory that holds it"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not JSON: {error}", where=str(path), fix="fetch the file again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"holds a {type(content).__name__}, not an object", where=str(path), fix="fetch the file again")
-    return content

@@ -9,12 +9,13 @@ between versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.megatron.archive import Namespace, StoredTensor, TorchArchive
 from frontier_llm.errors import CheckpointError, Problem
 
@@ -106,7 +107,7 @@ def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
         for stage in range(pipeline):
             numbers: set[int] = set()
             for rank in range(tensor):
-                for name, value in _flat(contents[rank, stage][chunk]):
+                for name, value in flattened(contents[rank, stage][chunk]):
                     numbers |= _take(parts, name, value, rank, layers_before, files[rank, stage])
             layers_before += len(numbers)
     return StoredModel(str(folder), arguments, float(first.get("checkpoint_version", 0)), parts)
@@ -123,7 +124,7 @@ def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     parts: dict[str, list[StoredTensor]] = {}
     index = 0
     for layer in layers:
-        contents = [dict(_flat(TorchArchive(files[layer, rank]).content)) for rank in range(tensor)]
+        contents = [dict(flattened(TorchArchive(files[layer, rank]).content)) for rank in range(tensor)]
         transformer = any("mlp." in name for name in contents[0])
         for rank, content in enumerate(contents):
             for name, value in content.items():
@@ -137,7 +138,7 @@ def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
 
 
 def _complete(expected: Iterable[tuple[tuple[int, int], str]], files: Mapping[tuple[int, int], Path], folder: Path) -> None:
-    """The first few that are missing: a single file may claim to be of rank 99,999,999."""
+    """Raises CheckpointError with the first few files that are missing: as a single name may claim rank 99,999,999, they are never all listed."""
     missing = list(islice((name for key, name in expected if key not in files), _REPORTED))
     if missing:
         raise CheckpointError([Problem(str(folder / name), "is missing", "copy the whole checkpoint") for name in missing])
@@ -158,17 +159,8 @@ def _arguments(content: Any, path: Path) -> dict[str, Any]:
     return vars(arguments)
 
 
-def _flat(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dictionaries under dotted names."""
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _take(parts: dict[str, list[StoredTensor]], name: str, value: Any, rank: int, layers_before: int, path: Path) -> set[int]:
-    """File one tensor under our name; returns the layer's number within its rank, if it is of a layer."""
+    """Add one tensor under our name; returns its layer's number within the rank, or nothing for one outside of the layers."""
     if not isinstance(value, StoredTensor) or _NO_WEIGHTS.match(name):
         return set()
     match = _IN_LAYER.fullmatch(name)

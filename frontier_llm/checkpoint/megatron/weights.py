@@ -12,9 +12,7 @@ from torch import Tensor
 from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, Split, model_parameters
 from frontier_llm.checkpoint.megatron.arguments import read_model
 from frontier_llm.checkpoint.megatron.files import find
-from frontier_llm.errors import CheckpointError, Problem
-
-_REPORTED = 8
+from frontier_llm.errors import CheckpointError, Problem, first_of
 
 
 class MegatronModel:
@@ -69,7 +67,7 @@ class MegatronModel:
         for name in sorted(self._stored.tensors.keys() - self._parameters.keys() - tied_copy):
             problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
         if problems:
-            raise CheckpointError(problems[:_REPORTED])
+            raise CheckpointError(first_of(problems))
 
     def _part_shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Of one tensor rank, as Megatron keeps it: matrices of two dimensions."""

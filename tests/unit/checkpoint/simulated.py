@@ -13,7 +13,7 @@ from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.manifest import Manifest, Progress
-from frontier_llm.checkpoint.save import build_manifest, describe_piece, index_pieces
+from frontier_llm.checkpoint.save import build_manifest
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import ModelConfig, OpsConfig, OptimizerConfig, load_model
@@ -102,7 +102,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
     directory.mkdir(exist_ok=True)
     building = folder.temporary(directory, step, 1)
     building.mkdir()
-    described, parts, dtype = [], [], "F32"
+    pieces, parts, dtype = [], [], "F32"
     for rank in range(layout.grid.world_size):
         optimizer = optimizer_of(buckets_of(model, layout, rank), filled=True)
         snapshot = Snapshot(optimizer, rank)
@@ -110,9 +110,8 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         head, data = snapshot.layout(step).head, snapshot.data()
         digest = shard.write(building / snapshot.file, head, data)
         parts.append({"file": snapshot.file, "bytes": len(head) + len(data), "sha256": digest})
-        described.append([describe_piece(part) for part in snapshot.saved])
+        pieces.append(snapshot.pieces)
         dtype = snapshot.dtype
-    tensors, rows = index_pieces(described)
     degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
     manifest = build_manifest(
         progress(step),
@@ -123,8 +122,7 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         data={},
         dtype=dtype,
         optimizer="adamw",
-        tensors=tensors,
-        rows=rows,
+        pieces=pieces,
         parts=parts,
     )
     folder.commit(directory, manifest)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.inspect import verify
+from frontier_llm.checkpoint.inspect import find, verify
 from frontier_llm.cli.main import main
+from frontier_llm.errors import CheckpointError
+from frontier_llm.inference.open import open_model
 from tests.unit.checkpoint.serial import Run
 
 
@@ -75,6 +77,21 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
     assert main(["checkpoint", "verify", str(directory)]) == 1
     said = capsys.readouterr()
     assert "step_00000004  DAMAGED" in said.out and "MiB read in" in said.out and "it holds" in said.err
+
+
+def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> None:
+    """Those that training sees: the newest by its name, also where a crash came before LATEST moved, and without the folder around them."""
+    directory = run.manager.directory
+    folder.point_latest(directory, "step_00000002")
+    (directory / "checkpoints").mkdir()  # an empty one hides nothing
+    for path in (tmp_path, directory):
+        assert [one.name for one in find(path)] == ["step_00000002", "step_00000004"]
+        assert open_model(path).path.name == "step_00000004"
+    assert find(directory / "step_00000002") == [directory / "step_00000002"] == [open_model(directory / "step_00000002").path]
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        find(directory / "checkpoints")
+    with pytest.raises(CheckpointError, match="is no model"):
+        open_model(directory / "checkpoints")
 
 
 def test_diff_groups_and_counts(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,3 +286,16 @@ def test_a_full_disk_while_importing_names_the_file(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match=r"step_00000000\.tmp\.0/shard_00000\.safetensors: .*No space left on device; needs"):
         write_checkpoint(source, config, 1 << 30)
     assert list((tmp_path / "imported" / "checkpoints").iterdir()) == []
+
+
+def test_an_import_that_fails_leaves_nothing_and_names_the_cause(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.save(2)
+    source = CheckpointWeights(tmp_path / "run" / "checkpoints" / "step_00000002")
+    (tmp_path / "file").write_text("")
+    for run_dir, what in ((tmp_path / "file", "cannot write the checkpoint: Not a directory"), (tmp_path / "imported", "are in no shard")):
+        config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"run_dir": str(run_dir)})})
+        with pytest.raises(CheckpointError, match=what):
+            write_checkpoint(source, config, 1 << 30)
+        source._places.clear()
+    assert list((tmp_path / "imported" / "checkpoints").iterdir()) == []

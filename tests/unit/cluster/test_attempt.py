@@ -155,6 +155,12 @@ def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
     assert outcome.failure.describe() == "rank 0 on n0 failed first: Exited with exit code 2; /nowhere.bin: no such file"
 
 
+@pytest.mark.parametrize("code", [20, 255])
+def test_a_code_that_begins_with_a_two_is_no_refusal(tmp_path: Path, code: int) -> None:
+    """255 is how a container ends that cannot be started on a node: another attempt may have better luck."""
+    assert diagnose(code, [f"srun: error: n2: task 9: Exited with exit code {code}"], tmp_path).cause == "crash"
+
+
 def test_a_save_at_a_signal_is_no_failure(tmp_path: Path) -> None:
     said = ["srun: error: n0: task 3: Exited with exit code 75", "srun: error: n2: tasks 8-15: Killed"]
     assert diagnose(137, said, tmp_path).cause == "interrupted"

@@ -9,7 +9,7 @@ import pytest
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.job import attempt
-from frontier_llm.cluster.job_spec import BatchJob, split_flags
+from frontier_llm.cluster.job_spec import BatchJob, spare_nodes, split_flags
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
@@ -36,6 +36,17 @@ def test_flags_of_train_may_stand_anywhere_after_the_run_file() -> None:
 def test_other_flags_are_refused_before_any_rank_starts(words: list[str], expected: str) -> None:
     with pytest.raises(FrontierError, match=expected):
         split_flags(words)
+
+
+@pytest.mark.parametrize(("text", "spares"), [("", 0), ("1", 1), ("2", None), ("-1", None), ("one", None)])
+def test_one_node_at_least_is_left_to_work(monkeypatch: pytest.MonkeyPatch, text: str, spares: int | None) -> None:
+    monkeypatch.setenv("FRONTIER_LLM_SPARE_NODES", text)
+    allocation = Allocation("7", ("n0", "n1"), "n0", 1, 1)
+    if spares is not None:
+        assert spare_nodes(allocation) == spares
+    else:
+        with pytest.raises(FrontierError, match=f"{text} of 2 nodes"):
+            spare_nodes(allocation)
 
 
 @pytest.mark.parametrize(("limit", "left_out"), [(None, []), (2, ["n1"]), (1, ["n1", "n2"])])

@@ -151,15 +151,6 @@ def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "FRONTIER_LLM_BIND=gdc is neither gcd nor none" in done.stderr
 
 
-def test_local_ranks_start_without_slurm(tmp_path: Path) -> None:
-    env = {**os.environ, "FRONTIER_LLM_PYTHON": sys.executable}
-    done = subprocess.run([LAUNCH / "local.sh", "2", "quickstart", "--check"], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.glob("logs/*/*")) == ["rank_0.log", "rank_1.log"]
-    done = subprocess.run([LAUNCH / "local.sh", "two", "quickstart"], capture_output=True, text=True, env=env)
-    assert done.returncode == 2 and "usage: launch/local.sh RANKS CONFIG" in done.stderr
-
-
 def broadcast(tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0) -> subprocess.CompletedProcess[str]:
     """launch/broadcast_env.sh on n0 and n1; every command fails on the `dead` one, Slurm no longer has the one that is `gone`."""
     bin_dir = tmp_path / "bin"

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from frontier_llm.cluster.local import _copy, failure_lines, run_local_ranks
+from frontier_llm.cluster.local import _copy, run_local_ranks
+from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.failure import Evidence, read_failure
 
 PYTHON = (sys.executable, "-u", "-c")

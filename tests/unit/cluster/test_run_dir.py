@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 
 from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.holder import last_start, take
 from frontier_llm.cluster.run_dir import Attempt
 
 
 def test_starts_are_numbered(tmp_path: Path) -> None:
-    assert run_dir.holder(tmp_path) == {}
-    assert run_dir.take(tmp_path, "11", "n0") == 1
-    assert run_dir.take(tmp_path, "12", "n1") == 2
-    assert (run_dir.holder(tmp_path)["job_id"], run_dir.holder(tmp_path)["host"]) == ("12", "n1")
+    assert last_start(tmp_path) == {}
+    assert take(tmp_path, "11", "n0") == 1
+    assert take(tmp_path, "12", "n1") == 2
+    assert (last_start(tmp_path)["job_id"], last_start(tmp_path)["host"]) == ("12", "n1")
 
 
 def test_latest_step(tmp_path: Path) -> None:
@@ -76,4 +77,4 @@ def test_a_start_counts_those_that_had_no_supervisor(tmp_path: Path) -> None:
     lock = tmp_path / "checkpoints" / "incarnations" / "00000007.json"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert run_dir.take(tmp_path, "11", "n0") == 8
+    assert take(tmp_path, "11", "n0") == 8

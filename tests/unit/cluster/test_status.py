@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import run_dir
+from frontier_llm.cluster import run_dir, slurm
+from frontier_llm.cluster.holder import take
 from frontier_llm.cluster.status import read_status
 from frontier_llm.files import write_atomically
 
@@ -22,7 +23,7 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "config.yaml").write_text("train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n")
     write_atomically(directory / "checkpoints" / "LATEST", "step_00000030\n")
-    run_dir.take(directory, "77", "n0")
+    take(directory, "77", "n0")
     run_dir.record(directory, run_dir.Attempt(1, "77", ("n0",), 0, 30, 1, "crash", "rank 3 on n0 failed first", "n0"))
     run_dir.record(directory, run_dir.Attempt(2, "77", ("n0",), 30, 30, 75, "interrupted"))
     return directory
@@ -77,6 +78,22 @@ def test_runs_are_found_and_a_missing_one_is_an_error(
     assert [row["run_dir"] for row in json.loads(capsys.readouterr().out)] == ["runs/a"]
     assert main(["status", "runs/b"]) == 2
     assert "no such run directory" in capsys.readouterr().err
+
+
+def test_a_run_without_a_final_checkpoint_is_finished_when_its_last_attempt_is(run_directory: Path) -> None:
+    run_dir.record(run_directory, run_dir.Attempt(3, "77", ("n0",), 30, 100, 0, "finished"))
+    assert read_status(run_directory).state == "not queued"  # its checkpoint could not be written
+    (run_directory / "config.yaml").write_text("train: {steps: 100, save_final: false}\n")
+    assert read_status(run_directory).state == "finished"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("00:01:30", (60, 1)), ("2-00:00:00", (172770, 0)), ("UNLIMITED", (None, None))])
+def test_a_running_job_says_what_is_left_of_it(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: tuple[int | None, int | None]
+) -> None:
+    monkeypatch.setattr(slurm, "job_fields", lambda job_id: {"JobState": "RUNNING", "TimeLimit": limit, "RunTime": "00:00:30"})
+    status = read_status(run_directory)
+    assert status.state == "running" and (status.walltime_left_s, status.slices_left) == expected
 
 
 def test_finished_and_stopped(run_directory: Path) -> None:

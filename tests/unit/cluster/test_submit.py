@@ -214,6 +214,14 @@ def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys:
     assert main([*words, "--time", "0"]) == 2
 
 
+def test_a_job_gets_the_walltime_of_its_own_partition(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    for partition, walltime in (("batch", "02:00:00"), ("extended", "1-00:00:00")):
+        assert main([*words, "--partition", partition]) == 0
+        shown = capsys.readouterr()
+        assert f"#SBATCH --time={walltime}\n" in shown.out and f"{walltime} each slice" in shown.err
+
+
 def test_data_that_is_not_there_is_found_before_the_queue(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
     assert main(words) == 2

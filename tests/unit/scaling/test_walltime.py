@@ -7,9 +7,9 @@ import pytest
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError
-from frontier_llm.scaling.predict import predict
+from frontier_llm.scaling.predict import START_S, predict
 from frontier_llm.scaling.series import Point, make_series
-from frontier_llm.scaling.walltime import FEWEST_STEPS, MARGIN, MOST_STEPS, START_S, with_walltime
+from frontier_llm.scaling.walltime import FEWEST_STEPS, MARGIN, MOST_STEPS, with_walltime
 
 FRONTIER = load_site("frontier")
 

@@ -54,10 +54,10 @@ def test_failures_are_told_apart(tmp_path: Path, end: RunEnd, losses: list[float
 
 def test_ranks_of_this_machine_end_at_their_limit_and_a_refusal_is_read(tmp_path: Path) -> None:
     words = ("train_small", *TINY, "parallel.tensor=1", "parallel.pipeline=1", "train.steps=100000", f"train.run_dir={tmp_path}/run")
-    end = LocalRanks(1).start(ShortRun(load_run(words[0], words[1:]), words), 0.2)
+    end = LocalRanks(1).start(ShortRun(words), 0.2)
     assert not end.in_time and judge(tmp_path / "run", end)[0] == "hang"
     words = (*words, "batch.micro_batch=3")
-    end = LocalRanks(1).start(ShortRun(load_run(words[0], words[1:]), words), 60.0)
+    end = LocalRanks(1).start(ShortRun(words), 60.0)
     assert end.in_time and end.exit_code == 2 and "micro_batch" in (tmp_path / "run" / "ranks.log").read_text()
 
 

@@ -125,6 +125,8 @@ def test_it_goes_on_from_its_table(space: Space, tmp_path: Path) -> None:
     write_trials(path, [replace(trial, detail='a "quoted",\nbroken line') for trial in play(space, 6, seed=3).trials])
     trials = read_trials(path, space.plans[0].layout)
     assert [trial.layout for trial in trials] == [trial.layout for trial in whole.trials[:6]]
+    other = replace(space.plans[0].layout, gradient_wire="bf16", data_shard=2)  # as of a search with other choices fixed
+    assert read_trials(path, other) == trials
     assert trials[0].detail == 'a "quoted", broken line'
     search, seconds = Tuner(space, trials, 3), true_times(space)
     run_search(

@@ -131,6 +131,7 @@ def test_llama_3s_rope_scaling_is_read() -> None:
         ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size 4, files of 1"),
         ({"ffn_hidden_size": 96}, r"layers.0.mlp.up.weight: is \[\(80, 48\)\], expected 1 parts of shape \[96, 48\]"),
         ({"num_layers": 3}, "layers.2.attention.qkv.weight: is missing"),
+        ({"num_layers": 3}, "… and 4 more like these"),
         ({"num_layers": 1}, "layers.1.attention.output.bias: is in the checkpoint, but not in the model"),
     ],
 )

@@ -1,0 +1,55 @@
+"""What the logs of ranks say about a failure: searched where no rank could write the record of it (frontier_llm.failure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import dropwhile
+from pathlib import Path
+
+from frontier_llm.failure import lost_a_peer
+
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
+_REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
+_HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
+TAIL_LINES = 40  # of a log without either
+TAIL_BYTES = 1 << 20  # of a log that are searched: those of thousands of ranks lie on the parallel file system
+
+
+def failure_lines(log: Path) -> list[str]:
+    """The last Python traceback of a log, with the exceptions it was raised from; else the last refusal, else the log's last lines."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    if not starts:
+        refused = [number for number, line in enumerate(lines) if _REFUSAL.fullmatch(line)]
+        return lines[refused[-1] :] if refused else lines[-TAIL_LINES:]
+    start = starts.pop()
+    while starts and any(line.startswith(_CHAIN) for line in lines[max(0, start - 3) : start]):
+        start = starts.pop()
+    return lines[start:]
+
+
+def conclusion(message: Sequence[str]) -> Sequence[str]:
+    """What follows the frames of the last traceback, or the heading of the command's own errors: the exception, and what was said after it."""
+    headings = [number for number, line in enumerate(message) if _HEADING.match(line)]
+    if not headings:
+        return ()
+    last = message[headings[-1] + 1 :]
+    if message[headings[-1]].startswith("Traceback"):
+        return tuple(dropwhile(lambda line: line.startswith(" "), last))
+    return last
+
+
+def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
+    """(rank, whether it only complains about a lost peer, its last traceback): the earliest cause, else the earliest complaint."""
+    tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
+    for path in log_dir.glob("rank_*.log"):
+        lines = tuple(failure_lines(path))
+        if last_words := conclusion(lines):
+            secondary = lost_a_peer("\n".join(last_words))
+            tracebacks.append((secondary, path.stat().st_mtime_ns, int(path.stem.removeprefix("rank_")), lines))
+    secondary, _, rank, lines = min(tracebacks, default=(False, 0, None, ()))
+    return rank, secondary, lines
