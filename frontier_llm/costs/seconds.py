@@ -147,7 +147,7 @@ def by_cause(
 
 
 def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
-    """Of rows on their way to experts and back: (forward, backward) seconds that hide under the shared expert, and those that show.
+    """Of rows, and the host's wait for their numbers: (forward, backward) seconds that hide under the shared expert, and those that show.
 
     Of the second what another microbatch computes beside them hides, where the schedule plays pairs (costs.time.pair_s).
     """
@@ -157,6 +157,8 @@ def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) 
         side = int(item.phase is not Phase.F)
         if isinstance(item.work, Collective) and item.work.under in ways:
             ways[item.work.under][side] += work_s(item.work, layout, rates, prices)
+        elif isinstance(item.work, HostWait):
+            ways[Under.OTHER][side] += work_s(item.work, layout, rates, prices)
         elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
             shared_s[side] += work_s(item.work, layout, rates, prices)
     overlap = 0.0 if rates.host_executes else rates.dp_overlap
