@@ -1,7 +1,7 @@
 """What a block, the embedding and the head compute, send and keep on one rank for one microbatch, written once, as lists of items.
 
 FLOPs, seconds and bytes kept are folds over these lists (`costs/`), bytes moved one of the tests' (`tests/harness/traffic.py`). The recomputed
-forward is not listed: an item says which modes repeat it in backward. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
+forward is not listed: an item says which modes repeat it in backward, and whether it is there only where backward is split. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
 """
 
 from __future__ import annotations
@@ -43,13 +43,8 @@ from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 
 
-def block_work(
-    model: ModelConfig, layout: Layout, software: Software, split_backward: bool = False, layer: int | None = None
-) -> list[Item]:
-    """One transformer block. `split_backward`: the schedule runs weight gradients as actions of their own (ZB-H1).
-
-    `layer`: its number, where some have experts and some not; None = the first that has them, if any has.
-    """
+def block_work(model: ModelConfig, layout: Layout, software: Software, layer: int | None = None) -> list[Item]:
+    """One transformer block. `layer`: its number, where some have experts and some not; None = the first that has them, if any has."""
     layer = layer_kinds(model)[-1][0] if layer is None else layer
     moe = model.moe if layer in model.routed_layers else None
     F = model.ffn_hidden if moe is None else moe.shared_hidden
@@ -60,7 +55,7 @@ def block_work(
     items: list[Item] = []
     for parameter in parameters:
         if parameter.kind is ParameterKind.MATRIX and isinstance(parameter.axes.get("tp"), Split):
-            items += linear(parameter, T, layout, software, split_backward=split_backward)
+            items += linear(parameter, T, layout, software)
             column, _, inputs = local_shape(parameter, tp)
             items.append(Item(Phase.F, PRODUCTS, Keep(input_size * T * inputs / (cut if column else 1), ("none", "selective"))))
     items += attention_core(model, layout, software)
@@ -99,9 +94,7 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
     return (True, outputs // tp, inputs) if column else (False, outputs, inputs // tp)
 
 
-def linear(
-    weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS, split_backward: bool = False
-) -> Iterator[Item]:
+def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS) -> Iterator[Item]:
     """A linear layer: three products, the adding of its weight gradient, and what tensor parallelism sends before or behind it.
 
     Cut by columns, the gradients of its input are summed; by rows, its outputs. With sequence parallelism each sum is a reduce-scatter,
@@ -123,17 +116,16 @@ def linear(
     if layout.tp == 1:
         return
 
-    def send(phase: Phase, operation: str, under: Under = Under.PRODUCT, beside: Product | None = None) -> Item:
+    def send(phase: Phase, operation: str, under: Under = Under.PRODUCT, beside: Product | None = None, apart: bool = False) -> Item:
         size = T * model_width * DTYPE_BYTES[layout.dtype]
         repeated = again if phase is Phase.F else ()
-        return Item(phase, HEAD if head else SENDING, Collective("tp", operation, size, under, beside), repeated)
+        return Item(phase, HEAD if head else SENDING, Collective("tp", operation, size, under, beside), repeated, apart)
 
     model_width = inputs if column else outputs
     if layout.sequence_parallel:
         yield send(Phase.F, "all_gather" if column else "reduce_scatter", beside=forward)
         yield send(Phase.I, "reduce_scatter") if column else send(Phase.I, "all_gather", beside=backward)
-        if column or split_backward:
-            yield send(Phase.W, "all_gather", Under.HEAD if head else Under.GRADIENT)
+        yield send(Phase.W, "all_gather", Under.HEAD if head else Under.GRADIENT, apart=not column)
     else:
         yield send(Phase.I, "all_reduce") if column else send(Phase.F, "all_reduce", beside=forward)
 

@@ -163,12 +163,6 @@ def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> Non
     print(strict_json(content) if args.json else printable(text()))
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
 def dataset_prefix(text: str) -> str:
     """A dataset's path without .bin/.idx; with one of them, as a shell's completion leaves it, it is the same."""
     path = re.sub(r"\.(?:bin|idx)?$", "", text)

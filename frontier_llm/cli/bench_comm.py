@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show, size_of
+from frontier_llm.tables import aligned
 from frontier_llm.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -130,11 +131,15 @@ def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:
 def _lines(measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]) -> Iterator[str]:
     from statistics import median
 
-    what = f"{'axis':<7}{'ranks':>6}  {'operation':<15}{'algorithm':<13}{'groups':<9}"
-    yield f"{what}{'bytes':>10}{'time':>10}{'algbw GB/s':>12}{'busbw GB/s':>12}"
-    for m in measurements:
-        what = f"{m.axis:<7}{m.ranks:>6}  {m.operation:<15}{m.algorithm:<13}{m.mode:<9}"
-        yield f"{what}{format_bytes(m.bytes):>10}{format_seconds(m.seconds):>10}{m.algorithm_gbps:>12.3f}{m.bus_gbps:>12.3f}"
+    head = ("axis", ">ranks", "operation", "algorithm", "groups", ">bytes", ">time", ">algbw GB/s", ">busbw GB/s")
+    rows = (
+        (
+            *(m.axis, m.ranks, m.operation, m.algorithm, m.mode),
+            *(format_bytes(m.bytes), format_seconds(m.seconds), f"{m.algorithm_gbps:.3f}", f"{m.bus_gbps:.3f}"),
+        )
+        for m in measurements
+    )
+    yield aligned(head, rows)
     for name in dict.fromkeys(kind(pair.a, pair.b) for pair in pairs):
         rates = [pair.gbps for pair in pairs if kind(pair.a, pair.b) == name]
         yield f"{len(rates)} pairs of ranks, {name}: {min(rates):.3f} to {max(rates):.3f} GB/s one way, median {median(rates):.3f}"

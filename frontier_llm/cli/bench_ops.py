@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, show
+from frontier_llm.tables import aligned
 from frontier_llm.units import TERA, format_seconds
 
 if TYPE_CHECKING:
@@ -47,20 +47,18 @@ def ops(args: argparse.Namespace) -> int:
     rows = [asdict(timing) | ({"seconds": None} if timing.error else {}) for timing in timings]  # JSON has no nan
     where = f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads"
     head = f"{args.model}, microbatch {args.micro_batch}, {where}; copy {copy_bytes_per_s / 1e9:.0f} GB/s"
-    show(args, {"copy_bytes_per_s": copy_bytes_per_s, "ops": rows}, lambda: "\n".join([head, *_lines(timings)]))
+    show(args, {"copy_bytes_per_s": copy_bytes_per_s, "ops": rows}, lambda: f"{head}\n{_table(timings)}")
     return 0
 
 
-def _lines(timings: list[Timing]) -> Iterator[str]:
-    """One line per op: ours beside eager torch."""
-    yield f"{'op':<22} {'ours':>9} {'eager':>9} {'gain':>6}   rate of ours"
+def _table(timings: list[Timing]) -> str:
+    """One line per op: ours beside eager torch; below it what could not be timed."""
+    rows, failures = [], []
     for op, ways in groupby(timings, lambda timing: timing.op):
         timed = {timing.way: timing for timing in ways}
-        for timing in timed.values():
-            if timing.error and timing.way in ("ours", "eager", "all"):
-                yield f"{op:<22} {timing.way}: {timing.error}"
+        failures += [f"{op} {way}: {timing.error}" for way, timing in timed.items() if timing.error and way in ("ours", "eager", "all")]
         ours, eager = timed.get("ours"), timed.get("eager")
         if ours and eager and not ours.error and not eager.error:
             rate = f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s" if ours.flops else f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
-            times = f"{format_seconds(ours.seconds):>9} {format_seconds(eager.seconds):>9} {eager.seconds / ours.seconds:5.2f}x"
-            yield f"{op:<22} {times}   {rate}"
+            rows.append((op, *(format_seconds(way.seconds) for way in (ours, eager)), f"{eager.seconds / ours.seconds:.2f}x", rate))
+    return "\n".join([aligned(("op", ">ours", ">eager", ">gain", ">rate of ours"), rows), *failures])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show
+from frontier_llm.tables import aligned
 from frontier_llm.units import format_seconds
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def _lines(result: StepBench) -> Iterator[str]:
     yield f"{result.tokens_per_s:,.0f} tokens/s   {format_seconds(result.step_time_s)} per step"
     share = f"{result.fraction_of_gemm:.2f} of the {result.gemm_tflops:.3f} TFLOP/s that its matrix products reach alone"
     yield f"{result.model_tflops:.3f} model TFLOP/s per device: {share}"
-    for name, seconds in result.phases_s.items():
-        yield f"  {name:<16} {format_seconds(seconds):>9}  {seconds / result.step_time_s:6.1%}"
-    yield f"  {'product':<16} {'M':>6} {'N':>6} {'K':>6}   TFLOP/s (forward and both gradients)"
-    for gemm in result.gemms:
-        yield f"  {gemm['name']:<16} {gemm['M']:>6} {gemm['N']:>6} {gemm['K']:>6}   {gemm['tflops']:.3f}"
+    phases = [(name, format_seconds(seconds), f"{seconds / result.step_time_s:.1%}") for name, seconds in result.phases_s.items()]
+    yield aligned(("phase", ">time", ">share"), phases, indent="  ")
+    gemms = [(*(gemm[name] for name in ("name", "M", "N", "K")), f"{gemm['tflops']:.3f}") for gemm in result.gemms]
+    yield aligned(("product", ">M", ">N", ">K", ">TFLOP/s (forward and both gradients)"), gemms, indent="  ")

@@ -12,9 +12,10 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli import interchange
-from frontier_llm.cli.arguments import JSON, Command, aligned, command, option, show
+from frontier_llm.cli.arguments import JSON, Command, command, option, show
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import FrontierError
+from frontier_llm.tables import aligned
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable, strict_json
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def _list(args: argparse.Namespace) -> int:
             rows.append(summary(path))
         except FrontierError as error:
             rows.append({"path": str(path), "damaged": str(error)})
-    header = ("checkpoint", "model", "tokens", "size", "shards", "written as", "age", "")
-    show(args, rows, lambda: aligned([header, *(_list_row(row) for row in rows)]))
+    head = ("checkpoint", "model", ">tokens", ">size", ">shards", "written as", "age", "")
+    show(args, rows, lambda: aligned(head, map(_list_row, rows)))
     damages = [row["damaged"] for row in rows if "damaged" in row]
     if damages and not args.json:
         print(*(f"\n{damage}" for damage in damages), sep="\n", file=sys.stderr)
@@ -101,9 +102,9 @@ def _difference_lines(result: Difference, args: argparse.Namespace) -> Iterator[
         if text := "\n".join(f"  {shorten(line, 160, placeholder=' …')}" for line in lines):
             yield f"{title}\n{text}"
     if result.tensors:
-        rows = [(f"  {one.name}", one.kind, f"{one.differing:,} of {one.elements:,}", f"{one.largest:.3g}") for one in result.tensors]
+        rows = [(one.name, one.kind, f"{one.differing:,} of {one.elements:,}", f"{one.largest:.3g}") for one in result.tensors]
         yield "tensors"
-        yield aligned([("  name", "kind", "elements that differ", "by at most"), *rows])
+        yield aligned(("name", "kind", ">elements that differ", ">by at most"), rows, indent="  ")
     yield "weights and optimizer state are bit-equal" if result.same_state else "weights or optimizer state differ"
 
 

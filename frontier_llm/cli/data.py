@@ -9,6 +9,7 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
+from frontier_llm.tables import aligned
 from frontier_llm.units import printable, strict_json
 
 INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS")
@@ -140,30 +141,23 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _print_tables(report: dict[str, Any]) -> None:
     """Tables for people."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    facts = Table("", "", title=escape(printable(report["prefix"])), show_header=False)
-    for key in (key for key in report if key not in ("prefix", "top_tokens", "samples")):
-        value = report[key]
-        words = [f"{name} {size}" for name, size in value.items()] if isinstance(value, dict) else [value]
-        text = "  ".join(f"{word:.4f}" if isinstance(word, float) else str(word) for word in words)
-        facts.add_row(key.replace("_", " "), escape(printable(text)))
-    console.print(facts)
-    frequent = Table("id", "text", "count", "share", "", title="most frequent tokens")
-    for token in report["top_tokens"]:
-        largest = report["top_tokens"][0]["count"]
-        share = f"{token['count'] / report['tokens']:.2%}"
-        text = "" if token["text"] is None else escape(repr(token["text"]))
-        frequent.add_row(str(token["id"]), text, str(token["count"]), share, "█" * max(1, round(20 * token["count"] / largest)))
-    if frequent.rows:
-        console.print(frequent)
+    facts = ((key.replace("_", " "), _words(value)) for key, value in report.items() if key not in ("prefix", "top_tokens", "samples"))
+    print(printable(aligned(("dataset", report["prefix"]), facts)))
+    most = max((token["count"] for token in report["top_tokens"]), default=1)
+    frequent = [
+        (number, "" if text is None else repr(text), count, f"{count / report['tokens']:.2%}", "█" * max(1, round(20 * count / most)))
+        for number, text, count in ((token["id"], token["text"], token["count"]) for token in report["top_tokens"])
+    ]
+    if frequent:
+        print(printable(f"most frequent tokens\n{aligned(('>id', 'text', '>count', '>share', ''), frequent, indent='  ')}"))
     for sample in report["samples"]:
         body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
-        console.rule(f"document {sample['document']}, {sample['tokens']} tokens")
-        console.print(escape(printable(body)), highlight=False)
+        print(printable(f"--- document {sample['document']}, {sample['tokens']} tokens\n{body}"))
+
+
+def _words(value: Any) -> str:
+    words = [f"{name} {size}" for name, size in value.items()] if isinstance(value, dict) else [value]
+    return "  ".join(f"{word:.4f}" if isinstance(word, float) else str(word) for word in words)
 
 
 @command(

@@ -14,6 +14,7 @@ from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
 from frontier_llm.files import write_atomically
+from frontier_llm.tables import aligned
 from frontier_llm.units import printable, strict_json
 
 if TYPE_CHECKING:
@@ -136,20 +137,28 @@ def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls
     if args.json:
         print(text)
         return
+    print("\n".join(_tables(losses, recalls, results, args.positions > 1)))
+
+
+def _tables(losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult], by_position: bool) -> Iterator[str]:
     if losses:
-        print(f"{'held-out data':<32} {'tokens':>12} {'loss':>9} {'perplexity':>11} {'bits/byte':>10}")
-        for entry in losses:
-            bits = "-" if entry.bits_per_byte is None else f"{entry.bits_per_byte:.4f}"
-            print(f"{printable(entry.dataset)[-32:]:<32} {entry.tokens:>12,} {entry.loss:>9.4f} {entry.perplexity:>11.2f} {bits:>10}")
-    for entry in losses if args.positions > 1 else ():
-        print(f"loss by position in {printable(entry.dataset)[-32:]}: {' '.join(f'{loss:.4f}' for loss in entry.by_position)}")
+        rows = [
+            (printable(one.dataset)[-32:], f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.2f}", _digits(one.bits_per_byte))
+            for one in losses
+        ]
+        yield aligned(("held-out data", ">tokens", ">loss", ">perplexity", ">bits/byte"), rows)
+    for entry in losses if by_position else ():
+        yield f"loss by position in {printable(entry.dataset)[-32:]}: {' '.join(f'{loss:.4f}' for loss in entry.by_position)}"
     if recalls:
-        print(f"{'needles at':<12} {'of length':>10} {'needles':>8} {'found':>7} {'loss':>8}")
-        for one in recalls:
-            print(f"{one.depth:<12.0%} {one.length:>10,} {one.needles:>8} {one.found:>7.2f} {one.loss:>8.4f}")
+        needles = [(f"{one.depth:.0%}", f"{one.length:,}", one.needles, f"{one.found:.2f}", f"{one.loss:.4f}") for one in recalls]
+        yield aligned(("needles at", ">of length", ">needles", ">found", ">loss"), needles)
     if results:
-        print(f"{'task':<20} {'shots':>5} {'items':>7} {'acc':>8} {'±':>7} {'acc_norm':>9} {'acc_token':>10}  format")
-        for result in results:
-            norm = "-" if result.acc_norm is None else f"{result.acc_norm:.4f}"
-            numbers = f"{result.acc:>8.4f} {result.stderr:>7.4f} {norm:>9} {result.acc_token:>10.4f}"
-            print(f"{printable(result.task):<20} {result.shots:>5} {result.items:>7} {numbers}  {result.format}")
+        scores = [
+            (printable(one.task), one.shots, one.items, *map(_digits, (one.acc, one.stderr, one.acc_norm, one.acc_token)), one.format)
+            for one in results
+        ]
+        yield aligned(("task", ">shots", ">items", ">acc", ">±", ">acc_norm", ">acc_token", "format"), scores)
+
+
+def _digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.cli.arguments import JSON, Command, command, option, positive, show
+from frontier_llm.tables import aligned, markdown
 
 
 @command(
@@ -21,8 +22,8 @@ def _kernels(args: argparse.Namespace) -> int:
     from frontier_llm.ops.manifest import kernel_report
 
     kernels = [kernel for kernel in kernel_report(args.architecture) if kernel["dtype"] == args.dtype]
-    head = ("kernel", "variant", "blocks", "warps", "registers", "shared bytes", "matrix instructions", "spills", "waves/SIMD")
-    show(args, kernels, lambda: _markdown(head, map(_kernel_cells, kernels)))
+    head = ("kernel", "variant", "blocks", ">warps", ">registers", ">shared bytes", ">matrix instructions", ">spills", ">waves/SIMD")
+    show(args, kernels, lambda: markdown(head, map(_kernel_cells, kernels)))
     return 0
 
 
@@ -31,11 +32,6 @@ def _kernel_cells(kernel: Mapping[str, Any]) -> list[object]:
     facts = [kernel[name] for name in ("warps", "registers", "shared_bytes", "matrix_instructions", "spills")]
     variant = kernel["variant"] + ("" if kernel["aligned"] else ", unaligned")
     return [kernel["kernel"], variant, blocks, *facts, f"{kernel['waves_per_simd']:g}"]
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 @command(
@@ -70,7 +66,7 @@ def _check(args: argparse.Namespace) -> int:
             for result, verdict in zip(results, verdicts, strict=True)
         ]
         unit = "forward and backward; errors in units in the last place of the largest element"
-        return f"{_markdown(('op', 'type', 'shape', 'error', 'of at most', ''), rows)}\n{unit}"
+        return f"{markdown(('op', 'type', 'shape', '>error', '>of at most', ''), rows)}\n{unit}"
 
     show(args, [{**asdict(result), "ok": result.ok} for result in results], table)
     return int(not all(result.ok for result in results))
@@ -91,8 +87,9 @@ def _list(args: argparse.Namespace) -> int:
     def lines() -> Iterator[str]:
         for device in ("cpu", "cuda"):
             yield f"{device} ({args.dtype}); * is what auto takes"
-            for row in (row for row in rows if row["device"] == device):
-                yield f"  {'*' if row['chosen'] else ' '} {row['op']:<14} {row['backend']:<11} {row['status']}"
+            here = (row for row in rows if row["device"] == device)
+            cells = ((f"{'*' if row['chosen'] else ' '} {row['op']}", row["backend"], row["status"]) for row in here)
+            yield aligned(("  op", "back-end", ""), cells, indent="  ")
         yield "prebuilt GPU kernels"
         yield from (f"    {name:<8} {state}" for name, state in architectures.items())
 

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, aligned, command, natural, option, positive, run_options, show
+from frontier_llm.cli.arguments import JSON, command, natural, option, positive, run_options, show
+from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
     from frontier_llm.scaling.launch import Launcher
@@ -57,7 +58,8 @@ def tune(args: argparse.Namespace) -> int:
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args))
     if args.dry_run:
-        show(args, _plan_rows(search), lambda: aligned([list(_plan_rows(search)[0]), *(list(row.values()) for row in _plan_rows(search))]))
+        rows = _plan_rows(search)
+        show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
         return 0
     if args.preflight:
         launcher.preflight(root)

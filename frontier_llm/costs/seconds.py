@@ -22,9 +22,9 @@ from frontier_llm.costs.collectives import fabric_bandwidth, message_s, node_s
 from frontier_llm.costs.experts import experts_inside, experts_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import flash_s, memory_s, pace, product_s
-from frontier_llm.costs.layouts import Layouts, Number, over_layouts, split, stage_length
+from frontier_llm.costs.layouts import Number, by_schedule, over_layouts, stage_length
 from frontier_llm.machine.rates import Rates
-from frontier_llm.schedule import rule
+from frontier_llm.schedule import split_share
 
 # operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward issues two
 # products per weight and an accumulation, and what is recomputed
@@ -111,21 +111,27 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
 
 
 def by_cause(
-    items: Iterable[Item], layout: Layout, rates: Rates, prices: Prices | None = None, modes: Mapping[str, float] | None = None
+    items: Iterable[Item],
+    layout: Layout,
+    rates: Rates,
+    prices: Prices | None = None,
+    modes: Mapping[str, float] | None = None,
+    split: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
     """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp left out.
 
-    `modes`: shares of the layers that are recomputed so; None = the layout's, of many layers.
+    `modes`: shares of the layers that are recomputed so; None = the layout's, of many layers. `split`: share of the backwards that are split.
     """
     prices, modes = {} if prices is None else prices, modes or shares(layout.recompute.split(","))
     causes: dict[str, list[float]] = {}
-    items, again, meetings = list(items), 0.0, [0, 0]
+    items, again, meetings = list(items), 0.0, [0.0, 0.0]
     for item in items:
         if item.cause == SHARDS:
             continue
-        side, seconds = int(item.phase is not Phase.F), work_s(item.work, layout, rates, prices)
+        side, often = int(item.phase is not Phase.F), split if item.apart else 1.0
+        seconds = often * work_s(item.work, layout, rates, prices)
         causes.setdefault(item.cause, [0.0, 0.0])[side] += seconds
-        meetings[side] += item.cause == SENDING
+        meetings[side] += often * (item.cause == SENDING)
         again += seconds * item.repeats(modes)
     if DISPATCH in causes:
         hidden_s, _ = rows_s(items, layout, rates, prices)
@@ -141,7 +147,7 @@ def by_cause(
 
 
 def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
-    """Of rows on their way to experts and back: (forward, backward) seconds that hide under the shared expert, and those that show.
+    """Of rows, and the host's wait for their numbers: (forward, backward) seconds that hide under the shared expert, and those that show.
 
     Of the second what another microbatch computes beside them hides, where the schedule plays pairs (costs.time.pair_s).
     """
@@ -151,6 +157,8 @@ def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) 
         side = int(item.phase is not Phase.F)
         if isinstance(item.work, Collective) and item.work.under in ways:
             ways[item.work.under][side] += work_s(item.work, layout, rates, prices)
+        elif isinstance(item.work, HostWait):
+            ways[Under.OTHER][side] += work_s(item.work, layout, rates, prices)
         elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
             shared_s[side] += work_s(item.work, layout, rates, prices)
     overlap = 0.0 if rates.host_executes else rates.dp_overlap
@@ -200,7 +208,8 @@ class Times(NamedTuple):
 class Parts(NamedTuple):
     """What the stages of a layout are made of."""
 
-    block: Times
+    block: Times  # of the schedule's average backward
+    split: Times  # where every backward is split
     embedding: Times
     head: Times
 
@@ -210,7 +219,7 @@ def added_share(microbatches: Number) -> Number:
     return 1 - 1 / np.maximum(microbatches, 1)
 
 
-def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: int | None = None) -> Parts:
+def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
     """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see `mode_shares`."""
     prices: Prices = {}
 
@@ -218,18 +227,23 @@ def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: i
         modes = mode_shares(model, layout, layers)
         again = sum(share * RECOMPUTED_OPS[mode] for mode, share in modes.items())
         host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + again) * rates.launch_s
-        split_backward = rule(layout.schedule).splits_backward
-        blocks = mean_of_layers(
-            model, lambda layer: part(block_work(model, layout, rates, split_backward, layer), layout, rates, prices, host, modes)
-        )
-        ends = embedding_work(model, layout), head_work(model, layout, rates)
-        return Parts(blocks, *(part(items, layout, rates, prices) for items in ends))
+
+        def block(split: float) -> Times:
+            return mean_of_layers(
+                model, lambda layer: part(block_work(model, layout, rates, layer), layout, rates, prices, host, modes, split)
+            )
+
+        whole, ends = block(0.0), (embedding_work(model, layout), head_work(model, layout, rates))
+        split = block(1.0) if layout.sequence_parallel else whole  # nothing else tells them apart
+        return Parts(whole, split, *(part(items, layout, rates, prices) for items in ends))
 
     sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
     parts: Parts = over_layouts(
-        layouts, fold, layouts.devices, split(layouts), experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
+        layouts, fold, layouts.devices, experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
     )
-    return parts
+    share = by_schedule(layouts, split_share, "pp", "microbatches")
+    average = Times(*(whole * (1 - share) + split * share for whole, split in zip(parts.block, parts.split, strict=True)))
+    return parts._replace(block=average)
 
 
 Result = TypeVar("Result", bound="NamedTuple")
@@ -251,9 +265,10 @@ def part(
     prices: Prices,
     host_s: tuple[float, float] = (0.0, 0.0),
     modes: Mapping[str, float] = MappingProxyType({"none": 1.0}),
+    split: float = 0.0,
 ) -> Times:
     """The seconds of one list."""
-    causes = by_cause(items, layout, rates, prices, modes)
+    causes = by_cause(items, layout, rates, prices, modes, split)
     adding = causes.pop(ADDING, (0.0, 0.0))[1]
     sent, rows = causes.get(SENDING, (0.0, 0.0)), rows_s(items, layout, rates, prices)[1] if DISPATCH in causes else (0.0, 0.0)
     sent_again = sum(item.repeats(modes) * work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING)

@@ -13,6 +13,7 @@ from frontier_llm.machine import Rates
 from frontier_llm.measure.run_record import read_run
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import simulate_layout
+from frontier_llm.tables import aligned
 from frontier_llm.units import format_seconds
 
 MISSING = "train it first, or name the run directory (train.run_dir) of a run that has taken steps"
@@ -47,9 +48,8 @@ def beside_prediction(directory: Path, numbers: Rates) -> MeasuredRun:
 
 def as_table(runs: Sequence[MeasuredRun]) -> str:
     """One line per run."""
-    head = f"{'run':28} {'predicted':>10} {'measured':>10} {'error':>8}  layout"
-    rows = [
-        f"{run.directory.name:28} {format_seconds(run.predicted_s):>10} {format_seconds(run.measured_s):>10} {100 * run.error:>+6.1f} %  {run.layout}"
+    rows = (
+        (run.directory.name, format_seconds(run.predicted_s), format_seconds(run.measured_s), f"{100 * run.error:+.1f} %", run.layout)
         for run in runs
-    ]
-    return "\n".join([head, *rows])
+    )
+    return aligned(("run", ">predicted", ">measured", ">error", "layout"), rows)

@@ -23,7 +23,8 @@ from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of
 from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
-from frontier_llm.schedule import rule
+from frontier_llm.schedule import rule, split_share
+from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_count, format_seconds, plural
 
 WIDTH = 140  # columns of a report that is not shown on a terminal
@@ -94,17 +95,15 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
     block, modes = times(model, layout, rates, layers // layout.chunks).block, mode_shares(model, layout, layers // layout.chunks)
+    split = float(split_share(layout.schedule, layout.pp, m))
     parts: dict[str, float] = {}
     lists = (
-        *(
-            (block_work(model, layout, rates, rule(layout.schedule).splits_backward, layer), layers * count / model.layers, PRODUCTS)
-            for layer, count in layer_kinds(model)
-        ),
+        *((block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS) for layer, count in layer_kinds(model)),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
     for items, number, adds in lists:
-        for cause, both in by_cause(items, layout, rates, modes=modes).items() if number else ():
+        for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items() if number else ():
             share, name = (added_share(m), adds) if cause == ADDING else (1.0, cause)
             parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
     computed = sum(block.both(m, rates))
@@ -144,31 +143,35 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
     return wrapped("\n".join(lines), width)
 
 
+_COLUMNS = (
+    *(">#", ">TP", ">CP", ">PP", ">v", ">DP", ">mbs", ">m", "schedule", "SP", "recompute", ">Z", ">step"),
+    *(">tok/s/dev", ">bubble", ">GiB", "bound by"),
+)
+# how many of them stand in a plan's line, the first that the terminal is wide enough for → what a second line says of the others
+_SECOND_LINES = {17: "", 16: "     bound by {16}", 13: "     {13} tok/s/dev, bubble {14}, {15} GiB; bound by {16}"}
+
+
 def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     """One line per plan; rates and what binds it go on a line of their own where `width` columns do not hold them."""
-    layout_head = (
-        f"  {'#':>2} {'TP':>3} {'CP':>3} {'PP':>3} {'v':>2} {'DP':>5} {'mbs':>3} {'m':>5} {'schedule':11} "
-        f"{'SP':2} {'recompute':9} {'Z':1} {'step':>9}"
-    )
-    head = f"{layout_head} {'tok/s/dev':>9} {'bubble':>7} {'GiB':>5}"
-    narrow, wide = len(head) > width, len(head) + 45 <= width
-    rows = [layout_head if narrow else f"{head}  bound by" if wide else head]
-    for index, plan in enumerate(plans, 1):
-        layout, flag = plan.layout, "y" if plan.layout.sequence_parallel else "n"
-        row = (
-            f"  {index:>2} {layout.tp:>3} {layout.cp:>3} {layout.pp:>3} {layout.chunks:>2} {layout.dp:>5} {layout.micro_batch:>3} {layout.microbatches:>5} "
-            f"{layout.schedule:11} {flag:2} {layout.recompute:9} {SHARDING[layout.sharding]:1} {step_words(plan.step_s):>9}"
-        )
-        speed, bubble, memory = f"{plan.tokens_per_s_per_device:.1f}", f"{100 * plan.played.bubble:.1f}", f"{plan.peak_bytes / GIB:.1f}"
-        if narrow:
-            rows += [row, f"     {speed} tok/s/dev, bubble {bubble} %, {memory} GiB; bound by {plan.binding}"]
-        else:
-            row += f" {speed:>9} {bubble:>6}% {memory:>5}"
-            rows += [f"{row}  {plan.binding}"] if wide else [row, f"     bound by {plan.binding}"]
+    cells = [_cells(index, plan) for index, plan in enumerate(plans, 1)]
+    for columns, second in _SECOND_LINES.items():
+        head, *lines = aligned(_COLUMNS[:columns], (row[:columns] for row in cells), indent="  ").splitlines()
+        rest = [second.format(*row) for row in cells]
+        if max(map(len, (head, *lines))) <= width:
+            break
+    rows = [head, *(line for both in zip(lines, rest, strict=True) for line in both if line)]
     if any(later.step_s < plan.step_s for plan, later in pairwise(plans)):
         win = f"{100 * RESOLUTION:.0f} %"
         rows.append(f"  not by time alone: FSDP, whose overlap is an estimate, and plans within 5 % of the memory have to win by {win}")
     return "\n".join(rows)
+
+
+def _cells(index: int, plan: Plan) -> tuple[object, ...]:
+    layout = plan.layout
+    degrees = (index, layout.tp, layout.cp, layout.pp, layout.chunks, layout.dp, layout.micro_batch, layout.microbatches)
+    modes = (layout.schedule, "y" if layout.sequence_parallel else "n", layout.recompute, SHARDING[layout.sharding])
+    speed = (step_words(plan.step_s), f"{plan.tokens_per_s_per_device:.1f}", f"{100 * plan.played.bubble:.1f} %")
+    return (*degrees, *modes, *speed, f"{plan.peak_bytes / GIB:.1f}", plan.binding)
 
 
 def wrapped(text: str, width: int) -> str:

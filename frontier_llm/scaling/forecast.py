@@ -11,6 +11,7 @@ from frontier_llm.errors import ConfigError
 from frontier_llm.scaling.predict import START_S, PointPrediction, predict
 from frontier_llm.scaling.series import Point
 from frontier_llm.scaling.walltime import MARGIN
+from frontier_llm.tables import aligned
 from frontier_llm.units import GIB, format_seconds
 
 
@@ -68,12 +69,26 @@ def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
 
 def as_text(rows: Sequence[Forecast], jobs: Sequence[str | None]) -> str:
     """The points with what is expected of them and the jobs that they are."""
-    head = f"{'nodes':>6} {'devices':>8} {'batch':>7} {'steps':>6} {'repeat':>7} {'step':>9} {'tokens/s':>11} {'efficiency':>10}"
-    lines = [f"{head} {'GiB':>12} {'node-hours':>11} {'walltime':>11}  job"]
-    for row, job in zip(rows, jobs, strict=True):
-        point, predicted = row.point, row.predicted
-        cells = f"{point.nodes:>6} {point.devices:>8} {point.config.batch.global_batch:>7} {point.config.train.steps:>6} {point.repeat:>7}"
-        cells += f" {format_seconds(predicted.step_time_s):>9} {predicted.tokens_per_s:>11,.0f} {row.efficiency:>10.1%}"
-        cells += f" {f'{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}':>12} {row.node_hours:>11,.1f}"
-        lines.append(f"{cells} {format_walltime(row.minutes) if row.minutes else '-':>11}  {job or '-'}")
-    return "\n".join(lines)
+    head = (
+        ">nodes",
+        ">devices",
+        ">batch",
+        ">steps",
+        ">repeat",
+        ">step",
+        ">tokens/s",
+        ">efficiency",
+        ">GiB",
+        ">node-hours",
+        ">walltime",
+        "job",
+    )
+    return aligned(head, (_cells(row, job) for row, job in zip(rows, jobs, strict=True)))
+
+
+def _cells(row: Forecast, job: str | None) -> tuple[object, ...]:
+    point, predicted = row.point, row.predicted
+    size = (point.nodes, point.devices, point.config.batch.global_batch, point.config.train.steps, point.repeat)
+    speed = (format_seconds(predicted.step_time_s), f"{predicted.tokens_per_s:,.0f}", f"{row.efficiency:.1%}")
+    memory = f"{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}"
+    return (*size, *speed, memory, f"{row.node_hours:,.1f}", format_walltime(row.minutes) if row.minutes else "-", job or "-")

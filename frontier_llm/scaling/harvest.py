@@ -17,6 +17,7 @@ from frontier_llm.config import RunConfig, build
 from frontier_llm.errors import DataError, FrontierError
 from frontier_llm.scaling.predict import predict
 from frontier_llm.scaling.series import POINT_FILE
+from frontier_llm.tables import aligned
 from frontier_llm.units import strict_json
 
 POINT_FACTS = ("mode", "model", "site", "nodes", "devices", "tensor", "pipeline", "data", "global_batch")  # that a row has from its point
@@ -176,14 +177,13 @@ def as_json(rows: Sequence[Row]) -> str:
 
 def as_text(rows: Sequence[Row]) -> str:
     """For a terminal."""
-    head = f"{'series':<26} {'nodes':>6} {'devices':>8} {'batch':>7}"
-    lines = [f"{head} {'tokens/s':>12} {'±95%':>6} {'efficiency':>10} {'predicted':>10}  status"]
-    for row in rows:
-        rate = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
-        spread = f"{row.ci95_percent:.1f}" if row.ci95_percent is not None else "-"
-        own = f"{row.efficiency:.1%}" if row.efficiency is not None else "-"
-        predicted = f"{row.predicted_efficiency:.1%}" if row.predicted_efficiency is not None else "-"
-        name = f"{row.mode} {row.model}" + (" SIMULATED" if row.kind == "simulated" else "")
-        point = f"{name:<26} {row.nodes:>6} {row.devices:>8} {row.global_batch:>7}"
-        lines.append(f"{point} {rate:>12} {spread:>6} {own:>10} {predicted:>10}  {row.status}")
-    return "\n".join(lines)
+    head = ("series", ">nodes", ">devices", ">batch", ">tokens/s", ">±95%", ">efficiency", ">predicted", "status")
+    return aligned(head, map(_cells, rows))
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    name = f"{row.mode} {row.model}" + (" SIMULATED" if row.kind == "simulated" else "")
+    spread = f"{row.ci95_percent:.1f}" if row.ci95_percent is not None else "-"
+    efficiencies = (f"{value:.1%}" if value is not None else "-" for value in (row.efficiency, row.predicted_efficiency))
+    rate = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
+    return (name, row.nodes, row.devices, row.global_batch, rate, spread, *efficiencies, row.status)

@@ -19,6 +19,7 @@ from frontier_llm.schedule.registry import (
     register,
     register_family,
     rule,
+    split_share,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart
 from frontier_llm.schedule.simulate import Follows, Timeline, simulate, simulate_in_turn
@@ -54,6 +55,7 @@ __all__ = [
     "rule",
     "simulate",
     "simulate_in_turn",
+    "split_share",
     "timeline_chart",
     "units",
     "v_names",

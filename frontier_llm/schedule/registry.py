@@ -40,6 +40,8 @@ class ScheduleRule:
     staggered: bool = False
     pairs: bool = False  # forwards directly before backwards of the rank's other position may be played together (schedule/pairs.py)
     beat: float = 2.0  # length of a B beside an F of 1, to which the order of communication is made; 1: neighbours' pairs of both keep step
+    # of (stages, microbatches): share of a step's backwards that are split; None: all where any is
+    split_share: Callable[[Number, Number], Number] | None = None
 
 
 _RULES: dict[str, ScheduleRule] = {}
@@ -137,6 +139,12 @@ def one_end(name: str) -> bool:
 def idle_share(name: str, chunks: Number) -> Number:
     """Share of 1F1B's bubble that is left: virtual stages dealt out in turn divide it, those of a V do not."""
     return rule(name).idle / (1 if one_end(name) else chunks)
+
+
+def split_share(name: str, stages: Number, microbatches: Number) -> Number:
+    """Share of a step's backwards that are I and W instead of B."""
+    some = rule(name).split_share
+    return float(rule(name).splits_backward) + 0 * microbatches if some is None else some(stages, microbatches)
 
 
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:

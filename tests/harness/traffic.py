@@ -20,7 +20,7 @@ from frontier_llm.blueprint.optimizers import optimizer_rule
 from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import OUTPUT_Z, RunConfig
-from frontier_llm.schedule import build, rule
+from frontier_llm.schedule import Kind, build
 from frontier_llm.topology import BucketPlan, ParallelPlan, plan_buckets
 
 
@@ -71,11 +71,13 @@ def step_traffic(
 
 
 def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """The collectives of the list of work, once per microbatch, those of the recomputed forward again."""
+    """The collectives of the list of work: once per microbatch, those of a split backward where the schedule has an I, of the recomputed forward again."""
     model, layout, software = config.model, layout_of(config, plan.grid.world_size), Software()
-    dense, routed = (block_work(model, layout, software, rule(plan.schedule).splits_backward, layer) for layer in (0, model.layers - 1))
+    dense, routed = (block_work(model, layout, software, layer) for layer in (0, model.layers - 1))
     embedding, head = embedding_work(model, layout), head_work(model, layout, software)
-    for stage in plan.stages_of(pp_rank):
+    schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
+    splits = Counter(action.position for action in schedule.actions[pp_rank] if action.kind is Kind.BACKWARD_INPUT)
+    for position, stage in zip(schedule.placement.positions_of(pp_rank), plan.stages_of(pp_rank), strict=True):
         kinds = Counter(
             zip((layer in model.routed_layers for layer in stage.layers), layer_modes(layout.recompute, stage.num_layers), strict=True)
         )
@@ -84,7 +86,8 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
             for item in items:
                 if isinstance(item.work, Collective) and item.work.axis in ("tp", "cp"):
                     pieces = layout.tensor_chunks if item.work.beside else 1
-                    calls = plan.microbatches * pieces * item.work.calls * times * (2 if mode in item.repeated_by else 1)
+                    runs = splits[position] if item.apart else plan.microbatches
+                    calls = runs * pieces * item.work.calls * times * (2 if mode in item.repeated_by else 1)
                     for operation in ("send", "recv") if item.work.operation == "exchange" else (item.work.operation,):
                         traffic.add(item.work.axis, operation, item.work.size_bytes // pieces, calls)
         if layout.tp > 1 and any(layer in model.routed_layers for layer in stage.layers):

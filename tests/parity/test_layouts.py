@@ -56,7 +56,7 @@ def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
     "case",
     [
         Case("gpt", pp=4, dp=2, schedule="v-min", overlap_messages=False),
-        Case("llama", pp=4, tp=2, schedule="dualpipe-v"),
+        Case("llama", pp=4, tp=2, sequence_parallel=True, schedule="dualpipe-v"),
         Case("mpt", tp=2, pp=2, sequence_parallel=True, schedule="interleaved-zb", transport="torch"),
         Case("llama", pp=4, schedule="zb-h2", recompute="full"),
         Case("gpt", tp=2, pp=4, schedule="v-half", order="tp-pp-dp"),

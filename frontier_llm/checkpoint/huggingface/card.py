@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from frontier_llm.config import ModelConfig
+from frontier_llm.tables import markdown
 
 
 def model_card(architecture: str, model: ModelConfig, dtype: str, files: Sequence[str], facts: Mapping[str, object]) -> str:
@@ -28,4 +29,4 @@ def model_card(architecture: str, model: ModelConfig, dtype: str, files: Sequenc
 
 
 def _table(title: str, rows: Mapping[str, object]) -> list[str]:
-    return [f"## {title}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), ""]
+    return [f"## {title}", "", markdown(("", ""), rows.items()), ""]

@@ -14,6 +14,7 @@ import numpy as np
 from frontier_llm.errors import DataError
 from frontier_llm.planner.published.datasets import FITTED, PublishedRun, read_stated, shipped
 from frontier_llm.planner.published.predict import RowPrediction, predict
+from frontier_llm.tables import aligned
 from frontier_llm.units import plural, strict_json
 
 
@@ -90,16 +91,15 @@ def is_fitted(row: PublishedRun) -> bool:
 
 def as_text(scores: Sequence[Accuracy]) -> str:
     """The table."""
-    head = (
-        f"{'data set':38} {'part':20} {'n':>4} {'MAPE':>6} {'median':>6} {'p90':>6} {'bias':>6} "
-        f"{'pairs':>5} {'order':>6} {'regret':>6} {'refused':>7}"
+    head = ("data set", "part", ">n", ">MAPE", ">median", ">p90", ">bias", ">pairs", ">order", ">regret", ">refused")
+    rows = (
+        (
+            *(one.dataset, one.part, one.n, f"{one.mape:.1f}", f"{one.median:.1f}", f"{one.p90:.1f}", f"{one.bias:+.1f}"),
+            *(one.pairs, *("-" if share is None else f"{share:.1f}" for share in (one.order, one.regret)), one.false_no_fit),
+        )
+        for one in scores
     )
-    lines = [head, "-" * len(head)]
-    for one in scores:
-        errors = f"{one.mape:6.1f} {one.median:6.1f} {one.p90:6.1f} {one.bias:+6.1f}"
-        order, regret = ("     -" if value is None else f"{value:6.1f}" for value in (one.order, one.regret))
-        lines.append(f"{one.dataset:38} {one.part:20} {one.n:>4} {errors} {one.pairs:>5} {order} {regret} {one.false_no_fit:>7}")
-    return "\n".join(lines)
+    return aligned(head, rows)
 
 
 def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bool = False) -> int:

@@ -63,6 +63,8 @@ LAYOUTS = [
     ("gpt-tiny", {"pipeline": 2, "schedule": "zb-h1"}, {"global_batch": 4, "micro_batch": 1}, "none"),
     ("mpt-tiny", {"pipeline": 2, "zero": 0}, {"global_batch": 8, "micro_batch": 1}, "none"),
 ]
+V = {"tensor": 2, "pipeline": 2, "chunks": 2, "sequence_parallel": True}  # with backwards that are all split, or some
+LAYOUTS += [("llama-tiny", {**V, "schedule": name}, {"global_batch": 5, "micro_batch": 1}, "none") for name in ("zb-v", "dualpipe-v")]
 SWITCHES = {"comm": {"overlap_weights": True, "overlap_messages": False, "bucket_elements": 50_000}, "precision": {"gradient_wire": "bf16"}}
 
 

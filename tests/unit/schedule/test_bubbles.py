@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from unittest.mock import patch
 
 import numpy as np
@@ -23,6 +24,7 @@ from frontier_llm.schedule import (
     registry,
     rule,
     simulate,
+    split_share,
     v_names,
 )
 from tests.harness.dry_run import check, in_flight, waiting
@@ -43,6 +45,17 @@ def test_declared_peaks_are_what_the_actions_hold(name: str) -> None:
                 assert declared >= counted, where
             else:
                 assert (declared, late) == (counted, behind), where
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_declared_share_of_split_backwards_is_that_of_the_actions(name: str) -> None:
+    """Exactly, and nearly where DualPipeV has fewer microbatches than positions."""
+    chunks = rule(name).chunks[0]
+    for stages, microbatches in itertools.product(range(1, 9), (1, 2, 3, 5, 8, 16, 21)):
+        kinds = Counter(action.kind for order in build(name, stages, microbatches, chunks, messages=False).actions for action in order)
+        counted = kinds[Kind.BACKWARD_INPUT] / (kinds[Kind.BACKWARD_INPUT] + kinds[Kind.BACKWARD])
+        near = 0.25 if name == "dualpipe-v" and microbatches < 2 * stages else 1e-12
+        assert split_share(name, stages, microbatches) == pytest.approx(counted, abs=near), (stages, microbatches)
 
 
 def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
