@@ -140,7 +140,8 @@ def _plan_rows(search: Tuner) -> list[dict[str, str]]:
 def _conclude(args: argparse.Namespace, search: Tuner, overrides: list[str], root: Path) -> int:
     """The report and the files that were asked for."""
     from frontier_llm import log
-    from frontier_llm.tuning.constants import write_machine
+    from frontier_llm.measure.machine_file import write_machine
+    from frontier_llm.tuning.constants import tuned_machine
     from frontier_llm.tuning.report import summary, write_best, write_report
 
     best = search.best
@@ -148,7 +149,8 @@ def _conclude(args: argparse.Namespace, search: Tuner, overrides: list[str], roo
     if best is not None:
         written.append(write_best(args.emit or root / "best.yaml", args.run, overrides, search))
     if args.emit_machine and best is not None:
-        written.append(write_machine(args.emit_machine, search))
+        write_machine(args.emit_machine, tuned_machine(search))
+        written.append(args.emit_machine)
     show(args, summary(search), lambda: "\n".join(f"{key}: {value}" for key, value in summary(search).items()))
     if written:
         log.info(f"wrote {', '.join(map(str, written))}")

@@ -20,6 +20,7 @@ from frontier_llm.scaling.series import POINT_FILE
 from frontier_llm.tables import aligned
 from frontier_llm.units import strict_json
 
+POINT_FACTS = ("mode", "model", "site", "nodes", "devices", "tensor", "pipeline", "data", "global_batch")  # that a row has from its point
 WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
 
 # two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom, then the normal distribution's; the square is the 95 % point of F(1, dof)
@@ -119,12 +120,9 @@ def summarise(samples: Sequence[Sample]) -> Row:
     except FrontierError:  # no machine file for this site: the measurement stands alone
         predicted = None
     return Row(
-        mode=point["mode"],
-        model=point["model"],
-        site=point["site"],
+        **{name: point[name] for name in POINT_FACTS},
         kind="measured",
         status=status,
-        **{name: point[name] for name in ("nodes", "devices", "tensor", "pipeline", "data", "global_batch")},
         repeats=len(rates),
         steps=sum(len(sample.times_s) for sample in samples),
         step_time_s=point["global_batch"] * point["sequence_length"] / mean if mean else None,

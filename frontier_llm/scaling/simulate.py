@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frontier_llm.scaling.forecast import forecasts
-from frontier_llm.scaling.harvest import Row, with_efficiency
+from frontier_llm.scaling.harvest import POINT_FACTS, Row, with_efficiency
 from frontier_llm.scaling.series import Point
 
 
@@ -14,20 +14,17 @@ def simulated_rows(points: Sequence[Point]) -> list[Row]:
     distinct = {point.nodes: point for point in points}.values()
     rows = []
     for priced in forecasts([(point, None) for point in distinct]):
-        point, prediction, facts = priced.point, priced.predicted, priced.point.describe()
+        prediction, facts = priced.predicted, priced.point.describe()
         rows.append(
             Row(
-                mode=point.mode,
-                model=facts["model"],
-                site=point.site,
+                **{name: facts[name] for name in POINT_FACTS},
                 kind="simulated",
                 status="ok",
-                **{name: facts[name] for name in ("nodes", "devices", "tensor", "pipeline", "data", "global_batch")},
                 repeats=0,
                 steps=0,
                 step_time_s=prediction.step_time_s,
                 tokens_per_s=prediction.tokens_per_s,
-                tokens_per_s_per_device=prediction.tokens_per_s / point.devices,
+                tokens_per_s_per_device=prediction.tokens_per_s / facts["devices"],
                 predicted_tokens_per_s=prediction.tokens_per_s,
             )
         )

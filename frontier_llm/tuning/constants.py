@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from frontier_llm.costs.time import step_s
 from frontier_llm.errors import FrontierError, not_installed
-from frontier_llm.files import write_atomically
 from frontier_llm.machine import load_machine, own_stack, rates
 from frontier_llm.machine.load import PLACES
 from frontier_llm.machine.rates import Rates
@@ -81,29 +79,26 @@ def fitted_constants(search: Tuner) -> tuple[Rates, Rates]:
     return before, fit(search, before)
 
 
-def write_machine(path: Path, search: Tuner) -> Path:
-    """A machine file on top of the run's, with the constants that changed. Returns its path."""
+def tuned_machine(search: Tuner) -> dict[str, Any]:
+    """The mapping of a machine file on top of the run's, with the constants that changed."""
     name = search.space.config.machine
     machine = load_machine(name)
     before, after = fitted_constants(search)
     count = sum(trial.ok for trial in search.tried.values())
     words = f"fitted on {count} trials of {search.space.config.model.name} on {search.space.devices} devices"
     source = {"tag": "estimated", "source": f"frontier-llm tune, {datetime.now(UTC):%Y-%m-%d}: {words}"}
-    content: dict[str, Any] = {"base": name, "title": f"{machine.title}, as trials have it"}
+    sections: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for constant in changed(before, after):
         section, key, unit = PLACES[constant]
         value = getattr(after, constant)
-        if constant == "fabric_bytes_s":
-            sizes = dict(zip(after.fabric_size, value, strict=True))
-            content.setdefault("node", {})["fabric_gbps"] = {size: {"value": _digits(one / unit), **source} for size, one in sizes.items()}
-        elif section == "stack":
-            content.setdefault("stacks", {}).setdefault(own_stack(machine), {})[key] = {"value": _digits(value / unit), **source}
+        if isinstance(value, tuple):
+            sections[section][key] = {size: _number(one / unit, source) for size, one in zip(after.fabric_size, value, strict=True)}
         else:
-            content.setdefault(section, {})[key] = {"value": _digits(value / unit), **source}
-    write_atomically(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140))
-    load_machine(str(path))
-    return path
+            sections[section][key] = _number(value / unit, source)
+    if "stack" in sections:
+        sections["stacks"] = {own_stack(machine): sections.pop("stack")}
+    return {"base": name, "title": f"{machine.title}, as trials have it", **sections}
 
 
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+def _number(value: float, source: dict[str, str]) -> dict[str, Any]:
+    return {"value": float(f"{value:.4g}"), **source}

@@ -65,7 +65,7 @@ def test_the_dry_run_lists_the_space_and_what_a_trial_costs(tmp_path: Path, caps
     words = ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "1", "--output", str(tmp_path), "--dry-run"]
     assert main(words) == 0
     text = capsys.readouterr()
-    assert re.match(r"step_s +gib +layout\n0\.\d+ +\d\.\d +TP\d PP\d", text.out) and "node-hours" in text.err
+    assert re.match(r" *step_s +gib +layout\n0\.\d+ +\d\.\d +TP\d PP\d", text.out) and "node-hours" in text.err
     assert main([*words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(text.out.splitlines()) - 1
     assert list(tmp_path.iterdir()) == []

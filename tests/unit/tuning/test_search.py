@@ -13,8 +13,9 @@ from frontier_llm.blueprint.layout import layout_of, run_keys
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.machine import load_machine, rates
+from frontier_llm.measure.machine_file import write_machine
 from frontier_llm.planner.search import simulate_layout
-from frontier_llm.tuning.constants import CONSTANTS, changed, fit, scaled, write_machine
+from frontier_llm.tuning.constants import CONSTANTS, changed, fit, scaled, tuned_machine
 from frontier_llm.tuning.search import Everything, Limits, Proposal, Tuner, run_search
 from frontier_llm.tuning.space import Space, laid_out, make_space, words_of
 from frontier_llm.tuning.trials import Trial, read_trials, write_trials
@@ -189,7 +190,8 @@ def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_pat
     moved = changed(NUMBERS, fit(search, NUMBERS))
     assert moved["gemm_efficiency"][1] == pytest.approx(true.gemm_efficiency, rel=0.25)
     assert moved["fabric_bytes_s"][1] == pytest.approx(true.fabric_bytes_s[0], rel=0.4)
-    written = rates(load_machine(str(write_machine(tmp_path / "tuned.yaml", search))))
+    write_machine(tmp_path / "tuned.yaml", tuned_machine(search))
+    written = rates(load_machine(str(tmp_path / "tuned.yaml")))
     assert written.gemm_efficiency == pytest.approx(moved["gemm_efficiency"][1], rel=1e-3)
     layouts = [plan.layout for plan in space.plans]
     errors = [
