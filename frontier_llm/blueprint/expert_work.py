@@ -90,7 +90,7 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     def there_and_back(axis: str, sent: float, received: float, numbers: int, weights: int, chosen: int = 0) -> Iterator[Item]:
         """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the shared expert, and its gradients'."""
         under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
-        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis, Under.NOTHING)
+        yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
         yield send(Phase.F, "all_to_all", sent * size * H, FULL, axis, under)
         yield send(Phase.F, "all_to_all", sent * weights * wide, FULL, axis)
         if chosen:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import RECOMPUTE, ModelConfig
+from frontier_llm.config.fields import NonNegativeFloat
 
 ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
@@ -21,16 +23,27 @@ SHARDS = "sharded weights and gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software:
-    """What the software does, as far as it decides what is computed, sent and kept. The defaults are this package's own."""
+class Habits:
+    """What a training software does, as a machine file's stack says it. The defaults are this package's own."""
 
-    attention: str = "flash"  # flash | unfused
+    attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
     fused_softmax: bool = True  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
     fused: bool = True  # norm, bias+activation, residual in one kernel each
     fused_cross_entropy: bool = True  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
-    gradient_bytes: int = 4  # in which the gradients are summed over dp
-    accumulate_bytes: float = 8.0  # moved per parameter to add one microbatch's gradient
+    gradient_bytes: Literal[2, 4] = 4  # in which the gradients are summed over dp
+    accumulate_bytes: NonNegativeFloat = 8.0  # moved per parameter to add one microbatch's gradient
+    optimizer_bytes: NonNegativeFloat = 30.0  # moved per owned parameter by the optimizer step
+    p2p_split: bool = False  # pipeline messages are cut over tp even without sequence parallelism (scatter-gather)
+    blocking_messages: bool = False  # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
+    bucket_parameters: NonNegativeFloat = 0.0  # gradients are summed over dp in pieces of so many parameters; 0 = all at once
+    hierarchical: bool = False  # collectives that span nodes may go in two stages, and do where that is faster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software(Habits):
+    """And what is measured of it or chosen in a run, as far as it decides what is computed, sent and kept."""
+
     linear_speedup: float = 1.0  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     checkpoints_cut: bool = False  # recomputation's checkpoints are cut over tp even without sequence parallelism
 

@@ -14,10 +14,13 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
+
+from frontier_llm.errors import BackendError
+from frontier_llm.libraries import load_library
 
 T = TypeVar("T")
 
@@ -50,15 +53,10 @@ def block_digests(data: memoryview, block_bytes: int = BLOCK_BYTES) -> bytes:
 @functools.cache
 def _pair() -> Callable[..., Any] | None:
     """`fl_sha256_pair`; None where it has not been built or the processor lacks the instructions: hashlib gives the same digests."""
-    try:
-        library = ctypes.CDLL(str(Path(__file__).resolve().parents[1] / "_native" / "libsha256_pair.so"))
-        if not library.fl_sha256_pair_available():
-            return None
-        pair = library.fl_sha256_pair
-    except (OSError, AttributeError):
-        return None
-    pair.restype, pair.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
-    return pair
+    functions = {"fl_sha256_pair": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p])}
+    with suppress(BackendError):
+        return load_library("libsha256_pair.so", functions, {"fl_sha256_pair_available": 1}).fl_sha256_pair
+    return None
 
 
 def spread(work: Callable[[int], T], count: int, workers: int = WORKERS) -> list[T]:

@@ -58,10 +58,10 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.scaling.forecast import as_text
-    from frontier_llm.scaling.launch import AllocationRanks
+    from frontier_llm.scaling.launch import BARE, AllocationRanks
     from frontier_llm.scaling.series import default_batch, find_run, make_series
 
-    overrides = ["train.save_interval=0", "train.save_final=false", "train.tensorboard=false", *args.overrides]
+    overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
     config = load_run(run, overrides)
     if args.site is None and not args.in_job:

@@ -32,7 +32,7 @@ from frontier_llm.units import printable
 ENDING_S = 15.0  # what ranks that are told to end may take, before the batch shell goes on
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
 _KILLING = "Terminating StepId"  # srun says so when it ends the step: whoever is killed after this is a victim
-_TOLD_TO_SAVE = "User defined signal 1"  # a rank that Slurm's warning has met before Python could hear it
+_TOLD_TO_SAVE = "User defined signal 1"  # Slurm's warning ended a rank whose Python could not listen yet
 _SILENT_NODE = "Timed out waiting for job step"  # srun did not hear from every node
 
 
@@ -89,9 +89,9 @@ def start_ranks(
     save_after_s: float = math.inf,
     progress: Callable[[Path], int] = run_dir.latest_step,
 ) -> tuple[Outcome, float]:
-    """(how one srun of all ranks on these nodes ended, its seconds), recorded in attempts.jsonl; nodes that died of it are its failure.
+    """Run all ranks on these nodes by one srun, and record the attempt: (how it ended, its seconds). A crash beside a dead node is that node's failure.
 
-    `progress` says of a run directory how many steps are done.
+    `progress` tells how many steps a run directory has behind it.
     """
     forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
     started_s, start_step = time.time(), progress(job.directory)
@@ -166,7 +166,7 @@ def run_step(step: JobStep) -> Outcome:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)
-        what = f"the ranks were still running after {step.deadline_s:.0f} s, when their time was over; in a job raise --signal's lead time"
+        what = f"the ranks had not ended after {step.deadline_s:.0f} s, all the time they had; let Slurm warn them earlier (--signal)"
         return Outcome(1, Failure(what, Evidence.ENDS, "walltime"))
     finally:
         reminder.cancel()
@@ -197,7 +197,7 @@ class Fate:
 def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure | None) -> Outcome:
     """From srun's exit code and messages and the ranks' own record: which rank failed first, where, and why.
 
-    Where no rank has recorded a cause, or only that one had fallen silent while srun saw another be killed, their logs are searched.
+    The ranks' logs are searched where no rank has recorded a cause, or where the record blames a silent rank and srun saw another one killed.
     """
     fates = _fates(messages)
     first = next(iter(fates.values()), None)
@@ -255,7 +255,7 @@ def _fates(lines: Iterable[str]) -> dict[int, Fate]:
 
 
 def _copy(source: IO[str], lines: list[str]) -> None:
-    """Pass srun's messages on and keep them. Who does not read holds srun up, so that a full disk is no reason to stop."""
+    """Pass srun's messages on and keep them. srun stands still while nobody reads, so that a full disk is no reason to stop."""
     for line in source:
         lines.append(line.rstrip("\n"))
         with suppress(OSError):

@@ -117,7 +117,7 @@ def preflight(site: Site, directory: Path, nodes: Sequence[str], needed: int) ->
 
 
 def _job_has_gpus() -> bool:
-    """A step that asks for what its job does not have is refused whole."""
+    """Whether a step may ask for GPUs: Slurm refuses one that asks for what its job does not have."""
     asked = environment()
     return any(name in asked for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE"))
 

@@ -6,9 +6,9 @@ One attempt is one srun of every rank. After it the run is finished, or stopped 
 allocation when enough healthy nodes and time are left (a spare replaces a dead node), else as the same job requeued, or as
 one successor job. Three attempts without progress end the chain.
 
-Environment: FRONTIER_LLM_SPARE_NODES (nodes of the allocation to keep in hand), FRONTIER_LLM_CONTINUE (requeue | successor |
-never), FRONTIER_LLM_MAX_NODE_HOURS (of all attempts together; then the run saves and ends), FRONTIER_LLM_SIGNAL_LEAD_S (as --signal), FRONTIER_LLM_PREFLIGHT (1 = doctor first), FRONTIER_LLM_SITE, FRONTIER_LLM_PYTHON and
-FRONTIER_LLM_RANK_PYTHON (set by launch/job.sh).
+Environment: FRONTIER_LLM_SPARE_NODES (nodes of the allocation to keep in hand), FRONTIER_LLM_CONTINUE (requeue | successor | never),
+FRONTIER_LLM_MAX_NODE_HOURS (of all attempts together; then the run saves and ends), FRONTIER_LLM_SIGNAL_LEAD_S (as --signal),
+FRONTIER_LLM_PREFLIGHT (1 = doctor first); FRONTIER_LLM_SITE, FRONTIER_LLM_PYTHON and FRONTIER_LLM_RANK_PYTHON are set by launch/job.sh.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def supervise(job: BatchJob, admit: Callable[[BatchJob], None] = lambda job: Non
 
 
 def give_up(job: BatchJob, outcome: Outcome) -> int:
-    """After three attempts without progress: the exit code. Raises FrontierError where it is the walltime that leaves no room for any."""
+    """The exit code after three attempts without progress. Raises FrontierError where the walltime was too short for any."""
     step = run_dir.latest_step(job.directory)
     if outcome.cause == "interrupted":
         raise FrontierError(

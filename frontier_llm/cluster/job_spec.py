@@ -1,4 +1,4 @@
-"""What a batch shell has to bring about, and with what: read from its words, its allocation and its environment."""
+"""A training job as its batch shell finds it: run file, allocation, site, and how to go on when the job ends first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAIN = (*COMMAND, "train")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What this batch shell has to bring about, and with what."""
+    """What to run, on which nodes, and what to do when the run is not done."""
 
     config: RunConfig
     words: tuple[str, ...]  # run file and overrides, as the ranks get them

@@ -73,9 +73,8 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     rank, world = read.integer("RANK"), read.integer("WORLD_SIZE")
     local, local_world = read.integer("LOCAL_RANK"), read.integer("LOCAL_WORLD_SIZE", default=world)
     port = read.integer("MASTER_PORT")
-    if (
-        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):  # a store of torchrun's own listens there: ours needs a port too, a new one in each restart
+    # torchrun's own store listens on that port: ours needs another, and a new one after each restart
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = FIRST_PORT + (port + read.integer("TORCHELASTIC_RESTART_COUNT", default=0)) % PORT_COUNT
     if "MASTER_ADDR" not in env:
         read.problems.append(Problem("MASTER_ADDR", "is not set although RANK and WORLD_SIZE are", "start with torchrun, or set it"))

@@ -33,7 +33,6 @@ from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.units import printable
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # from our terminal or scheduler to the ranks
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -111,7 +110,7 @@ class _Ranks:
 
     def run(self) -> int:
         old = (
-            {number: signal.signal(number, self._forward) for number in heeded(FORWARDED)}
+            {number: signal.signal(number, self._forward) for number in heeded()}
             if threading.current_thread() is threading.main_thread()
             else {}
         )
@@ -229,7 +228,7 @@ class _Ranks:
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
-    """Pass a rank's output on line by line, to the terminal and into its log; one goes on without the other. Who does not read holds the rank up."""
+    """Pass a rank's output on line by line, to the terminal and into its log; either goes on without the other. A rank stands still while nobody reads."""
     for line in source:
         with suppress(OSError):  # the disk is full
             log.write(line)

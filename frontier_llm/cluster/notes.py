@@ -1,4 +1,4 @@
-"""What a submission may do and its user should know: each function a warning, '' where there is nothing to say."""
+"""What is allowed and may not be meant: each function gives a warning, or '' where there is nothing to say."""
 
 from __future__ import annotations
 

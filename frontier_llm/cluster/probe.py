@@ -43,7 +43,7 @@ class Facts:
 
     host: str
     gcd_memory_gib: tuple[float, ...]  # one entry per GCD
-    gcds_refused: int  # entries of the driver's that this process may not read: a job's step without GPUs, or a container
+    gcds_refused: int  # that the driver does not let this process read: in a step without GPUs, or in a container
     cores: int  # that this process may use
     interfaces_down: tuple[str, ...]
     provider_error: str  # '' = usable or not asked

@@ -30,7 +30,7 @@ from frontier_llm.units import strict_json
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 TORN_BYTES = 1 << 16  # no line is nearly as long
-NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")  # an `mfu` of null is not known
+NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")  # so null in the file; a null `mfu` is not known
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Attempt:
 
 
 def open_lines(path: Path) -> FileIO:
-    """For appending whole lines; what a crash of the machine, or a full disk, has left of a torn one is cut off."""
+    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off."""
     lines = path.open("a+b", buffering=0)
     size = path.stat().st_size
     lines.seek(max(0, size - TORN_BYTES))

@@ -18,19 +18,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 # A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
-DEFAULT_SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT", "SIGHUP")
-_HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)  # not Ctrl-C: nothing is lost yet, and the user sits there waiting
+_HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (*_HELD, signal.SIGINT)  # Ctrl-C is not held back: nothing is lost yet, and the user sits there waiting
 
 
-def heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Without a SIGHUP that is ignored: who starts us under `nohup` means us to outlive the terminal."""
-    return [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+def heeded() -> list[signal.Signals]:
+    """SIGNALS, without a SIGHUP that is ignored: who starts us under `nohup` means us to outlive the terminal."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def held() -> Iterator[None]:
 
 
 class SignalWatcher:
-    """Context manager: `.requested` is None until one of the signals arrives, then its name ('SIGUSR1').
+    """Context manager: `.requested` is None until one of SIGNALS arrives, then its name ('SIGUSR1').
 
     The first signal asks for an orderly end. A second one, `debounce_s` or more after it, ends the process at once with
     128 + its number, even when the main thread is stuck: what has been committed to disk stays, nothing else is waited for.
@@ -52,8 +52,7 @@ class SignalWatcher:
     Must be entered in the main thread; restores handlers, wakeup descriptor and mask when left.
     """
 
-    def __init__(self, signals: Sequence[str] = DEFAULT_SIGNALS, debounce_s: float = 1.0) -> None:
-        self._signals = tuple(signal.Signals[name] for name in signals)
+    def __init__(self, debounce_s: float = 1.0) -> None:
         self._debounce_s = debounce_s
         self.requested: str | None = None  # name of the first signal that arrived
         self._first_at_s = 0.0
@@ -63,10 +62,10 @@ class SignalWatcher:
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         # the handlers do nothing: the wakeup descriptor has already told the thread
-        self._old: dict[signal.Signals, Any] = {number: signal.signal(number, lambda *_: None) for number in heeded(self._signals)}
+        self._old: dict[signal.Signals, Any] = {number: signal.signal(number, lambda *_: None) for number in heeded()}
         self._thread = threading.Thread(target=self._listen, name="signal-watcher", daemon=True)
         self._thread.start()
-        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)  # takes what has been held back
+        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # takes what has been held back
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -83,7 +82,7 @@ class SignalWatcher:
     def _listen(self) -> None:
         while numbers := self._read.recv(64):
             for number in numbers:
-                if number in self._signals:
+                if number in SIGNALS:
                     self._receive(signal.Signals(number))
 
     def _receive(self, arrived: signal.Signals) -> None:

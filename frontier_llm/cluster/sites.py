@@ -6,6 +6,7 @@ paths. What the hardware is lives in `configs/machines`; which RCCL and libfabri
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from frontier_llm.cluster.rank_env import environ
 from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
-from frontier_llm.errors import ConfigError, Problem, suggest
+from frontier_llm.errors import ConfigError, Problem, nearest, suggest
 
 
 class Limit(Section):
@@ -137,6 +138,12 @@ def longer_jobs(site: Site, nodes: int, minutes: int, partition: str | None) -> 
     if roomier := [other for other in site.partitions if (site.max_minutes(nodes, other) or 0) >= minutes]:
         bins.append(f"--partition {roomier[0]} allows it")
     return bins
+
+
+def whole_replicas(nodes: int, tasks_per_node: int, replica: int) -> list[int]:
+    """The node counts nearest to `nodes` on which replicas of so many ranks leave no rank over; `nodes` among them where it is one."""
+    step = math.lcm(replica, tasks_per_node) // tasks_per_node
+    return nearest(nodes, range(step, 2 * nodes + step + 1, step))
 
 
 def request_problems(site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None) -> Iterator[Problem]:

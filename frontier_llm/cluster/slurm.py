@@ -66,7 +66,7 @@ def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, s
 
 
 def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
-    """`call` for the supervisor of a running job: a controller that is away is asked again. Only for commands that may be said twice."""
+    """`call` for the supervisor of a running job: a controller that is away is asked again. Only for commands that may be given twice."""
     started_s = time.monotonic()
     warned = False
     while True:

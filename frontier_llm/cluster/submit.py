@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import compileall
 import hashlib
-import math
 import os
 import shlex
 import sys
@@ -24,9 +23,9 @@ from frontier_llm.cluster.holder import jobs
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.sbatch import JobScript, render, render_site
-from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir
+from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir, whole_replicas
 from frontier_llm.config import RunConfig, dump
-from frontier_llm.errors import ConfigError, Problem, nearest
+from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
@@ -101,11 +100,8 @@ class Submission:
 def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
     """Nodes whose ranks cannot be cut into replicas; whoever asks for nodes is answered in nodes."""
     parallel, per_node = request.config.parallel, request.site.tasks_per_node
-    model_ranks = parallel.model_ranks
-    step = math.lcm(model_ranks, per_node) // per_node
-    if request.nodes % step:
+    if request.nodes not in (valid := whole_replicas(request.nodes, per_node, parallel.model_ranks)):
         what = f"{plural(request.nodes, 'node')} of {per_node} ranks are no whole replicas of tensor {parallel.tensor} x pipeline {parallel.pipeline}"
-        valid = nearest(request.nodes, range(step, 2 * request.nodes + step + 1, step))
         yield Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from frontier_llm.errors import BackendError
+from frontier_llm.libraries import load_library
+
 ABI = 2
-BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
-LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libshm_collectives.so"
 _REGION = re.compile(r"/proc/([0-9]{1,10})/fd/[0-9]{1,10}")
 MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
 
@@ -27,13 +28,29 @@ def why_unavailable() -> str:
     """'' or the reason why ranks of this host cannot share memory."""
     if not MEMORY_DIR.is_dir() or not os.access(MEMORY_DIR, os.W_OK):
         return f"{MEMORY_DIR} is not writable"
-    if not LIBRARY.exists():
-        return f"{LIBRARY.name} has not been built: {BUILD_COMMAND}"
     try:
-        version = ctypes.CDLL(str(LIBRARY)).fl_shm_abi()
-    except (OSError, AttributeError) as error:
-        return f"{LIBRARY.name} does not load: {str(error).splitlines()[0]}"
-    return "" if version == ABI else f"{LIBRARY.name} has interface {version}, expected {ABI}: build it again: {BUILD_COMMAND}"
+        library()
+    except BackendError as error:
+        return f"{error.problems[0].what}: {error.problems[0].fix}"
+    return ""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """What moves bytes through the memory (csrc/shm/). Raises BackendError when it is not there."""
+    pointer, whole, number, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "fl_shm_open": (pointer, [number, number, number, size, size, whole, ctypes.POINTER(whole)]),
+        "fl_shm_close": (None, [pointer]),
+        "fl_shm_start": (whole, [pointer, number, number, number, number, pointer, pointer, size]),
+        "fl_shm_finish": (whole, [pointer, whole, whole]),
+        "fl_shm_send": (whole, [pointer, number, pointer, size, whole]),
+        "fl_shm_receive": (whole, [pointer, number, pointer, size, whole]),
+        "fl_shm_culprit": (whole, [pointer]),
+        "fl_shm_progress": (size, [pointer, number]),
+        "fl_shm_is_missing": (number, [pointer, number]),
+    }
+    return load_library("libshm_collectives.so", functions, {"fl_shm_abi": ABI})
 
 
 def host_identity() -> bytes:

@@ -8,18 +8,16 @@ A peer that dies or falls silent is an error that names axis and rank; the memor
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from frontier_llm.comm.group import DONE, Pending, Sending, listed, named
-from frontier_llm.comm.host_memory import BUILD_COMMAND, LIBRARY, MEMORY_DIR, why_unavailable
+from frontier_llm.comm.host_memory import MEMORY_DIR, library
 from frontier_llm.errors import BackendError, RankFailure
 
 SLOT_BYTES = 512 * 1024  # one step of a collective; four of them per rank stay within a core's share of the cache
@@ -33,29 +31,6 @@ _TYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5, torch.uint8: 6,
 }  # fmt: skip
 _PENDING, _DEAD, _MISMATCH, _NO_SPACE = 1, -1, -2, -3
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    if reason := why_unavailable():
-        raise BackendError(reason, where="shared-memory collectives", fix=f"{BUILD_COMMAND}, or choose the transport 'torch'")
-    library = ctypes.CDLL(str(LIBRARY))
-    pointer, whole, number, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "open": (pointer, [number, number, number, size, size, whole, ctypes.POINTER(whole)]),
-        "close": (None, [pointer]),
-        "start": (whole, [pointer, number, number, number, number, pointer, pointer, size]),
-        "finish": (whole, [pointer, whole, whole]),
-        "send": (whole, [pointer, number, pointer, size, whole]),
-        "receive": (whole, [pointer, number, pointer, size, whole]),
-        "culprit": (whole, [pointer]),
-        "progress": (size, [pointer, number]),
-        "is_missing": (number, [pointer, number]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, f"fl_shm_{name}")
-        function.restype, function.argtypes = result, arguments
-    return library
 
 
 class _Collective:
@@ -113,13 +88,13 @@ class ShmGroup:
         self._done = -1
         status = ctypes.c_int64(0)
         slot_bytes = max(SLOT_BYTES, 4096 * len(ranks))
-        self._region = _library().fl_shm_open(descriptor, rank, len(ranks), slot_bytes, ARENA_BYTES, SPIN_NS, ctypes.byref(status))
+        self._region = library().fl_shm_open(descriptor, rank, len(ranks), slot_bytes, ARENA_BYTES, SPIN_NS, ctypes.byref(status))
         if not self._region:
             raise BackendError(f"cannot map shared memory for axis {name}: status {status.value}", self._room_fix(), "comm")
 
     def __del__(self) -> None:
         if getattr(self, "_region", None):
-            _library().fl_shm_close(self._region)
+            library().fl_shm_close(self._region)
             self._region = None
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
@@ -162,7 +137,7 @@ class ShmGroup:
     def send(self, x: Tensor, to: int) -> Sending:
         """See Group. The message is copied out at once; only a peer that lags by a whole arena makes this wait."""
         for start, size in _pieces(x):
-            self._until_done("send", _library().fl_shm_send, to, x.data_ptr() + start, size)
+            self._until_done("send", library().fl_shm_send, to, x.data_ptr() + start, size)
         return DONE
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
@@ -179,13 +154,13 @@ class ShmGroup:
     def take(self, buffer: Tensor, source: int) -> None:
         """The next message from `source`, waiting for it."""
         for start, size in _pieces(buffer):
-            self._until_done("receive", _library().fl_shm_receive, source, buffer.data_ptr() + start, size)
+            self._until_done("receive", library().fl_shm_receive, source, buffer.data_ptr() + start, size)
 
     def finish(self, number: int, what: str) -> None:
         """Complete the collectives up to `number`."""
         if number <= self._done:
             return
-        self._until_done(what, _library().fl_shm_finish, number)
+        self._until_done(what, library().fl_shm_finish, number)
         self._done = number
         while self._started and self._started[0]._number <= number:
             self._started.popleft()
@@ -194,9 +169,7 @@ class ShmGroup:
         if x.dtype not in _TYPES:
             raise BackendError(f"shared memory cannot {what} {x.dtype}", "use one of " + ", ".join(map(str, _TYPES)), f"axis {self._name}")
         assert x.is_contiguous() and out.is_contiguous() and x.device.type == "cpu"
-        number = _library().fl_shm_start(
-            self._region, _KINDS[what], _TYPES[x.dtype], take_max, root, x.data_ptr(), out.data_ptr(), elements
-        )
+        number = library().fl_shm_start(self._region, _KINDS[what], _TYPES[x.dtype], take_max, root, x.data_ptr(), out.data_ptr(), elements)
         if number < 0:
             self._raise(number, what, 0.0)
         self._started.append(_Collective(self, number, what, (x, out)))
@@ -212,16 +185,16 @@ class ShmGroup:
             self._raise(status, what, self._timeout_s)
 
     def _raise(self, status: int, what: str, waited_s: float) -> None:
-        culprit = _library().fl_shm_culprit(self._region)
+        culprit = library().fl_shm_culprit(self._region)
         peer = named(self._name, [culprit], self._ranks) if culprit >= 0 else "a rank"
         us = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) among {listed(self._ranks)}"
         if status == _DEAD:
             raise RankFailure(f"{us}: {peer} has died or left", fix="its own log says why; look for the first rank that failed")
         if status == _PENDING:
             everyone = range(len(self._ranks))
-            steps = [_library().fl_shm_progress(self._region, rank) for rank in everyone]
+            steps = [library().fl_shm_progress(self._region, rank) for rank in everyone]
             if what not in ("send", "receive"):
-                missing = [rank for rank in everyone if _library().fl_shm_is_missing(self._region, rank)]
+                missing = [rank for rank in everyone if library().fl_shm_is_missing(self._region, rank)]
                 peer = named(self._name, missing, self._ranks) or peer
             raise RankFailure(
                 f"{us}: no answer from {peer} within {waited_s:g} s; steps published by axis rank: {steps}",

@@ -10,28 +10,29 @@ import ctypes
 import functools
 import socket
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
 from frontier_llm.comm.relay import Relay
+from frontier_llm.errors import BackendError
+from frontier_llm.libraries import load_library
 
 ABI = 1
-LIBRARY = Path(__file__).resolve().parents[1] / "_native" / "libstore_server.so"
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        if library.fl_store_abi() != ABI:
-            return None
-    except (OSError, AttributeError):
-        return None
-    library.fl_store_open.restype, library.fl_store_open.argtypes = ctypes.c_void_p, []
-    library.fl_store_serve.restype, library.fl_store_serve.argtypes = None, [ctypes.c_void_p, ctypes.c_int]
-    library.fl_store_close.restype, library.fl_store_close.argtypes = None, [ctypes.c_void_p]
-    return library
+    store = ctypes.c_void_p
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "fl_store_open": (store, []),
+        "fl_store_serve": (None, [store, ctypes.c_int]),
+        "fl_store_close": (None, [store]),
+    }
+    with suppress(BackendError):
+        return load_library("libstore_server.so", functions, {"fl_store_abi": ABI})
+    return None
 
 
 class NativeServer:

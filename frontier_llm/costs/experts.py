@@ -15,10 +15,10 @@ from frontier_llm.costs.collectives import fabric_bandwidth
 from frontier_llm.costs.layouts import Layouts, Number, distinct
 from frontier_llm.machine.rates import Rates
 
-OneOrMany = TypeVar("OneOrMany", Layout, Layouts)
+OneOrMany = TypeVar("OneOrMany", bound=Layout)
 
 
-def experts_inside(layouts: Layout | Layouts, rates: Rates) -> Number:
+def experts_inside(layouts: Layout, rates: Rates) -> Number:
     """Ranks of ep, and of etp in it, that share a node: they follow tp and cp, and then the replicas, which a pipeline may stand between."""
     inner, node = layouts.tp * layouts.cp, rates.node_devices
     apart = np.where(layouts.axis_order == "tp-pp-dp", np.maximum(inner * layouts.pp, 1), inner)
@@ -63,8 +63,8 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
             travelling, rows_bytes = np.minimum(nodes, moe.top_k * moe.capacity), rows_bytes * moe.capacity
         in_two_s = all_to_all_s(token_bytes * travelling, nodes, 1, rates) + all_to_all_s(rows_bytes, inside, inside, rates)
         possible &= in_two_s < all_to_all_s(rows_bytes, ranks, inside, rates)
-    chosen = np.where(possible, nodes, 1)
-    return replace(layouts, expert_nodes=int(chosen) if isinstance(layouts, Layout) else chosen)
+    chosen: Number = np.where(possible, nodes, 1)
+    return replace(layouts, expert_nodes=chosen if isinstance(layouts, Layouts) else int(chosen))
 
 
 def run_layout(config: RunConfig, world_size: int, rates: Rates) -> Layout:

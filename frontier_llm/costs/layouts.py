@@ -1,6 +1,6 @@
 """Thousands of layouts as a table of columns, and folds over what they compute, done once for each distinct case.
 
-A formula in numpy reads the same for a `Layout` and for `Layouts`: both have the same fields. What a block does is folded in plain
+A formula in numpy reads the same for one `Layout` and for a table of them. What a block does is folded in plain
 Python; a search's 60,000 layouts share some hundreds of blocks.
 """
 
@@ -19,64 +19,24 @@ Number = Any  # int, float or a numpy array of them; arrays broadcast against ea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layouts:
-    """A table of layouts: the fields of `Layout` as columns of one length; what all share stays a name."""
+class Layouts(Layout):
+    """A table of layouts: a `Layout` whose fields are numpy columns of one length, and a name or a number where all share it.
 
-    tp: np.ndarray
-    cp: np.ndarray
-    pp: np.ndarray
-    dp: np.ndarray
-    ep: np.ndarray
-    chunks: np.ndarray
-    schedule: np.ndarray
-    micro_batch: np.ndarray
-    microbatches: np.ndarray
-    sequence_parallel: np.ndarray
-    recompute: np.ndarray
-    sharding: np.ndarray
-    data_shard: np.ndarray
-    axis_order: np.ndarray
-    context_attention: np.ndarray
-    expert_nodes: np.ndarray
-    dtype: str = "bf16"
-    gradient_wire: str = "full"
-    optimizer: str = "adamw"
-    validated: str = "before"
-    etp: int = 1
-    imbalance: float = 1.0
-    tensor_chunks: int = 1
+    Whatever takes a `Layout` and says `layouts` takes a table too; what follows from columns, `devices` say, is a column.
+    """
 
     def __len__(self) -> int:
-        return len(self.tp)
+        return np.size(self.tp)
 
     @property
-    def devices(self) -> np.ndarray:
-        """tp · cp · pp · dp."""
-        return self.tp * self.cp * self.pp * self.dp
+    def shards(self) -> Any:
+        """See Layout."""
+        return np.where(np.asarray(self.data_shard) > 0, self.data_shard, self.replicas)
 
-    @property
-    def replicas(self) -> np.ndarray:
-        """Ranks that hold the same weights."""
-        return self.dp * self.cp
-
-    @property
-    def shards(self) -> np.ndarray:
-        """Of them, those that share out what is cut."""
-        return np.where(self.data_shard > 0, self.data_shard, self.replicas)
-
-    @property
-    def edp(self) -> np.ndarray:
-        """Replicas of each expert."""
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
-
-    @property
-    def global_batch(self) -> np.ndarray:
-        """Sequences of one step over all replicas."""
-        return self.micro_batch * self.microbatches * self.dp
-
-    def where(self, rows: np.ndarray) -> Layouts:
+    def where(self, rows: Number) -> Layouts:
         """The layouts at a mask or at indices."""
-        return replace(self, **{name: column[rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)})
+        columns: dict[str, Any] = {name: column[rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        return replace(self, **columns)
 
     def row(self, index: int) -> Layout:
         """One layout."""
@@ -92,13 +52,13 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
     return Layouts(**columns, **shared)
 
 
-def over_layouts(layouts: Layout | Layouts, fold: Callable[[Layout], Any], *also: Number) -> Any:
+def over_layouts(layouts: Layout, fold: Callable[[Layout], Any], *also: Number) -> Any:
     """`fold` of a layout; or of every layout of a table, with columns instead of numbers.
 
     `fold` may read what decides the work of a block, the embedding and the head: tp, cp and its way, ep, the microbatch, sequence parallelism, recomputation,
     and what the columns `also` tell apart; it is called once for each combination. It returns a named tuple of numbers, or of such tuples.
     """
-    if isinstance(layouts, Layout):
+    if not isinstance(layouts, Layouts):
         return fold(layouts)
     codes = np.zeros(len(layouts), dtype=np.int64)
     for column in (
@@ -125,7 +85,7 @@ def _columns(results: Sequence[Any], inverse: np.ndarray) -> Any:
     return np.array(results, dtype=float)[inverse]
 
 
-def distinct(column: np.ndarray) -> list[Any]:
+def distinct(column: Any) -> list[Any]:
     """The few values of a column, by first occurrence; faster than sorting it."""
     values, left = [], np.ones(len(column), dtype=bool)
     while left.any():
@@ -134,27 +94,27 @@ def distinct(column: np.ndarray) -> list[Any]:
     return values
 
 
-def stage_length(layers: int, layouts: Layout | Layouts) -> Number:
+def stage_length(layers: int, layouts: Layout) -> Number:
     """Layers of the fullest virtual stage where modes of recomputation repeat through them; 0 where it does not matter how many there are."""
-    if isinstance(layouts, Layout) or not any("," in modes for modes in distinct(layouts.recompute)):
+    if not isinstance(layouts, Layouts) or not any("," in modes for modes in distinct(layouts.recompute)):
         return 0 * layouts.pp
     return np.ceil(layers / (layouts.pp * layouts.chunks))
 
 
-def split(layouts: Layout | Layouts) -> Any:
+def split(layouts: Layout) -> Any:
     """Whether the schedule runs weight gradients as actions of their own: a bool, or a column."""
     return by_schedule(layouts, lambda name: rule(name).splits_backward)
 
 
-def steps_overlap(layouts: Layout | Layouts) -> Any:
+def steps_overlap(layouts: Layout) -> Any:
     """Whether a rank begins its next step before others have ended this one: a bool, or a column."""
     return (layouts.validated == "after") & (layouts.pp > 1) & (by_schedule(layouts, lambda name: rule(name).staggered) > 0)
 
 
-def by_schedule(layouts: Layout | Layouts, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:
+def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:
     """`of(name, ...)` of each layout's schedule, with these fields of the layout and the pipeline rank behind the name."""
     stages = () if stage is None else (stage,)
-    if isinstance(layouts, Layout):
+    if not isinstance(layouts, Layouts):
         return of(layouts.schedule, *(getattr(layouts, name) for name in columns), *stages)
     fields = np.broadcast_arrays(np.zeros(len(layouts)), *(getattr(layouts, column) for column in columns), *stages)
     result = np.zeros(fields[0].shape)  # the last axis is that of the layouts

@@ -54,7 +54,7 @@ class Held(NamedTuple):
     exchanged: Number  # keys and values of a whole sequence, which context parallelism brings together
 
 
-def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: int | None = None) -> Held:
+def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Held:
     """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks. `layers`: of the virtual stage, see `mode_shares`."""
 
     @cache
@@ -87,12 +87,12 @@ def held(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: in
 
 
 def stage_memory(
-    model: ModelConfig, layouts: Layout | Layouts, rates: Rates, stage: Number, layers: Number, embedding: Number, head: Number
+    model: ModelConfig, layouts: Layout, rates: Rates, stage: Number, layers: Number, embedding: Number, head: Number
 ) -> Lines:
     """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
     dense, experts = stage_numel(model, layouts.tp, layers, embedding, head), expert_numel(model, layouts, layers)
     parameters, parts = dense + experts, held(model, layouts, rates)
-    if isinstance(layouts, Layout) and "," in layouts.recompute:  # of its own layers
+    if not isinstance(layouts, Layouts) and "," in layouts.recompute:  # of its own layers
         of_stages = [held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)]
         parts = parts._replace(block=np.reshape(of_stages, np.shape(layers)))
     size, replicas, chunks = DTYPE_BYTES[layouts.dtype], layouts.replicas, layouts.chunks
@@ -156,7 +156,7 @@ def stage_memory(
     return lines
 
 
-def _largest_block_numel(model: ModelConfig, layouts: Layout | Layouts) -> Number:
+def _largest_block_numel(model: ModelConfig, layouts: Layout) -> Number:
     """Of a rank's parts of a block's parameters."""
     degrees = {"tp": layouts.tp, "ep": layouts.ep, "etp": layouts.etp}
     return reduce(np.maximum, (one.rank_numel(degrees) for layer, _ in layer_kinds(model) for one in block_parameters(model, layer)))
@@ -176,7 +176,7 @@ def total(lines: Lines) -> Number:
     return sum(lines.values())
 
 
-def peak_memory(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
+def peak_memory(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the last (head, logits)."""
     layers = np.stack(stage_layers(model, layouts))
     alone, yes = layouts.pp == 1, np.ones_like(layouts.pp, dtype=bool)

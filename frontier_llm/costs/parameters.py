@@ -10,7 +10,7 @@ from frontier_llm.blueprint import Parameter, ParameterKind, StageSpec, block_pa
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.layouts import Layouts, Number
+from frontier_llm.costs.layouts import Number
 from frontier_llm.schedule import rule
 
 Size = Callable[[Parameter, Mapping[str, Number]], Number]  # of what a rank holds of a parameter at these degrees
@@ -44,7 +44,7 @@ def stage_numel(
     return block * layers + np.where(embedding, front, 0) + np.where(head, np.where(embedding, beside, alone), 0)
 
 
-def expert_numel(model: ModelConfig, layouts: Layout | Layouts, layers: Number, size: Size = Parameter.rank_numel) -> Number:
+def expert_numel(model: ModelConfig, layouts: Layout, layers: Number, size: Size = Parameter.rank_numel) -> Number:
     """Elements of experts that a rank holds in `layers` layers; see `stage_numel`."""
     total = sum(
         count / model.layers * size(one, {"ep": layouts.ep, "etp": layouts.etp})

@@ -22,7 +22,7 @@ class Seats:
     pp_sharing: Number  # devices of a node that send at the same time
 
 
-def seats(layouts: Layout | Layouts, rates: Rates) -> Seats:
+def seats(layouts: Layout, rates: Rates) -> Seats:
     """tp innermost, then cp; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
     node, tp, cp, pp, dp = rates.node_devices, layouts.tp, layouts.cp, layouts.pp, layouts.dp
     tp_inside = np.minimum(tp, node)
@@ -36,8 +36,8 @@ def seats(layouts: Layout | Layouts, rates: Rates) -> Seats:
     return Seats(cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
 
 
-def cut(layouts: Layout | Layouts, stage: int) -> Number:
+def cut(layouts: Layout, stage: int) -> Number:
     """Whether replicas share out what this stage of ZeRO does: 1 optimizer state, 2 gradients, 3 weights."""
-    if isinstance(layouts, Layout):
+    if not isinstance(layouts, Layouts):
         return SHARDING[layouts.sharding] >= stage
     return np.logical_or.reduce([layouts.sharding == name for name, reached in SHARDING.items() if reached >= stage])

@@ -22,7 +22,7 @@ from frontier_llm.costs.collectives import fabric_bandwidth, message_s, node_s
 from frontier_llm.costs.experts import experts_inside, experts_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import flash_s, memory_s, pace, product_s
-from frontier_llm.costs.layouts import Layouts, Number, by_schedule, over_layouts, stage_length
+from frontier_llm.costs.layouts import Number, by_schedule, over_layouts, stage_length
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import split_share
 
@@ -147,7 +147,7 @@ def by_cause(
 
 
 def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
-    """Of rows on their way to experts and back: (forward, backward) seconds that hide under the shared expert, and those that show.
+    """Of rows, and the host's wait for their numbers: (forward, backward) seconds that hide under the shared expert, and those that show.
 
     Of the second what another microbatch computes beside them hides, where the schedule plays pairs (costs.time.pair_s).
     """
@@ -157,6 +157,8 @@ def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) 
         side = int(item.phase is not Phase.F)
         if isinstance(item.work, Collective) and item.work.under in ways:
             ways[item.work.under][side] += work_s(item.work, layout, rates, prices)
+        elif isinstance(item.work, HostWait):
+            ways[Under.OTHER][side] += work_s(item.work, layout, rates, prices)
         elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
             shared_s[side] += work_s(item.work, layout, rates, prices)
     overlap = 0.0 if rates.host_executes else rates.dp_overlap
@@ -217,7 +219,7 @@ def added_share(microbatches: Number) -> Number:
     return 1 - 1 / np.maximum(microbatches, 1)
 
 
-def times(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: int | None = None) -> Parts:
+def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
     """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see `mode_shares`."""
     prices: Prices = {}
 

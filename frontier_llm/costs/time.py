@@ -19,7 +19,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.costs.collectives import message_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import memory_s
-from frontier_llm.costs.layouts import Layouts, Number, by_schedule, split, steps_overlap
+from frontier_llm.costs.layouts import Number, by_schedule, split, steps_overlap
 from frontier_llm.costs.parameters import expert_numel, stage_numel
 from frontier_llm.costs.seats import cut, seats
 from frontier_llm.costs.seconds import Times, times, waiting_s
@@ -30,13 +30,13 @@ from frontier_llm.schedule import idle_share, one_end, rule
 COPIED_BYTES = 24.0  # moved per element to copy the masters and two moments, before an update that may be undone
 
 
-def p2p_bytes(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
+def p2p_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """One activation between stages as each tp rank sends it: S·B·H / cp, cut over tp with sequence parallelism or scatter-gather."""
     size = model.sequence_length / layouts.cp * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
     return np.where(layouts.sequence_parallel | rates.p2p_split, size / layouts.tp, size)
 
 
-def p2p_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
+def p2p_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Seconds of one message between pipeline neighbours (0 without a pipeline)."""
     place = seats(layouts, rates)
     return np.where(layouts.pp > 1, message_s(rates, p2p_bytes(model, layouts, rates), place.pp_inside, place.pp_sharing), 0.0)
@@ -51,7 +51,7 @@ class StepTail:
     gather_s: Number
 
 
-def gradient_reduction_s(layouts: Layout | Layouts, rates: Rates, parameters: Number, experts: Number = 0.0) -> tuple[Number, Number]:
+def gradient_reduction_s(layouts: Layout, rates: Rates, parameters: Number, experts: Number = 0.0) -> tuple[Number, Number]:
     """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO.
 
     Those of `experts` follow, over replicas of their own.
@@ -79,7 +79,7 @@ def gradient_reduction_s(layouts: Layout | Layouts, rates: Rates, parameters: Nu
     return np.where(sharded, scattered, summed), np.where(sharded, gathered, 0.0)
 
 
-def overlap_windows(layouts: Layout | Layouts) -> Number:
+def overlap_windows(layouts: Layout) -> Number:
     """Backwards of a whole stage that run after the first gradients of the step are complete, in units of one microbatch's.
 
     Without chunks the last microbatch's backward; interleaved, the last round: pp microbatches of every chunk but one.
@@ -89,7 +89,7 @@ def overlap_windows(layouts: Layout | Layouts) -> Number:
 
 
 def tail(
-    layouts: Layout | Layouts,
+    layouts: Layout,
     rates: Rates,
     parameters: Number,
     last_backward_s: Number,
@@ -120,7 +120,7 @@ def tail(
     )
 
 
-def sharding_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[Number, Number]:
+def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number]:
     """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too; and of a microbatch's part of the sum over copies."""
     place, shards = seats(layouts, rates), layouts.shards
     inside = np.minimum(place.replicas_per_node, shards)
@@ -136,7 +136,7 @@ def sharding_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[N
     return seconds(block.gather_bytes, "all_gather"), backward_s
 
 
-def layer_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[Number, Number]:
+def layer_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number]:
     """(forward, backward) seconds of a layer; where weights are sharded, with what shows of gathering and scattering them beside it."""
     computed_s, sharded = block.both(layouts.microbatches, rates), cut(layouts, 3)
     if not np.any(sharded):
@@ -149,7 +149,7 @@ def layer_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> tuple[Numb
     return forward_s, backward_s
 
 
-def pair_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> Number:
+def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
     """Seconds that a forward and a backward of a layer take less as a pair: the rows of each travel while the other computes (schedule/pairs.py).
 
     Of four ways two are beside attention and two beside experts. With one communication in flight attention's own collectives wait for
@@ -163,7 +163,7 @@ def pair_s(block: Times, layouts: Layout | Layouts, rates: Rates) -> Number:
     return np.where(plays_pairs(layouts), ways * hidden_s, 0.0)
 
 
-def plays_pairs(layouts: Layout | Layouts) -> Number:
+def plays_pairs(layouts: Layout) -> Number:
     """Whether microbatches are played in pairs (comm.overlap_experts)."""
     return (by_schedule(layouts, lambda name: float(rule(name).pairs)) > 0) & (layouts.ep > 1) & (layouts.pp > 1)
 
@@ -173,19 +173,19 @@ def exposed_s(communication_s: Number, compute_s: Number, overlap: float) -> Num
     return np.maximum(communication_s * (1 - overlap), communication_s - compute_s)
 
 
-def stage_layers(model: ModelConfig, layouts: Layout | Layouts) -> tuple[Number, Number]:
+def stage_layers(model: ModelConfig, layouts: Layout) -> tuple[Number, Number]:
     """(most, last stage's) layers of a pipeline rank when layers are spread evenly and leftovers stand in front."""
     pp, layers = layouts.pp, model.layers
     most = np.ceil(layers / pp)
     return most, np.where(layers % pp == 0, most, np.floor(layers / pp))
 
 
-def meets_inside(layouts: Layout | Layouts) -> Number:
+def meets_inside(layouts: Layout) -> Number:
     """Whether ranks communicate inside a layer: over tp, cp or ep."""
     return (layouts.tp > 1) | (layouts.cp > 1) | (layouts.ep > 1)
 
 
-def _turns(layouts: Layout | Layouts, rates: Rates) -> Number:
+def _turns(layouts: Layout, rates: Rates) -> Number:
     """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to `schedule.simulate_in_turn`.
 
     With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for each other.
@@ -196,7 +196,7 @@ def _turns(layouts: Layout | Layouts, rates: Rates) -> Number:
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
 
 
-def step_s(model: ModelConfig, layouts: Layout | Layouts, rates: Rates) -> Number:
+def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Seconds of one training step in closed form."""
     parts, m, pp, v = times(model, layouts, rates), layouts.microbatches, layouts.pp, layouts.chunks
     per_layer = layer_s(parts.block, layouts, rates)

@@ -13,16 +13,16 @@ from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
 from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Matrices, Part, matrices_of
 from frontier_llm.blueprint.optimizers import OptimizerRule, optimizer_rule
 from frontier_llm.blueprint.parameters import layer_kinds
-from frontier_llm.config import ModelConfig
+from frontier_llm.config import CommConfig, ModelConfig
 from frontier_llm.costs.collectives import node_s
 from frontier_llm.costs.hierarchical import collective_s
 from frontier_llm.costs.kernels import product_s
-from frontier_llm.costs.layouts import Layouts, Number
+from frontier_llm.costs.layouts import Number
 from frontier_llm.costs.seats import cut, seats
 from frontier_llm.machine.rates import Rates
 from frontier_llm.topology import plan_buckets
 
-BUCKET_ELEMENTS = 40_000_000  # comm.bucket_elements of a run file that names none
+BUCKET_ELEMENTS = CommConfig().bucket_elements  # of a run file that names none
 
 
 class WholeUpdate(NamedTuple):
@@ -35,7 +35,7 @@ class WholeUpdate(NamedTuple):
     largest: Number  # elements of the largest bucket of these
 
 
-def whole_update(model: ModelConfig, layouts: Layout | Layouts, rates: Rates, layers: Number) -> WholeUpdate:
+def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Number) -> WholeUpdate:
     """Of a rank that holds `layers` layers; all zero for an optimizer that gathers nothing."""
     rule = optimizer_rule(layouts.optimizer)
     if not rule.gathers:

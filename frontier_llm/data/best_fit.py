@@ -44,7 +44,7 @@ class PackedSamples:
         check_readable(dataset)
         self.dataset, self.sequence_length = dataset, sequence_length
         self.key = derive_key("best-fit", seed, source)
-        self._cache_dir = cache_dir or Path(dataset.prefix).parent / "index_cache"
+        self._cache_dir = cache_dir
         self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
 
     @functools.cached_property
@@ -88,8 +88,8 @@ class PackedSamples:
         starts, out = np.empty(WINDOW + 1, np.int64), np.empty((4, WINDOW), np.int64)
         tables = (*self._documents, dataset.sequence_pointers, dataset.document_count)
         order = (self.sequence_length, BLOCK, self._pieces, self.key, WINDOW, number)
-        made = call("fl_pack", *tables, *order, starts, *out, where=dataset.prefix)
-        if made != self.packed[number]:
+        sequences = call("fl_pack", *tables, *order, starts, *out, where=dataset.prefix)
+        if sequences != self.packed[number]:
             raise DataError(FAILURES[-2], where=dataset.prefix, fix="delete the cache directory named in data.cache_dir")
         _, offsets, sizes, document_bytes = out
         return _Window(starts, offsets, sizes, document_bytes // dataset.dtype.itemsize + offsets)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 from frontier_llm import log
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_durably
+from frontier_llm.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
 STALE_S = 60.0
@@ -68,20 +68,11 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
     except OSError:
         lock.unlink(missing_ok=True)  # without its holder's name everybody would wait for it
         raise
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(HEARTBEAT_S):
-            with suppress(FileNotFoundError):
-                os.utime(lock)
-
-    thread = threading.Thread(target=beat, daemon=True, name="lock-heartbeat")
-    thread.start()
+    heartbeat = Heartbeat(lock, HEARTBEAT_S)
     try:
         yield True
     finally:
-        done.set()
-        thread.join()
+        heartbeat.stop()
         lock.unlink(missing_ok=True)
 
 

@@ -33,7 +33,7 @@ def made_before(prefix: str | Path, digest: str, overwrite: bool) -> DatasetMeta
 
 @contextlib.contextmanager
 def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
-    """Hold the prefix's lock. Raises DataError that names its living holder and what that makes, and for files that cannot be written, with `fix`."""
+    """Hold the prefix's lock. Raises DataError naming the live process that holds it; and, with this `fix`, for files that cannot be written."""
     lock = Path(f"{prefix}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from frontier_llm.data import mds
-from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, InputPiece, open_packed, open_parquet
+from frontier_llm.data.inputs import MAXIMUM_BYTES, PACKED_SUFFIXES, TOO_LARGE, InputPiece, open_packed, open_parquet
 from frontier_llm.data.parquet_pages import largest_page_bytes
 from frontier_llm.data.remote import RemoteFile, located, without_secrets
 from frontier_llm.errors import DataError, suggest
@@ -27,8 +27,8 @@ BLOCK_BYTES = 1 << 20
 ARRAY_HINT = "; a file with one large JSON value? It takes one object per line: jq -c '.[]' FILE > FILE.jsonl"
 DAMAGE_FIX = "mend the input (iconv -f LATIN1 -t UTF-8 for text in another encoding), or leave such inputs out with --skip-damaged"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-GROUP_OF_LARGEST = 8  # a parquet row group may hold so many values of the largest size; its pages, which are decoded whole, too
-PASSED_BYTES = MAXIMUM_BYTES  # of a line that is too long already, to find the next in a packed file
+GROUP_OF_LARGEST = 8  # times as much as the largest value: what a row group of parquet, or one page, which is decoded whole, may hold
+PASSED_BYTES = MAXIMUM_BYTES  # of a line that is too long already: how far a packed file is read on for the next one
 CHUNK_BYTES = 4 << 20  # a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
 
 
@@ -100,9 +100,10 @@ def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
             if len(line) > max_bytes:
-                raise DataError(MORE.format(format_bytes(max_bytes)))
-            text = _parse_json(line, text_key) if piece.kind == "jsonl" else _decode(line)
-            prompt = _parse_json(line, prompt_key) if prompt_key is not None else ""
+                raise DataError(TOO_LARGE.format(format_bytes(max_bytes)))
+            record = json_object(line) if piece.kind == "jsonl" else None
+            text = _field(record, text_key) if piece.kind == "jsonl" else _decode(line)
+            prompt = _field(record, prompt_key) if prompt_key is not None else ""
         except DataError as error:
             yield Damage(_line_name(piece, number), error.problems[0].what)
         else:
@@ -112,10 +113,10 @@ def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes:
                 yield Text(text)
 
 
-def _parse_json(line: bytes, text_key: str) -> str:
-    """The text of a JSONL line, '' for a blank line. Raises DataError with the reason why there is none."""
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """What a JSONL line holds, None for a blank line. Raises DataError with the reason why that is no object."""
     if not line.strip():
-        return ""
+        return None
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
@@ -123,6 +124,13 @@ def _parse_json(line: bytes, text_key: str) -> str:
         raise DataError(f"is no JSON: {error}{ARRAY_HINT if spans_lines else ''}") from error
     if not isinstance(record, dict):
         raise DataError(f"is a JSON {type(record).__name__}, not an object")
+    return record
+
+
+def _field(record: dict[str, Any] | None, text_key: str) -> str:
+    """The text of a JSONL line, '' of a blank one. Raises DataError with the reason why there is none."""
+    if record is None:
+        return ""
     if text_key not in record:
         raise DataError(f"has no key {text_key!r}; {suggest(text_key, list(record)[:20])}; --text-key and --prompt-key name others")
     return _usable(record[text_key], text_key)
@@ -268,7 +276,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
             page_bytes = largest_page_bytes(piece.path, described, columns[text_key])
             most_bytes, text_bytes = GROUP_OF_LARGEST * max_bytes, 0
             if page_bytes > most_bytes:
-                raise DataError(MORE.format(format_bytes(most_bytes) + " in a page"))
+                raise DataError(TOO_LARGE.format(format_bytes(most_bytes) + " in a page"))
             # each may come from a page of its own, or be the same long one of a dictionary
             rows = max(1, min(1024, most_bytes // max(page_bytes, 1)))
             for batch in file.iter_batches(row_groups=[group], columns=[text_key], batch_size=rows):
@@ -276,7 +284,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
                     try:
                         text = _usable(value, text_key)
                         if len(text) > max_bytes:
-                            raise DataError(MORE.format(format_bytes(max_bytes)))
+                            raise DataError(TOO_LARGE.format(format_bytes(max_bytes)))
                         text_bytes += len(text)
                     except DataError as error:
                         yield Damage(f"{_name(piece)} row {row}", error.problems[0].what)
@@ -285,7 +293,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
                             yield Text(text)
                     row += 1
                 if text_bytes > most_bytes:
-                    raise DataError(MORE.format(format_bytes(most_bytes)))
+                    raise DataError(TOO_LARGE.format(format_bytes(most_bytes)))
     except DataError as error:
         yield Damage(f"{_name(piece)} (row group {group})", error.problems[0].what)
     except (OSError, ValueError, MemoryError, OverflowError) as error:

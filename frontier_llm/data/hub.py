@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote
 
 from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.data.inputs import DATASET
-from frontier_llm.data.remote import UnreachableError, without_secrets
+from frontier_llm.data.remote import UnreachableError, reason_of
 from frontier_llm.data.tokenizer import MAXIMUM_BYTES
 from frontier_llm.errors import DataError, FrontierError, not_installed, suggest
 from frontier_llm.units import format_bytes
@@ -43,11 +43,10 @@ def dataset_files(url: str) -> list[str]:
         builder = load_dataset_builder(str(local) if local.is_dir() else name, subset, revision=revision)
         splits = builder.config.data_files or {}
     except ValueError as error:
-        raise DataError(f"cannot be opened: {str(error).splitlines()[0]}", where=url, fix="choose another subset: ?subset=NAME") from None
+        raise DataError(f"cannot be opened: {reason_of(error)}", where=url, fix="choose another subset: ?subset=NAME") from None
     except Exception as error:  # its own, huggingface_hub's and the network library's have no common base
-        reason = without_secrets(str(error).splitlines()[0] if str(error) else repr(error))
         fix = f"{name} is no directory here; of the Hub: check the name, the network, and HF_TOKEN where it is private or gated"
-        raise UnreachableError(f"cannot be opened: {reason}", where=url, fix=fix) from None
+        raise UnreachableError(f"cannot be opened: {reason_of(error)}", where=url, fix=fix) from None
     if split not in splits:
         raise DataError(f"has no split {split!r}", where=url, fix=suggest(split, map(str, splits)))
     return [str(file) for file in splits[split]]
@@ -77,11 +76,9 @@ def tokenizer_directory(spec: str) -> Path:
     except Exception as error:  # of its network library, which depends on its version, and its own
         if cached is not None:
             return cached
-        reason = without_secrets(str(error).splitlines()[0] if str(error) else repr(error))
         fix = "check the name, the network, and HF_TOKEN where it is private or gated; without a network, fetch it elsewhere into this HF_HOME"
-        raise UnreachableError(
-            f"cannot be fetched: {reason}", where=spec, fix=f"{fix} (`frontier-llm data tokenize` and `hf download` do)"
-        ) from None
+        fix += " (`frontier-llm data tokenize` and `hf download` do)"
+        raise UnreachableError(f"cannot be fetched: {reason_of(error)}", where=spec, fix=fix) from None
 
 
 def cached_tokenizer(spec: str) -> Path | None:

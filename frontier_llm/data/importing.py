@@ -20,7 +20,7 @@ from frontier_llm.data.indexed import optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, find_inputs
 from frontier_llm.data.mds import read_tokens
-from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
+from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.remote import RemoteFile, identity_of
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError
@@ -57,7 +57,6 @@ def import_tokens(
     if (before := made_before(prefix, digest, overwrite)) is not None:
         return before
     with sole_maker(prefix, digest, "check space and permissions, then run the same command again"):
-        meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
         with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
             unfinished = 0
             for block in (block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.data.indexed import DTYPE_CODES, HEADER, MAGIC, READ_ONLY, SCAN_CHUNK, VERSION, IndexedDataset, bin_path, idx_path
+from frontier_llm.data.meta import meta_path
 from frontier_llm.errors import DataError
 from frontier_llm.files import NamedFile
 
@@ -101,7 +102,8 @@ class IndexedWriter:
                 shutil.copyfileobj(self._modes, idx)
             idx.flush()
             os.fsync(idx.fileno())
-        idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never stand beside a new .bin
+        for old in (meta_path(self.prefix), idx_path(self.prefix)):  # neither record nor index may ever stand beside another .bin
+            old.unlink(missing_ok=True)
         self._temporary["bin"].replace(bin_path(self.prefix))
         self._temporary["idx"].replace(idx_path(self.prefix))
 

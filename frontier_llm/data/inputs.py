@@ -26,9 +26,9 @@ SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 
 MAXIMUM_BYTES = 128 << 20  # of a line, and of an MDS shard (Mosaic's own default is 64 MiB) after decompression; --max-mib
 MAXIMUM_FOOTER_BYTES = 32 << 20  # of a parquet file: some 100,000 columns of row groups
-BUFFER_BYTES = 1 << 20  # of a parquet file's column that is read; without it all of a row group's
+BUFFER_BYTES = 1 << 20  # of a parquet column read at a time; pyarrow's default is all that a row group has of it
 DATASET = "dataset://"  # of the Hub by name (hub.py)
-MORE = "holds more than {}; if that is right, give a larger --max-mib"
+TOO_LARGE = "holds more than {}; if that is right, give a larger --max-mib"
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 

@@ -71,7 +71,10 @@ class Batches:
         read_ahead: int = 4,
         first_sample: int = 0,
     ) -> None:
-        """`first_sample`: of step 0, below it where the stream begins later in the run; `vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none)."""
+        """`first_sample`: the stream's number of step 0's first sample, negative where the stream begins later in the run.
+
+        `vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none).
+        """
         rows = micro_batch * dp
         if global_batch % rows:
             what = f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp} = {rows}"
@@ -113,8 +116,8 @@ class Batches:
         learnt = np.ones(tokens.shape, np.bool_) if self.samples.masked else None
         lengths = [self.samples.fill(k, tokens[row], None if learnt is None else learnt[row]) for row, k in enumerate(ids)]
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
-            row = int(np.flatnonzero(((tokens >= self.vocab_size) | (tokens < 0)).any(axis=1))[0])
-            what = f"sample {ids[row]} holds token {tokens[row].max()}, the vocabulary has {self.vocab_size}"
+            row, place = np.argwhere((tokens >= self.vocab_size) | (tokens < 0))[0]
+            what = f"sample {ids[row]} holds token {tokens[row, place]}, the vocabulary has {self.vocab_size}"
             raise DataError(what, fix="train with the tokenizer that made the data, or raise model.vocab_size")
         targets = None if learnt is None else learnt[:, 1:].copy()
         if not self.reset_at_documents:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.data.inputs import MAXIMUM_BYTES, MORE, PACKED_SUFFIXES, open_packed
+from frontier_llm.data.inputs import MAXIMUM_BYTES, PACKED_SUFFIXES, TOO_LARGE, open_packed
 from frontier_llm.data.remote import RemoteFile, located
 from frontier_llm.errors import DataError, FrontierError, suggest
 from frontier_llm.units import format_bytes
@@ -92,7 +92,7 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
         with open_packed(path) if path.suffix in PACKED_SUFFIXES else path.open("rb") as content:
             data = content.read(max_bytes + 1)
         if len(data) > max_bytes:
-            raise DataError(MORE.format(format_bytes(max_bytes)), where=str(path))
+            raise DataError(TOO_LARGE.format(format_bytes(max_bytes)), where=str(path))
         count = int.from_bytes(data[:4], "little")
         first, last = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 4 + 4 * count)[0]
         header = json.loads(data[8 + 4 * count : first])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
 from frontier_llm.units import format_bytes, strict_json
 
-FORMAT = 1
 MAXIMUM_BYTES = 16 << 20  # of a record; a hundred damaged inputs by name take kilobytes
 
 
@@ -28,7 +27,8 @@ class DatasetMeta:
     damaged: int = 0  # inputs left out under --skip-damaged
     damaged_examples: tuple[str, ...] = ()
     inputs_digest: str = ""  # of the plan: files, sizes, options
-    format: int = field(default=FORMAT)
+    format: Literal[1] = 1
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  # of reading one
 
     @property
     def bytes_per_token(self) -> float:
@@ -53,16 +53,12 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
         return None
     if path.stat().st_size > MAXIMUM_BYTES:
         raise DataError(f"is larger than {format_bytes(MAXIMUM_BYTES)}: no record of ours", where=str(path), fix="tokenize the text again")
+    from pydantic import TypeAdapter, ValidationError  # tokenization workers start without it
+
+    from frontier_llm.config.fields import first_fault
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.get("format") != FORMAT:
-            raise DataError(f"has format {content.get('format')!r}, expected {FORMAT}", where=str(path), fix="tokenize the text again")
-        meta = DatasetMeta(**{**content, "damaged_examples": tuple(content["damaged_examples"])})
-        for entry in fields(meta):
-            if type(value := getattr(meta, entry.name)).__name__ != str(entry.type).partition("[")[0]:
-                raise TypeError(f"{entry.name} is {value!r}")
-        return meta
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(
-            f"is damaged: {error}", where=str(path), fix="tokenize the text again, or delete it to use the data unchecked"
-        ) from error
+        return TypeAdapter(DatasetMeta).validate_json(path.read_bytes())
+    except ValidationError as error:
+        fix = "tokenize the text again, or delete it to use the data unchecked"
+        raise DataError(f"is damaged: {first_fault(error)}", where=str(path), fix=fix) from None

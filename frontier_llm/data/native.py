@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.errors import BackendError, DataError
+from frontier_llm.errors import DataError
+from frontier_llm.libraries import load_library
 
 ABI = 2
-BUILD_COMMAND = "pip install --no-build-isolation .   (in a checkout: python setup.py build_ext --inplace)"
 FAILURES = {
     -1: "a sequence has a negative length, or a document lies outside the sequences: the .idx is damaged",
     -2: "the cached sample index belongs to another dataset: delete it",
@@ -24,7 +23,6 @@ FAILURES = {
     -4: "an argument is out of range",
     -5: "the weights do not sum to the period",
 }
-_DIRECTORY = Path(__file__).resolve().parents[1] / "_native"
 _SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
     "fl_permute": "uupup",
     "fl_build": "ppuuuup",
@@ -39,21 +37,9 @@ _SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
 @functools.cache
 def library() -> ctypes.CDLL:
     """The shared library; raises BackendError with the build command when it is missing, foreign or of another version."""
-    libraries = sorted(_DIRECTORY.glob("libsample_index*.so"))
-    if not libraries:
-        raise BackendError(f"the compiled sample index is not there ({_DIRECTORY}/libsample_index*.so)", fix=f"build it: {BUILD_COMMAND}")
-    try:
-        loaded = ctypes.CDLL(str(libraries[0]))
-        version = loaded.fl_abi()
-    except (OSError, AttributeError) as error:
-        raise BackendError(f"cannot load: {error}", where=str(libraries[0]), fix=f"build it on this machine: {BUILD_COMMAND}") from error
-    if version != ABI:
-        raise BackendError(f"has interface {version}, expected {ABI}", where=str(libraries[0]), fix=f"build it again: {BUILD_COMMAND}")
-    for name, kinds in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype = ctypes.c_int64
-        function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_uint64 for kind in kinds]
-    return loaded
+    kinds = {"p": ctypes.c_void_p, "u": ctypes.c_uint64}
+    functions = {name: (ctypes.c_int64, [kinds[kind] for kind in arguments]) for name, arguments in _SIGNATURES.items()}
+    return load_library("libsample_index.so", functions, {"fl_abi": ABI})
 
 
 def call(name: str, *arguments: Any, where: str = "") -> int:

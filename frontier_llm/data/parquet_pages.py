@@ -20,7 +20,7 @@ _UNCOMPRESSED, _COMPRESSED = 2, 3
 
 
 def largest_page_bytes(path: str | Path, group: Any, column: int) -> int:
-    """Of the pages of a column chunk (pyarrow's metadata of its row group), after decompression. Raises DataError for headers that are damaged."""
+    """The largest page of a column, decompressed; `group` is pyarrow's metadata of the row group. Raises DataError for damaged headers."""
     chunk = group.column(column)
     start = chunk.data_page_offset
     if chunk.dictionary_page_offset:

@@ -19,7 +19,7 @@ BUFFER_BYTES = 1 << 20  # handed on at a time; fsspec itself asks for 5 MiB
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
 AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
-# what stores call the mark of a content, the strictest first; of several the first
+# what stores call their mark of a file's content, the strictest first; the first that is there is taken
 VERSIONS = ["sha256", "Content-MD5", "md5Hash", "md5", "ETag", "etag", "blob_id", "generation", "crc32c", "checksum"]
 VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"]
 
@@ -44,6 +44,11 @@ def without_secrets(text: str) -> str:
     """The text with what may let somebody in cut out of its URLs: USER:SECRET@, and a query's values."""
     text = re.sub(r"(?<!hf:)//[^/@\s'\"]*@", "//", text)
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
+
+
+def reason_of(error: Exception) -> str:
+    """What a client's error says first; some say nothing, and then its name."""
+    return without_secrets((str(error) or repr(error)).splitlines()[0])
 
 
 class RemoteFile:
@@ -182,5 +187,4 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
     except Exception as error:
         if "range requests" in str(error):
             fix = "its server cannot give parts of a file: download it first, and give its path"
-        reason = without_secrets((str(error) or repr(error)).splitlines()[0])
-        raise UnreachableError(Problem(without_secrets(url), f"cannot be read: {reason}", fix)) from None
+        raise UnreachableError(Problem(without_secrets(url), f"cannot be read: {reason_of(error)}", fix)) from None

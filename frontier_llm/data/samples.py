@@ -58,7 +58,7 @@ class DatasetSamples(SampleStream, Protocol):
 
 
 def threads() -> int:
-    """That build a table of documents."""
+    """How many build a table of documents."""
     return min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
 
 
@@ -87,11 +87,12 @@ def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | 
     return dataset.sequence_lengths, None if dataset.one_sequence_per_document else dataset.document_indices
 
 
-def index_path(dataset: IndexedDataset, cache_dir: Path, purpose: str, *parameters: object) -> Path:
-    """Where a table of the dataset's documents is cached; the name is a digest of all that determines it."""
+def index_path(dataset: IndexedDataset, cache_dir: Path | None, purpose: str, *parameters: object) -> Path:
+    """Where a table of the dataset's documents is cached, by default beside the data; the name is a digest of all that determines it."""
     identity = "/".join(map(str, (dataset.digest(), *parameters, ABI)))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
-    return cache_dir / f"{Path(dataset.prefix).name}-{purpose}-{digest}.npy"
+    prefix = Path(dataset.prefix)
+    return (cache_dir or prefix.parent / "index_cache") / f"{prefix.name}-{purpose}-{digest}.npy"
 
 
 def index_table(
@@ -109,10 +110,10 @@ class EpochIndex:
     """Where token p of epoch e lies: (document, offset) pieces, through the compiled index of that epoch."""
 
     def __init__(self, dataset: IndexedDataset, key: int, cache_dir: Path | None = None) -> None:
-        """`key` decides the document order together with the epoch; `cache_dir` None = `index_cache` beside the data."""
+        """`key` decides the document order together with the epoch; `cache_dir` as `index_path`."""
         self.dataset = dataset
         self.key = key
-        self.cache_dir = cache_dir or Path(dataset.prefix).parent / "index_cache"
+        self.cache_dir = cache_dir
         self._entries = -(-dataset.document_count // BLOCK) + 1
         self.prefix = functools.lru_cache(EPOCHS_IN_MEMORY)(self._prefix)
 
@@ -215,7 +216,7 @@ class BlendedSamples:
         self.sequence_length = streams[0].sequence_length
 
     def prepare(self, samples: int) -> None:
-        """See DocumentSamples."""
+        """See DatasetSamples."""
         for stream, weight in zip(self.streams, self.blend.counts, strict=True):
             stream.prepare(-(-samples * weight // self.blend.period) + 1)
 

@@ -28,7 +28,7 @@ from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, InputPiece, cut, find_inputs
-from frontier_llm.data.meta import DatasetMeta, meta_path, write_meta
+from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.remote import identity_of, located, without_secrets
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
@@ -172,11 +172,10 @@ def _make_all(jobs: list[ShardWork], missing: list[int], workers: int) -> Iterat
 
 def _finished(job: ShardWork) -> ShardReport | None:
     """The report of a part that an earlier run finished."""
+    from pydantic import TypeAdapter  # workers start without it
+
     path = Path(job.prefix + ".json")
-    if not path.exists():
-        return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return ShardReport(**{**content, "examples": tuple(content["examples"])})
+    return TypeAdapter(ShardReport).validate_json(path.read_bytes()) if path.exists() else None
 
 
 @functools.lru_cache(maxsize=2)
@@ -212,7 +211,6 @@ def make_part(job: ShardWork) -> ShardReport:
 
 def _join(jobs: list[ShardWork], parts: list[ShardReport], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
     """The parts in order as one dataset, then its record."""
-    meta_path(prefix).unlink(missing_ok=True)  # an old record must never stand beside new data
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
         for job in jobs:
             writer.append(IndexedDataset(job.prefix))

@@ -63,8 +63,9 @@ def plan_dispatch(
 ) -> Dispatch:
     """Where the rows of N tokens go, given their chosen experts, but for what is dropped.
 
-    Collective over the axis. The host waits for the numbers of rows once, after all is under way that does not need them. With `room` rows at most
-    for each expert, and as many tokens on every rank, it does not wait: as many rows travel as there may be, and the ends alone say how many count.
+    Collective over the axis. The host waits for the numbers of rows once, after all is under way that does not need them, and in a pair after the other's
+    turn. With `room` rows at most for each expert, and as many tokens on every rank, it does not wait: as many rows travel as there may be, and the ends
+    alone say how many count.
     """
     device, ranks, local = experts_Nk.device, axis.size, experts * etp // axis.size
     part = torch.arange(etp, device=device)
@@ -73,35 +74,30 @@ def plan_dispatch(
     if dropped_Nk is not None:
         slot_A = slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
     leaving_RE = _counts(slot_A, ranks * local + 1)[:-1].view(ranks, local)
-    arriving_RE = leaving_RE
-    pending: Pending = DONE
-    if ranks > 1:
-        arriving_RE = torch.empty_like(leaving_RE)
-        pending = start_all_to_all_into(arriving_RE, leaving_RE, axis)
+    unknown = room is None and (ranks > 1 or dropped_Nk is not None)
+    counts = _RowCounts(leaving_RE, axis, to_host=unknown)
     order = slot_A.argsort(stable=True)
-    pending.wait()
+    arriving_RE = counts.arrive()
     ends_E = arriving_RE.sum(0).cumsum(0, dtype=torch.int32)
 
     fewest = 1 if ranks > 1 else 0
     if room is not None:
         most = max(fewest, most_rows(room, local, *experts_Nk.shape))
         sent_R = received_R = torch.full((ranks,), most, device=device)
-    elif ranks == 1 and dropped_Nk is None:
-        most, sent_R, received_R = len(order), leaving_RE.sum(1), arriving_RE.sum(1)
     else:
-        most, sent_R, received_R = None, leaving_RE.sum(1).clamp(min=fewest), arriving_RE.sum(1).clamp(min=fewest)
+        most, sent_R, received_R = len(order), leaving_RE.sum(1).clamp(min=fewest), arriving_RE.sum(1).clamp(min=fewest)
     unread_R = sent_R - leaving_RE.sum(1)  # they stand behind what is read by the same rank
     sorted_A = slot_A[order]
     at_A = torch.arange(len(order), device=device) + (unread_R.cumsum(0) - unread_R)[(sorted_A // local).clamp(max=ranks - 1)]
     at_A = at_A.masked_fill(sorted_A == ranks * local, -1)
     place = torch.empty_like(order).index_copy_(0, order, at_A)
 
-    if most is not None:
+    if unknown:
+        leaving, arriving = counts.read()
+        sent, received, held = [max(n, fewest) for n in leaving], [max(n, fewest) for n in arriving], sum(arriving)
+    else:
         sent = received = [most] * ranks
         held = ranks * most
-    else:
-        *counts, held = torch.cat((sent_R, received_R, ends_E[-1:])).tolist()
-        sent, received = counts[:ranks], counts[ranks:]
     end = sum(sent)  # where what is dropped goes, to be cut off
     source = torch.full((end + 1,), -1, device=device).scatter_(0, at_A % (end + 1), order)[:end]
     fan = experts_Nk.shape[1] * etp
@@ -121,6 +117,44 @@ def _counts(numbers_A: Tensor, count: int) -> Tensor:
     return numbers_A.new_zeros(count).scatter_add_(0, numbers_A, torch.ones_like(numbers_A))
 
 
+class _RowCounts:
+    """How many rows go from each rank to each expert, on their way to the ranks and to the host.
+
+    In a pair it is the other's turn meanwhile. A GPU's host gets them by a stream of their own: so it does not wait for what the other half has queued, which
+    keeps the device busy while the host sends the rows off.
+    """
+
+    def __init__(self, leaving_RE: Tensor, axis: Axis, to_host: bool) -> None:
+        self._here_2RE = torch.stack((leaving_RE, leaving_RE))
+        self._axis, self._on_host_2RE = axis, self._here_2RE
+        self._aside = torch.cuda.Stream(leaving_RE.device) if to_host and leaving_RE.is_cuda else None
+        self._pending: Pending = DONE
+        if axis.size > 1:
+            self._pending = start_all_to_all_into(self._here_2RE[1], leaving_RE, axis)
+
+    def arrive(self) -> Tensor:
+        """Those of the rows that come to this rank, (R, E)."""
+        if self._aside is None:
+            _meanwhile(self._axis)
+            self._pending.wait()
+        else:
+            main = torch.cuda.current_stream(self._aside.device)
+            self._aside.wait_stream(main)
+            with torch.cuda.stream(self._aside):
+                self._pending.wait()
+                self._on_host_2RE = torch.empty_like(self._here_2RE, device="cpu", pin_memory=True).copy_(self._here_2RE, non_blocking=True)
+            _meanwhile(self._axis)
+            main.wait_stream(self._aside)
+        return self._here_2RE[1]
+
+    def read(self) -> list[list[int]]:
+        """[rows to each rank, rows from each], for which the host waits."""
+        if self._aside is not None:
+            self._aside.synchronize()
+        sums: list[list[int]] = self._on_host_2RE.sum(-1).tolist()
+        return sums
+
+
 class Travel:
     """Rows on their way to the ranks of their experts, or back."""
 
@@ -137,10 +171,10 @@ class Travel:
         return self.arriving
 
 
-def _meanwhile(plan: Dispatch) -> None:
-    """Rows are on their way: in a pair of microbatches it is the other's turn."""
-    if plan.axis.baton is not None:
-        plan.axis.baton.pass_on()
+def _meanwhile(axis: Axis) -> None:
+    """Rows or their numbers are on their way: in a pair of microbatches it is the other's turn."""
+    if axis.baton is not None:
+        axis.baton.pass_on()
 
 
 def leave(x: Tensor, plan: Dispatch) -> Travel:
@@ -185,7 +219,7 @@ class _Depart(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure  # `grads` are the rows that have left, see _Arrive
-        _meanwhile(departure.plan)
+        _meanwhile(departure.plan.axis)
         return None, *(_add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True))
 
 
@@ -195,7 +229,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, departure: Departure, *arriving: Tensor) -> tuple[Tensor, ...]:
         ctx.departure = departure
-        _meanwhile(departure.plan)
+        _meanwhile(departure.plan.axis)
         rows = tuple(arrived(travel, departure.plan) for travel in departure.travels)
         departure.travels = []
         return rows
@@ -229,14 +263,17 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_MH: Tensor, plan: Dispatch) -> Tensor:
         ctx.plan, travel = plan, _return(y_MH, plan)
-        _meanwhile(plan)
+        _meanwhile(plan.axis)
         return _add_up(travel.end(), plan, plan.fan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         travel = leave(grads[0], ctx.plan)
-        _meanwhile(ctx.plan)
-        return arrived(travel, ctx.plan), None
+        _meanwhile(ctx.plan.axis)
+        rows = arrived(travel, ctx.plan)
+        # as they are put in order, the other half reads its numbers of rows and sends these: forward and backward take three turns each
+        _meanwhile(ctx.plan.axis)
+        return rows, None
 
 
 def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.inference.cache import KeyValueCache
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampler, Sampling
+from frontier_llm.inference.score import outside
 
 
 @torch.inference_mode()
@@ -87,9 +88,7 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
             problems.append(Problem(where, "holds no token", "start it with the end-of-document token, or give some text"))
         elif len(prompt) >= S:
             problems.append(Problem(where, f"{len(prompt)} tokens leave no room in a context of {S}", f"give at most {S - 1}"))
-        if prompt and not 0 <= min(prompt) <= max(prompt) < V:
-            problems.append(
-                Problem(where, f"holds token {max(prompt)}, the vocabulary has {V}", "use the tokenizer that made the training data")
-            )
+        if prompt and (token := outside(prompt, V)) is not None:
+            problems.append(Problem(where, f"holds token {token}, the vocabulary has {V}", "use the tokenizer of the training data"))
     if problems or not prompts:
         raise ConfigError(problems or "there is no prompt", fix="give one")

@@ -13,7 +13,7 @@ from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import DataError
 from frontier_llm.inference.model import InferenceModel
-from frontier_llm.inference.score import score
+from frontier_llm.inference.score import outside, score
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def held_out(
     count = min(windows or available, available)
     places = [index * available // count * S for index in range(count)]
     texts = [np.asarray(dataset.tokens[place : place + S + 1], np.int64).tolist() for place in places]
-    highest = max(map(max, texts))
-    if highest >= model.config.vocab_size:
-        what = f"holds token {highest}, the model's vocabulary has {model.config.vocab_size}"
+    if (token := outside([edge for text in texts for edge in (min(text), max(text))], model.config.vocab_size)) is not None:
+        what = f"holds token {token}, the model's vocabulary has {model.config.vocab_size}"
         raise DataError(what, where=prefix, fix="tokenize the text with the model's own tokenizer")
     scores = score(model, [(text[:1], text[1:]) for text in texts], batch_size, on_batch, positions)
     tokens = sum(entry.tokens for entry in scores)
@@ -63,8 +62,7 @@ def held_out(
     sizes = [len(part) for part in np.array_split(np.arange(S), positions)]
     by_position = [-math.fsum(entry.parts[part] for entry in scores) / (len(scores) * size) for part, size in enumerate(sizes)]
     meta = read_meta(prefix)
-    known = meta is not None and meta.text_bytes > 0
-    bits = loss / math.log(2) / meta.bytes_per_token if known and meta is not None else None
+    bits = loss / math.log(2) / meta.bytes_per_token if meta is not None and meta.text_bytes else None
     return HeldOut(prefix, tokens, loss, bits, tuple(by_position))
 
 

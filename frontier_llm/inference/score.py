@@ -108,7 +108,12 @@ def check_requests(model: ModelConfig, requests: Sequence[Pair]) -> None:
             what, fix = f"has an empty {'continuation' if context else 'context'}", "start a context with the end-of-document token"
         elif len(continuation) > S:
             what = f"a continuation of {len(continuation)} tokens does not fit the model's context of {S}"
-        elif (highest := max(*context, *continuation)) >= V:
-            what, fix = f"holds token {highest}, the vocabulary has {V}", "use the tokenizer of the training data"
+        elif (token := outside([*context, *continuation], V)) is not None:
+            what, fix = f"holds token {token}, the vocabulary has {V}", "use the tokenizer of the training data"
         if what:
             raise ConfigError(what, fix, f"request {number}")
+
+
+def outside(tokens: Sequence[int], vocabulary: int) -> int | None:
+    """A token that a vocabulary of this size does not have; None when it has them all."""
+    return next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None)

@@ -7,18 +7,17 @@ Both become the same thing: for each option a context, a delimiter and a continu
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from frontier_llm.errors import DataError, Problem, suggest
+from frontier_llm.data.documents import json_object
+from frontier_llm.errors import DataError, Problem, first_of, suggest
 from frontier_llm.inference.task_prompts import FOUNDRY_CHOICES, FOUNDRY_SCHEMA, LM_EVAL, KnownTask, Prompt
 
 # LLM Foundry's scripts/eval/yamls/tasks.yaml: these put the answer on a line of its own, the others after a space
 _FOUNDRY_ANSWER_LINE = ("arc_easy", "arc_challenge", "boolq", "piqa")
-MAX_REPORTED = 8
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,11 @@ def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     documents = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            document = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"is not JSON: {error}", where=f"{path}:{number}", fix="give one JSON object per line") from error
-        if isinstance(document, dict):
-            documents.append((number, document))
-        elif line.strip():
-            what = f"holds a {type(document).__name__}, not an object"
-            raise DataError(what, where=f"{path}:{number}", fix="give one JSON object per line")
+            if (document := json_object(line)) is not None:
+                documents.append((number, document))
+        except DataError as error:
+            what, fix = error.problems[0].what, "give one JSON object per line"
+            raise DataError(what, where=f"{path}:{number}", fix=fix) from error
     return documents
 
 
@@ -122,7 +118,7 @@ def _convert(documents: list[tuple[int, dict[str, Any]]], path: Path, known: Kno
         except DataError as error:
             problems.append(replace(error.problems[0], where=f"{path}:{number}"))
     if problems:
-        raise DataError(problems[:MAX_REPORTED])
+        raise DataError(first_of(problems))
     return tuple(prompts)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from frontier_llm.blueprint.items import Habits
 from frontier_llm.config.load import as_problem, available, compose, find_file, merge
 from frontier_llm.errors import ConfigError, Problem, suggest
 from frontier_llm.machine.rates import Rates, Table
@@ -109,6 +111,7 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
     }
     numbers["node_network_bytes_s"] *= node.nics.value
     numbers |= {field: int(numbers[field]) for field in ("compute_units", "node_devices")}
+    numbers |= {habit.name: getattr(s, habit.name) for habit in fields(Habits)}
     fabric = sorted(node.fabric_gbps.items())
     return Rates(
         **numbers,
@@ -117,18 +120,6 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         fabric_size=tuple(size for size, _ in fabric),
         fabric_bytes_s=tuple(speed.value * 1e9 for _, speed in fabric),
         all_reduce_table=_table(table.time_us, table.message_bytes) if table else None,
-        attention=s.attention,
-        dropout=s.dropout,
-        fused_softmax=s.fused_softmax,
-        fused=s.fused,
-        fused_cross_entropy=s.fused_cross_entropy,
-        gradient_bytes=s.gradient_bytes,
-        accumulate_bytes=s.accumulate_bytes,
-        optimizer_bytes=s.optimizer_bytes,
-        p2p_split=s.p2p_split,
-        blocking_messages=s.blocking_messages,
-        bucket_parameters=s.bucket_parameters,
-        hierarchical=s.hierarchical,
         node_tables={name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()}
         if node.collectives
         else {},

@@ -54,19 +54,14 @@ class Rates(Software):
     launch_s: float  # host time to dispatch one operation: a layer takes at least (its operations) x this
     microbatch_s: float  # host time per microbatch and stage that nothing hides (scheduler, data, synchronisation)
     step_s: float  # fixed time per step: data, loss scale, logging
-    # what the software does, beside what `Software` says
-    optimizer_bytes: float  # moved per owned parameter by the optimizer step
-    p2p_split: bool  # pipeline messages are cut over tp even without sequence parallelism (scatter-gather)
+    # the software's, beside what it does
     dp_overlap: float  # share of the gradient reduction that may hide under the last backward
     gather_overlap: float  # share of the weight all-gather that may hide under the first forward
     tp_overlap: float  # share of tp communication hidden under its matrix product
     chunk_overlap: float  # share of a piece of a product or its collective that hides under the other (comm.tensor_chunks)
-    blocking_messages: bool  # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
     fabric_share: float  # of the fabric's bandwidth that this stack's collectives reach
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations
-    bucket_parameters: float  # gradients are summed over dp in pieces of so many parameters; 0 = all at once
-    hierarchical: bool  # collectives that span nodes may go in two stages, and do where that is faster
     # measured on this very machine (`calibrate`); empty elsewhere
     node_tables: Mapping[str, Table] = field(default_factory=dict)  # collectives inside a node, by operation; rows by ranks
     gemm_shapes: tuple[tuple[float, float, float, float], ...] = ()  # M, N, K, seconds

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from frontier_llm.blueprint.items import Habits
 from frontier_llm.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 Tag = Literal["measured", "published", "estimated"]  # estimated includes fitted: the source then says on what
@@ -123,23 +124,11 @@ def check_rectangle(time_us: Mapping[int, tuple[float, ...]], message_bytes: tup
         raise ValueError(f"a table needs at least two message sizes and {least_rows} rows of {rows} to interpolate")
 
 
-class Stack(Section):
-    """How a training software uses the machine: what it fuses and overlaps, and what its kernels reach."""
+class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, which mypy does not see
+    """How a training software uses the machine: what it does, such as what it fuses, and what its kernels reach."""
 
     description: str
-    source: str  # of the yes/no properties below
-    attention: Literal["flash", "unfused"] = "flash"
-    dropout: bool = False
-    fused_softmax: bool = True
-    fused: bool = True
-    fused_cross_entropy: bool = True
-    gradient_bytes: Literal[2, 4] = 4
-    accumulate_bytes: NonNegativeFloat = 8.0
-    optimizer_bytes: NonNegativeFloat = 30.0
-    p2p_split: bool = False
-    blocking_messages: bool = False
-    bucket_parameters: NonNegativeFloat = 0.0
-    hierarchical: bool = False
+    source: str  # of `Habits`
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number

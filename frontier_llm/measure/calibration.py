@@ -131,18 +131,10 @@ def _fit_elementwise(fitted: Rates, samples: Samples, model: ModelConfig, layout
 
 
 def _fit_collectives(fitted: Rates, samples: Samples) -> Rates:
-    times = {(operation, ranks, size): seconds for operation, ranks, size, seconds in samples.collectives}
-    operations, groups, sizes = (sorted({key[0] for key in times}), sorted({key[1] for key in times}), sorted({key[2] for key in times}))
-    tables = {
-        operation: Table(
-            tuple(map(float, groups)),
-            tuple(map(float, sizes)),
-            tuple(tuple(times[operation, ranks, size] for size in sizes) for ranks in groups),
-        )
-        for operation in operations
-    }
-    n, latency, large = groups[0], times["all_reduce", groups[0], sizes[0]], times["all_reduce", groups[0], sizes[-1]]
-    bus = 2 * (n - 1) / n * sizes[-1] / max(large - latency, 1e-9)
+    tables = tables_of(samples.collectives)
+    sums = tables["all_reduce"]
+    n, latency, large = sums.rows[0], sums.seconds[0][0], sums.seconds[0][-1]
+    bus = 2 * (n - 1) / n * sums.sizes_bytes[-1] / max(large - latency, 1e-9)
     return replace(
         fitted,
         node_tables=tables,
@@ -151,6 +143,21 @@ def _fit_collectives(fitted: Rates, samples: Samples) -> Rates:
         fabric_latency_s=latency,
         fabric_hop_s=0.0,
     )
+
+
+def tables_of(collectives: Sequence[tuple[str, int, int, float]]) -> dict[str, Table]:
+    """By operation, over all ranks, and the sizes that every number of ranks was measured at. Of equal rows the first counts."""
+    times = {(operation, ranks, size): seconds for operation, ranks, size, seconds in reversed(collectives)}
+    groups = sorted({ranks for _, ranks, _ in times})
+    sizes = sorted(set.intersection(*({size for _, ranks, size in times if ranks == group} for group in groups)))
+    return {
+        operation: Table(
+            tuple(map(float, groups)),
+            tuple(map(float, sizes)),
+            tuple(tuple(times[operation, ranks, size] for size in sizes) for ranks in groups),
+        )
+        for operation in sorted({operation for operation, _, _ in times})
+    }
 
 
 def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
@@ -234,8 +241,12 @@ def whole_steps(samples: Samples, config: RunConfig) -> tuple[list[Step], list[S
     )
 
 
-def steps_layout(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> Layout:
+def steps_config(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> RunConfig:
     """The run on one tensor-parallel group or on `parallel.data` ranks, `m` microbatches of `B` sequences on each per step."""
-    replicas = parallel.data or 1
-    batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * replicas})
-    return layout_of(config.model_copy(update={"batch": batch, "parallel": parallel}), parallel.tensor * replicas)
+    batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * (parallel.data or 1)})
+    return config.model_copy(update={"batch": batch, "parallel": parallel})
+
+
+def steps_layout(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> Layout:
+    """How those steps are laid out."""
+    return layout_of(steps_config(config, parallel, B, m), parallel.tensor * (parallel.data or 1))

@@ -8,7 +8,9 @@ from statistics import median
 from typing import Any
 
 from frontier_llm.machine.affinity import link_gbps
+from frontier_llm.measure.calibration import tables_of
 from frontier_llm.measure.links import LinkTime, Pair
+from frontier_llm.measure.machine_file import collectives
 from frontier_llm.pages import Chart, figure, write_page
 
 PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
@@ -42,19 +44,14 @@ def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) 
 
     Raises ValueError when no axis lies inside a node.
     """
-    seconds = {
-        (m.operation, m.ranks, m.bytes): m.seconds
-        for m in reversed(measurements)
+    inside = [
+        (m.operation, m.ranks, m.bytes, m.seconds)
+        for m in measurements
         if m.algorithm == "flat" and m.mode == "together" and m.ranks <= ranks_per_node and m.operation in PLANNED
-    }
-    groups = sorted({ranks for _, ranks, _ in seconds})
-    if not groups:
+    ]
+    if not inside:
         raise ValueError("no axis of this layout lies inside a node")
-    sizes = sorted(set.intersection(*({size for _, ranks, size in seconds if ranks == group} for group in groups)))
-    times_us = {
-        operation: {ranks: [round(seconds[operation, ranks, size] * 1e6, 3) for size in sizes] for ranks in groups} for operation in PLANNED
-    }
-    return {"tag": "measured", "source": source, "message_bytes": sizes, "time_us": times_us}
+    return collectives(tables_of(inside), {"tag": "measured", "source": source})
 
 
 def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]]:

@@ -26,19 +26,13 @@ from frontier_llm.comm.collectives import (
     start_reduce_scatter_into,
 )
 from frontier_llm.comm.p2p import Sends, post_receive, start_exchange
+from frontier_llm.costs.collectives import PASSES
 from frontier_llm.measure.timing import median_s, wall_s
 
 ELEMENT_BYTES = 4  # fp32
 PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
 MAX_PAIR_RANKS = 64  # 2,016 pairs; beyond, only neighbours in rank order
-BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "message": lambda n: 1.0,
-}
+OPERATIONS = (*PASSES, "broadcast", "message")
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,8 @@ class LinkTime:
     @property
     def bus_gbps(self) -> float:
         """GB/s (10^9)."""
-        return self.algorithm_gbps * BUS_FACTORS[self.operation](self.ranks)
+        share = PASSES[self.operation] * (self.ranks - 1) / self.ranks if self.operation in PASSES else 1.0
+        return self.algorithm_gbps * share
 
     def as_json(self) -> dict[str, Any]:
         """For the planner."""
@@ -92,7 +87,7 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
     axes = [axis for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
     cases = [(axis, algorithm, variant) for axis in axes for algorithm, variant in variants(axis)]
     measurements = []
-    for (axis, algorithm, variant), operation, size in product(cases, BUS_FACTORS, sizes):
+    for (axis, algorithm, variant), operation, size in product(cases, OPERATIONS, sizes):
         if operation == "message" and algorithm != "flat":
             continue
         for mode in ("together",) if axis.size == mesh.world.size else ("alone", "together"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from frontier_llm.costs.time import step_s
 from frontier_llm.files import write_atomically
 from frontier_llm.machine import OWN_STACK, Rates, load_machine, rates
 from frontier_llm.machine.load import PLACES
+from frontier_llm.machine.rates import Table
 from frontier_llm.measure.calibration import Samples, calibrated_rates, whole_steps
-from frontier_llm.units import GIB
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
@@ -39,7 +40,13 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
         "title": f"this computer, calibrated {when}",
         "device": _device(fitted, samples, provenance),
         "node": _node(fitted, samples, provenance),
-        "stacks": {OWN_STACK: _stack(fitted, provenance)},
+        "stacks": {
+            OWN_STACK: {
+                **_numbers(fitted, "stack", provenance),
+                "optimizer_bytes": rounded(fitted.optimizer_bytes),
+                "accumulate_bytes": fitted.accumulate_bytes,
+            }
+        },
     }
 
 
@@ -47,13 +54,24 @@ def _number(value: float, provenance: dict[str, str]) -> dict[str, Any]:
     return {"value": rounded(value), **provenance}
 
 
+CALIBRATED = (
+    "peak_flops", "memory_bytes", "hbm_bytes_s",
+    "node_devices", "fabric_latency_s", "fabric_hop_s",
+    "gemm_efficiency", "gemm_k_half", "flash_efficiency", "flash_backward", "hbm_efficiency", "kernel_s", "launch_s", "microbatch_s", "step_s",
+)  # fmt: skip
+
+
+def _numbers(fitted: Rates, section: str, provenance: dict[str, str]) -> dict[str, Any]:
+    """The calibrated numbers of a section of the file, under its keys and in their units."""
+    places = ((field, key, unit) for field, (place, key, unit) in PLACES.items() if place == section and field in CALIBRATED)
+    return {key: _number(getattr(fitted, field) / unit, provenance) for field, key, unit in places}
+
+
 def _device(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
     shapes = [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in fitted.gemm_shapes]
     return {
         "name": f"{samples.device}, one of {samples.ranks} ranks",
-        "peak_tflops": _number(fitted.peak_flops / 1e12, provenance),
-        "memory_gib": _number(fitted.memory_bytes / GIB, provenance),
-        "memory_gbps": _number(fitted.hbm_bytes_s / 1e9, provenance),
+        **_numbers(fitted, "device", provenance),
         "host_executes": fitted.host_executes,
         "gemm_shapes": {**provenance, "mnk_us": shapes},
     }
@@ -62,38 +80,27 @@ def _device(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict
 def _node(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
     fabric = dict(zip(fitted.fabric_size, fitted.fabric_bytes_s, strict=True))
     node: dict[str, Any] = {
-        "devices": _number(samples.ranks, provenance),
+        **_numbers(fitted, "node", provenance),
         "fabric_gbps": {size: _number(speed / 1e9, provenance) for size, speed in fabric.items()},
-        "fabric_latency_us": _number(fitted.fabric_latency_s * 1e6, provenance),
-        "fabric_hop_us": _number(fitted.fabric_hop_s * 1e6, provenance),
         "contention": {**provenance, "share": {count: rounded(share) for count, share in fitted.contention}},
     }
     if samples.ranks > 1:
         waiting = {"meeting_us": fitted.meeting_s * 1e6, "spread": fitted.spread, "sharded": fitted.sharded_slowdown}
         node["waiting"] = {**provenance, **{key: rounded(value) for key, value in waiting.items()}}
     if fitted.node_tables:
-        node["collectives"] = {
-            **provenance,
-            "message_bytes": [int(size) for size in fitted.node_tables["all_reduce"].sizes_bytes],
-            "time_us": {
-                operation: {int(row): [rounded(one * 1e6) for one in times] for row, times in zip(table.rows, table.seconds, strict=True)}
-                for operation, table in fitted.node_tables.items()
-            },
-        }
+        node["collectives"] = collectives(fitted.node_tables, provenance)
     return node
 
 
-STACK_CONSTANTS = (
-    "gemm_efficiency", "gemm_k_half", "flash_efficiency", "flash_backward", "hbm_efficiency", "kernel_s", "launch_s", "microbatch_s", "step_s",
-)  # fmt: skip
-
-
-def _stack(fitted: Rates, provenance: dict[str, str]) -> dict[str, Any]:
-    places = ((field, *PLACES[field]) for field in STACK_CONSTANTS)
+def collectives(tables: Mapping[str, Table], provenance: dict[str, str]) -> dict[str, Any]:
+    """`node.collectives` of a machine file."""
     return {
-        **{key: _number(getattr(fitted, field) / unit, provenance) for field, _, key, unit in places},
-        "optimizer_bytes": rounded(fitted.optimizer_bytes),
-        "accumulate_bytes": fitted.accumulate_bytes,
+        **provenance,
+        "message_bytes": [int(size) for size in tables["all_reduce"].sizes_bytes],
+        "time_us": {
+            operation: {int(row): [rounded(one * 1e6) for one in times] for row, times in zip(table.rows, table.seconds, strict=True)}
+            for operation, table in tables.items()
+        },
     }
 
 

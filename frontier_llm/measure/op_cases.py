@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frontier_llm.config.model import ModelConfig
+from frontier_llm.measure.products import Call, operands, product_calls
 from frontier_llm.ops import Mask, Routing, sdpa, stream_key
 from frontier_llm.ops.reference import AdamWUpdate, Ops, Scores
 
@@ -21,8 +23,6 @@ SDPA_BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
-Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
     flops: float = 0.0
     others: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
-    def ways(self, compiler: Callable[..., Any] | None = None) -> dict[str, Run]:
+    def ways(self, compiler: Callable[..., Any] | None = None) -> dict[str, Call]:
         """Each way to compute the op once; with a compiler the only one is eager torch through it."""
         ours = {"ours": self.ours, "eager": self.eager, **self.others}
         functions = ours if compiler is None else {"compiled": compiler(self.eager)}
@@ -62,11 +62,17 @@ class Shapes:
     micro_batch: int
     dtype: torch.dtype
     device: torch.device
+    tp: int = 1
 
     @property
     def rows(self) -> int:
         """Tokens N = S * B."""
         return self.model.sequence_length * self.micro_batch
+
+    @property
+    def ffn(self) -> int:
+        """Features of the MLP on this rank."""
+        return self.model.ffn_hidden // self.tp
 
     @property
     def width(self) -> int:
@@ -84,7 +90,7 @@ class Shapes:
 
 def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Case:
     model, B, S = shapes.model, shapes.micro_batch, shapes.model.sequence_length
-    A, G, D = model.heads, model.num_kv_heads, model.dim_per_head
+    A, G, D = model.heads // shapes.tp, model.num_kv_heads // shapes.tp, model.dim_per_head
     slopes = 2.0 ** (-8.0 * torch.arange(1, A + 1, device=shapes.device) / A) if alibi else None
     inputs, grads = [shapes.leaf(S, B, A, D), shapes.leaf(S, B, G, D), shapes.leaf(S, B, G, D)], [shapes.random(S, B, A, D)]
     scores = Scores(D**-0.5, slopes)
@@ -100,29 +106,34 @@ def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Case:
 
 
 def _norm(ops: Ops, shapes: Shapes, kind: str) -> Case:
-    N, H, eps = shapes.rows, shapes.model.hidden, shapes.model.norm_eps
-    ours, eager = {
-        "rms_norm": (lambda x, w: ops.rms_norm(x, w, eps), lambda x, w: F.rms_norm(x, (H,), w, eps)),
-        "layer_norm": (lambda x, w: ops.layer_norm(x, w, None, eps), lambda x, w: F.layer_norm(x, (H,), w, None, eps)),
-    }[kind]
+    N, H = shapes.rows, shapes.model.hidden
+    ours, eager = _norms(ops, shapes.model.norm_eps)[kind]
     return Case(ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], bytes_moved=5 * N * H * shapes.width)
 
 
+def _norms(ops: Ops, eps: float) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
+    """By `model.norm`: ours and torch's own."""
+    return {
+        "rmsnorm": (lambda x, w: ops.rms_norm(x, w, eps), lambda x, w: F.rms_norm(x, w.shape, w, eps)),
+        "layernorm": (lambda x, w: ops.layer_norm(x, w, None, eps), lambda x, w: F.layer_norm(x, w.shape, w, None, eps)),
+    }
+
+
 def _add_norm(ops: Ops, shapes: Shapes) -> Case:
-    N, H, eps = shapes.rows, shapes.model.hidden, shapes.model.norm_eps
+    N, H, eps, kind = shapes.rows, shapes.model.hidden, shapes.model.norm_eps, shapes.model.norm
 
     def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return F.rms_norm(total, (H,), weight, eps), total
+        return _norms(ops, eps)[kind][1](total, weight), total
 
     inputs, grads = [shapes.leaf(N, H), shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H), shapes.random(N, H)]
-    ours = lambda x, r, w: ops.add_norm(x, r, w, None, eps, "rmsnorm")  # noqa: E731
+    ours = lambda x, r, w: ops.add_norm(x, r, w, None, eps, kind)  # noqa: E731
     return Case(ours, eager, inputs, grads, bytes_moved=8 * N * H * shapes.width)
 
 
 def _rope(ops: Ops, shapes: Shapes) -> Case:
     S, D = shapes.model.sequence_length, shapes.model.dim_per_head
-    shape, angle = (S, shapes.micro_batch, shapes.model.heads, D), torch.randn(S, D // 2, device=shapes.device)
+    shape, angle = (S, shapes.micro_batch, shapes.model.heads // shapes.tp, D), torch.randn(S, D // 2, device=shapes.device)
     cos, sin = angle.cos(), angle.sin()
     wide_cos, wide_sin = (f(angle).repeat(1, 2)[:, None, None].to(shapes.dtype) for f in (torch.cos, torch.sin))
 
@@ -135,13 +146,13 @@ def _rope(ops: Ops, shapes: Shapes) -> Case:
 
 
 def _swiglu(ops: Ops, shapes: Shapes) -> Case:
-    N, ffn = shapes.rows, shapes.model.ffn_hidden
+    N, ffn = shapes.rows, shapes.ffn
     inputs, grads = [shapes.leaf(N, 2, ffn)], [shapes.random(N, ffn)]
     return Case(ops.swiglu, lambda y: F.silu(y[:, 0]) * y[:, 1], inputs, grads, bytes_moved=8 * N * ffn * shapes.width)
 
 
 def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Case:
-    N, ffn = shapes.rows, shapes.model.ffn_hidden
+    N, ffn = shapes.rows, shapes.ffn
     ours, eager = (lambda y, b: ops.gelu(y, b, approximate == "tanh")), (lambda y, b: F.gelu(y + b, approximate=approximate))
     inputs, grads = [shapes.leaf(N, ffn), shapes.leaf(ffn)], [shapes.random(N, ffn)]
     bytes_moved = 6 * N * ffn * shapes.width  # the bias' gradient reads once more
@@ -193,16 +204,9 @@ def _cross_entropy(ops: Ops, shapes: Shapes) -> Case:
 
 
 def _product(ops: Ops, shapes: Shapes, which: str) -> Case:
-    rows, hidden, ffn = shapes.rows, shapes.model.hidden, shapes.model.ffn_hidden
-    x, weight, grad = shapes.random(rows, hidden), shapes.random(ffn, hidden), shapes.random(rows, ffn)
-    main_grad = torch.zeros(ffn, hidden, device=shapes.device)
-    ways: dict[str, tuple[Run, Run]] = {
-        "linear": (lambda: ops.linear(x, weight, None), lambda: F.linear(x, weight)),
-        "linear_input_gradient": (lambda: ops.linear_input_gradient(grad, weight), lambda: grad @ weight),
-        "weight_gradient": (lambda: ops.accumulate_weight_gradient_(main_grad, grad, x), lambda: main_grad.add_(grad.t() @ x)),
-    }
-    ours, eager = ways[which]
-    return Case(ours, eager, flops=2.0 * rows * hidden * ffn)
+    sizes = shapes.rows, shapes.ffn, shapes.model.hidden
+    ours, eager = product_calls(ops, *operands(*sizes, shapes.dtype, shapes.device))[which]
+    return Case(ours, eager, flops=2.0 * math.prod(sizes))
 
 
 def _flat_buffer(ops: Ops, shapes: Shapes, which: str) -> Case:
@@ -218,7 +222,7 @@ def _flat_buffer(ops: Ops, shapes: Shapes, which: str) -> Case:
         optimizer.step()
         low.copy_(parameter.detach())
 
-    ways: dict[str, tuple[Run, Run, int]] = {
+    ways: dict[str, tuple[Call, Call, int]] = {
         "adamw": (lambda: ops.adamw_(first, second, third, fourth, low, update), eager_adamw, 28 + shapes.width),
         "sum_of_squares": (lambda: ops.sum_of_squares(second), lambda: second.double().square().sum(), 4),
         "accumulate": (lambda: ops.accumulate_(first, low), lambda: first.add_(low), 8 + shapes.width),
@@ -230,7 +234,8 @@ def _flat_buffer(ops: Ops, shapes: Shapes, which: str) -> Case:
 CASES: dict[str, Callable[[Ops, Shapes], Case]] = {
     "attention": partial(_attention, alibi=False),
     "attention_alibi": partial(_attention, alibi=True),
-    **{name: partial(_norm, kind=name) for name in ("rms_norm", "layer_norm")},
+    "rms_norm": partial(_norm, kind="rmsnorm"),
+    "layer_norm": partial(_norm, kind="layernorm"),
     "add_norm": _add_norm,
     "rope": _rope,
     "swiglu": _swiglu,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from frontier_llm.blueprint.items import Phase, Product, Software
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
+from frontier_llm.ops.reference import Ops
+
+Call = Callable[[], Any]
 
 
 def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
@@ -21,7 +28,17 @@ def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int
     ]
 
 
-def operands(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def product_calls(ops: Ops, x_MK: Tensor, w_NK: Tensor, g_MN: Tensor) -> dict[str, tuple[Call, Call]]:
+    """A product and its two gradients by name, ours and torch's own; the weight gradient is added to an fp32 buffer."""
+    total_NK = torch.zeros(w_NK.shape, device=w_NK.device)
+    return {
+        "linear": (lambda: ops.linear(x_MK, w_NK, None), lambda: x_MK @ w_NK.T),
+        "linear_input_gradient": (lambda: ops.linear_input_gradient(g_MN, w_NK), lambda: g_MN @ w_NK),
+        "weight_gradient": (lambda: ops.accumulate_weight_gradient_(total_NK, g_MN, x_MK), lambda: total_NK.add_(g_MN.T @ x_MK)),
+    }
+
+
+def operands(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Random input (M, K), weight (N, K) and output gradient (M, N) of a product."""
     x, w, g = (torch.randn(shape, dtype=dtype, device=device) for shape in ((M, K), (N, K), (M, N)))
     return x, w, g

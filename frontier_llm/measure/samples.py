@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -19,12 +18,13 @@ from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.data.loader import open_batches
-from frontier_llm.measure.calibration import Samples
+from frontier_llm.measure.calibration import Samples, steps_config
 from frontier_llm.measure.link_tables import PLANNED
 from frontier_llm.measure.links import operation_on
-from frontier_llm.measure.products import gemm_shapes, operands
+from frontier_llm.measure.op_cases import CASES, Shapes
+from frontier_llm.measure.products import gemm_shapes, operands, product_calls
 from frontier_llm.measure.timing import cpu_s, median_s, wall_s
-from frontier_llm.ops import AdamWUpdate, Scores, select_ops, working_dtype
+from frontier_llm.ops import AdamWUpdate, select_ops, working_dtype
 from frontier_llm.topology import make_plan
 from frontier_llm.train.build import build_state
 from frontier_llm.train.step import train_step
@@ -76,12 +76,6 @@ class _Bench:
     def microbatch(self, share: float) -> int:
         return max(1, round(self.config.batch.micro_batch * share))
 
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=self.dtype, device=self.device)
-
-    def zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, device=self.device)
-
     def wall_s(self, run: Callable[[], object]) -> float:
         """Median seconds of work that all ranks begin together."""
         return median_s(run, self.repeats, partial(wall_s, device=self.device), before=lambda: barrier(self.mesh.world))
@@ -97,7 +91,7 @@ class _Bench:
         """(busy ranks → seconds of the same loop of products, wall time over CPU time when all are busy)."""
         world = self.mesh.world
         tokens = self.config.batch.micro_batch * self.model.sequence_length
-        x, w = self.random(tokens, self.model.hidden), self.random(self.model.ffn_hidden, self.model.hidden)
+        x, w, _ = operands(tokens, self.model.ffn_hidden, self.model.hidden, self.dtype, self.device)
         once_s = max(median_s(lambda: self.ops.linear(x, w, None), 3, partial(wall_s, device=self.device)), 1e-6)
         repeats = torch.tensor([LONG_S / once_s], dtype=torch.float64, device=self.device)
         if world.size > 1:
@@ -117,60 +111,43 @@ class _Bench:
         """Every product of a layer and of the head: forward, input gradient, and weight gradient added to an fp32 buffer."""
         rows = []
         for _, M, N, K, _ in gemm_shapes(self.model, B * self.model.sequence_length, tp):
-            x, w, g = operands(M, N, K, self.dtype, self.device)
-            total = self.zeros(N, K)
-            products: tuple[tuple[int, int, int, Callable[[], object]], ...] = (
-                (M, N, K, lambda: self.ops.linear(x, w, None)),  # noqa: B023
-                (M, K, N, lambda: self.ops.linear_input_gradient(g, w)),  # noqa: B023
-                (N, K, M, lambda: self.ops.accumulate_weight_gradient_(total, g, x)),  # noqa: B023
-            )
+            calls = product_calls(self.ops, *operands(M, N, K, self.dtype, self.device)).values()
+            shapes = (M, N, K), (M, K, N), (N, K, M)
             with torch.no_grad():
-                rows += [(m, n, k, self.kernel_s(multiply)) for m, n, k, multiply in products]
+                rows += [(*shape, self.kernel_s(ours)) for shape, (ours, _) in zip(shapes, calls, strict=True)]
         return rows
 
     def attention(self, B: int, tp: int) -> tuple[int, int, int, int, float, float]:
-        model = self.model
-        S, D, a, g = model.sequence_length, model.dim_per_head, model.heads // tp, model.num_kv_heads // tp
-        q, k, v = (self.random(S, B, heads, D).requires_grad_() for heads in (a, g, g))
-
-        def forward() -> Any:
-            return self.ops.attention(q, k, v, Scores(D**-0.5))
-
-        grad = torch.randn_like(forward())
-        forward_s = self.kernel_s(forward)
-        both_s = self.kernel_s(lambda: torch.autograd.backward(forward(), grad))
+        case = CASES["attention"](self.ops, Shapes(self.model, B, self.dtype, self.device, tp))
+        S, _, a, D = case.inputs[0].shape
+        forward_s = self.kernel_s(partial(case.ours, *case.inputs))
+        both_s = self.kernel_s(case.ways()["ours"])
         return B, a, S, D, forward_s, max(both_s - forward_s, 0.5 * forward_s)
 
     def elementwise_s(self, tp: int) -> float:
         """Seconds of one layer's forward norms, activation and residual."""
-        model, ops, tokens = self.model, self.ops, (self.model.sequence_length, self.config.batch.micro_batch)
-        x, residual = self.random(*tokens, model.hidden), self.random(*tokens, model.hidden)
-        weight = torch.ones(model.hidden, dtype=self.dtype, device=self.device)
-        inner = self.random(*tokens, (2 if model.gated else 1) * model.ffn_hidden // tp)
+        model, shapes = self.model, Shapes(self.model, self.config.batch.micro_batch, self.dtype, self.device, tp)
+        names = "rms_norm" if model.norm == "rmsnorm" else "layer_norm", "add_norm", "swiglu" if model.gated else model.activation
+        cases = [CASES[name](self.ops, shapes) for name in names]
+        x = shapes.random(shapes.rows, model.hidden)
 
+        @torch.no_grad()
         def layer() -> None:
-            if model.norm == "rmsnorm":
-                ops.rms_norm(x, weight, model.norm_eps)
-            else:
-                ops.layer_norm(x, weight, None, model.norm_eps)
-            ops.add_norm(x, residual, weight, None, model.norm_eps, model.norm)
-            if model.gated:
-                ops.swiglu(inner.unflatten(-1, (2, -1)))
-            else:
-                ops.gelu(inner, None, model.activation == "gelu_tanh")
-            x.add(residual)
+            for case in cases:
+                case.ours(*case.inputs)
+            x.add(x)
 
         return self.kernel_s(layer)
 
     def copy(self) -> tuple[float, float]:
         """(bytes read and written, seconds)."""
-        source, target = self.zeros(COPY_ELEMENTS), self.zeros(COPY_ELEMENTS)
+        source, target = (torch.zeros(COPY_ELEMENTS, device=self.device) for _ in range(2))
         return 2.0 * source.numel() * 4, self.kernel_s(lambda: target.copy_(source))
 
     def adamw(self) -> tuple[float, float]:
         """(elements, seconds)."""
         size = COPY_ELEMENTS // 4
-        master, gradient, first, second = (self.zeros(size) for _ in range(4))
+        master, gradient, first, second = (torch.zeros(size, device=self.device) for _ in range(4))
         weight = torch.zeros(size, dtype=self.dtype, device=self.device)
         update = AdamWUpdate(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
         return float(size), self.kernel_s(lambda: self.ops.adamw_(master, gradient, first, second, weight, update))
@@ -185,9 +162,7 @@ class _Bench:
 
     def step(self, parallel: ParallelConfig, mesh: Mesh, share: float, m: int) -> tuple[int, int, float]:
         """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of `mesh`; all ranks work."""
-        B = self.microbatch(share)
-        batch = self.config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * mesh.dp.size})
-        config = self.config.model_copy(update={"batch": batch, "parallel": parallel})
+        config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
-        return B, m, (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state))
+        return config.batch.micro_batch, m, (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state))

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops.native import NATIVE_DIR
+from frontier_llm.libraries import DIRECTORY, load_library
 
-LAUNCHER = NATIVE_DIR / "libgpu_launcher.so"
+LAUNCHER = DIRECTORY / "libgpu_launcher.so"
 SLOT_BYTES = 8  # of each argument, which stands at its slot's start
 
 Argument = Tensor | int | float | None  # of a kernel
@@ -90,12 +90,12 @@ def architecture_of_device(device: int = 0) -> str:
 @cache
 def _open(vendor: str) -> ctypes.CDLL:
     """The launcher with the vendor's driver opened; raises BackendError when either is missing."""
-    if not LAUNCHER.exists():
-        raise BackendError(f"{LAUNCHER.name} has not been built", "scripts/build_native.sh", "GPU ops")
-    library = ctypes.CDLL(str(LAUNCHER))
-    library.frontier_gpu_error.restype = ctypes.c_char_p
-    number, pointer = ctypes.c_uint32, ctypes.c_void_p
-    library.frontier_gpu_launch.argtypes = (ctypes.c_int, pointer, *5 * (number,), pointer, ctypes.c_char_p, ctypes.c_int)
+    launch = [ctypes.c_int, ctypes.c_void_p, *5 * [ctypes.c_uint32], ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "frontier_gpu_error": (ctypes.c_char_p, []),
+        "frontier_gpu_launch": (ctypes.c_int, launch),
+    }
+    library = load_library(LAUNCHER.name, functions)
     if library.frontier_gpu_open(int(vendor == "hip")):
         name = "libamdhip64.so" if vendor == "hip" else "libcuda.so.1"
         fix = f"load the {'ROCm' if vendor == 'hip' else 'CUDA'} module, or put the folder of {name} into LD_LIBRARY_PATH"

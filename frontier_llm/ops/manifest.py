@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm.errors import BackendError, Problem, suggest
+from frontier_llm.libraries import DIRECTORY
 from frontier_llm.ops.kernel_table import ARCHITECTURES
-from frontier_llm.ops.native import NATIVE_DIR
 
 MANIFEST_VERSION = 2
-GPU_DIR = NATIVE_DIR / "gpu"
+GPU_DIR = DIRECTORY / "gpu"
 
 # Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes (3.4 has one).
 TRITON_FROM, TRITON_BEFORE = (3, 5), (4, 0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 
-NATIVE_DIR = Path(__file__).resolve().parent.parent / "_native"
-CPU_LIBRARY = NATIVE_DIR / "libfrontier_ops.so"
-BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
+from frontier_llm.libraries import DIRECTORY
+
+CPU_LIBRARY = DIRECTORY / "libfrontier_ops.so"
 
 
 @functools.cache

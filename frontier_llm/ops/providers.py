@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from frontier_llm.errors import BackendError
+from frontier_llm.libraries import BUILD_COMMAND
 from frontier_llm.ops import native, reference, sdpa
 from frontier_llm.ops.manifest import build_command
 from frontier_llm.ops.prebuilt import kernels_of_this_gpu
@@ -204,7 +205,7 @@ PROVIDERS: dict[str, Provider] = {
             softcaps=True,
             version=lambda: f"C++, {torch.ops.frontier_llm.instruction_set()}",
             missing=native.load_cpu_library,
-            build=native.BUILD_COMMAND,
+            build=BUILD_COMMAND,
         ),
         Provider(
             name="triton",

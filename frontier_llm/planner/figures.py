@@ -175,7 +175,7 @@ def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndar
     replicas = [dp for dp in counts if dp <= 4 * layout.dp and (weak or total % dp == 0)]
     grown = as_table([replace(layout, dp=dp, microbatches=layout.microbatches if weak else total // dp) for dp in replicas])
     speed = grown.global_batch / step_s(outcome.model, grown, numbers) / grown.devices
-    return grown.devices, speed / speed[0]
+    return np.asarray(grown.devices), speed / speed[0]
 
 
 def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterator[Chart]:

@@ -160,7 +160,7 @@ def search(
 def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates) -> list[Plan]:
     """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the action budget."""
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
-    order = np.lexsort((fitting.axis_order == AXIS_ORDERS[1], recompute, fitting.chunks, seconds))
+    order = np.lexsort((np.equal(fitting.axis_order, AXIS_ORDERS[1]), recompute, np.asarray(fitting.chunks), seconds))
     seen: set[tuple[Any, ...]] = set()
     plans: list[Plan] = []
     spent = 0
@@ -253,7 +253,10 @@ def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: R
             if not np.any(fits & family):
                 needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
                 lines.append(f"{axis.upper()}{degree}: none of {int(family.sum())} layouts fits; the smallest needs {needs}")
-    families = {"without recomputation": layouts.recompute == "none", "with selective recomputation": layouts.recompute == "selective"}
+    families: dict[str, Any] = {
+        "without recomputation": layouts.recompute == "none",
+        "with selective recomputation": layouts.recompute == "selective",
+    }
     if np.any(layouts.cp > 1):
         families["without context parallelism"] = layouts.cp == 1
     for name, family in families.items():

@@ -46,13 +46,13 @@ class Row:
     global_batch: int
     repeats: int  # that gave a measurement
     steps: int  # measured, over all repeats
-    step_time_s: float | None
-    tokens_per_s: float | None
-    tokens_per_s_per_device: float | None
-    ci95_percent: float | None  # half width over repeats, relative to tokens_per_s; None with a single repeat
-    efficiency: float | None  # tokens/s per device, relative to the series' smallest measured point
-    predicted_tokens_per_s: float | None
-    predicted_efficiency: float | None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_per_device: float | None = None
+    ci95_percent: float | None = None  # half width over repeats, relative to tokens_per_s; None with a single repeat
+    efficiency: float | None = None  # tokens/s per device, relative to the series' smallest measured point
+    predicted_tokens_per_s: float | None = None
+    predicted_efficiency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,7 @@ def summarise(samples: Sequence[Sample]) -> Row:
         tokens_per_s=mean,
         tokens_per_s_per_device=mean / point["devices"] if mean else None,
         ci95_percent=100 * half_width(rates) / mean if mean and len(rates) > 1 else None,
-        efficiency=None,
         predicted_tokens_per_s=predicted,
-        predicted_efficiency=None,
     )
 
 

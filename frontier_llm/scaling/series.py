@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from frontier_llm.cluster.sites import Site, request_problems
+from frontier_llm.cluster.sites import Site, request_problems, whole_replicas
 from frontier_llm.config import RunConfig, available, load_run
-from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
+from frontier_llm.errors import ConfigError, LayoutError, Problem
 from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import strict_json
@@ -136,8 +136,8 @@ def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
 
 def _node_fix(config: RunConfig, site: Site, nodes: int) -> str:
     replica = config.parallel.model_ranks
-    legal = [count for count in range(1, 4 * max(nodes, replica) + 1) if count * site.tasks_per_node % replica == 0]
-    return f"use {' or '.join(map(str, nearest(nodes, legal)))} nodes: a replica takes {replica} devices"
+    counts = whole_replicas(nodes, site.tasks_per_node, replica)
+    return f"use {' or '.join(map(str, counts))} nodes: a replica takes {replica} devices"
 
 
 def submission_problems(

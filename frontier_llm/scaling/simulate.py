@@ -28,10 +28,7 @@ def simulated_rows(points: Sequence[Point]) -> list[Row]:
                 step_time_s=prediction.step_time_s,
                 tokens_per_s=prediction.tokens_per_s,
                 tokens_per_s_per_device=prediction.tokens_per_s / point.devices,
-                ci95_percent=None,
-                efficiency=None,
                 predicted_tokens_per_s=prediction.tokens_per_s,
-                predicted_efficiency=None,
             )
         )
     return with_efficiency(rows)

@@ -258,7 +258,10 @@ def test_a_log_line_and_an_inspection_hold_no_control_character(tmp_path: Path, 
     assert "\x1b" not in shown and "\x07" not in shown and "\\x1b[31m red" in shown
 
 
-@pytest.mark.parametrize("content", ['{"format": ' + "[" * 200_000, '{"vocab_size": "many"}', '{"tokens": 1.5}', '{"damaged_examples": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    ['{"format": ' + "[" * 200_000, '{"vocab_size": "many"}', '{"tokens": 1.5}', '{"damaged_examples": 3}', '{"format": 2}', '{"more": 1}'],
+)
 def test_a_record_of_another_form_is_damage(text: Path, content: str) -> None:
     tokenize([text / "a.txt"], text / "out", "bytes", workers=1)
     record = json.loads((text / "out.meta.json").read_text())
@@ -273,7 +276,7 @@ def test_a_deeply_nested_task_or_tokenizer_file_is_named(tmp_path: Path) -> None
     from frontier_llm.inference.tasks import read_task
 
     (tmp_path / "task.jsonl").write_text("[" * 200_000)
-    with pytest.raises(DataError, match=r"task\.jsonl:1: is not JSON"):
+    with pytest.raises(DataError, match=r"task\.jsonl:1: is no JSON"):
         read_task("piqa", tmp_path / "task.jsonl")
     train_huggingface(["some text"], tmp_path / "tokenizer.json", 300)
     (tmp_path / "tokenizer_config.json").write_text("[" * 200_000)

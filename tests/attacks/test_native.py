@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frontier_llm.comm import host_memory, shm
+from frontier_llm.comm import host_memory
 from frontier_llm.data import native
 from frontier_llm.errors import DataError
 
@@ -19,7 +19,7 @@ BAD_ARGUMENT = -4
 
 @pytest.mark.parametrize("rank", [-1, 2, 3, 511, 1 << 30])
 def test_messages_to_and_from_ranks_that_do_not_exist(rank: int) -> None:
-    library, status = shm._library(), ctypes.c_int64(0)
+    library, status = host_memory.library(), ctypes.c_int64(0)
     descriptor, _ = host_memory.create_memory()
     region = library.fl_shm_open(descriptor, 0, 2, 1 << 20, 1 << 20, 0, ctypes.byref(status))
     data = ctypes.create_string_buffer(8)

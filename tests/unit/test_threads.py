@@ -12,16 +12,15 @@ from frontier_llm.threads import Heartbeat
 
 
 def test_a_heartbeat_outlives_a_failing_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touches, enough = [], threading.Event()
+    failures, touched = iter(range(3)), threading.Event()
 
     def touch(path: Path) -> None:
-        touches.append(path)
-        if len(touches) < 3:
-            raise OSError(5, "Input/output error")
-        enough.set()
+        if path == tmp_path / "lock":  # other tests' locks may beat, too
+            if next(failures, None) is not None:
+                raise OSError(5, "Input/output error")
+            touched.set()
 
     monkeypatch.setattr(os, "utime", touch)
     heartbeat = Heartbeat(tmp_path / "lock", 0.001)
-    assert enough.wait(60)
+    assert touched.wait(20)
     heartbeat.stop()
-    assert touches[0] == tmp_path / "lock"

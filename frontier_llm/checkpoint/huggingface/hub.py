@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from frontier_llm.data.remote import reason_of
 from frontier_llm.errors import CheckpointError, FrontierError, not_installed
 
 
@@ -35,4 +36,4 @@ def _refusals(name: str, fix: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(f"the Hub cannot take it: {(str(error) or repr(error)).splitlines()[0]}", where=name, fix=fix) from error
+        raise CheckpointError(f"the Hub cannot take it: {reason_of(error)}", where=name, fix=fix) from error

@@ -19,13 +19,13 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.comm.board import Board
 from frontier_llm.errors import RankFailure
 from frontier_llm.failure import Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware, write_failure
+from frontier_llm.machine.env import STORE_CHECKS_PER_S
 from frontier_llm.threads import in_daemon
 from frontier_llm.train.guard.suspects import WrongResults
 
 PERIOD_S = 0.25  # between two notices of a rank, if the store can take so many
 SILENT_PERIODS = 3  # without a notice, and a rank is taken for dead if it is the only one
 PATIENCE_S = 2.5  # until several are: on a busy machine living ones are late too
-POSTS_PER_S = 20_000  # by all ranks together: a third of what the store on rank 0 takes (scripts/bench_rendezvous.py)
 ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
 STORE_S = 3.0  # how long it waits for the store itself: then rank 0 is stopped
 POLL_S = 0.25  # between two looks for the answer
@@ -35,7 +35,7 @@ _FIRST, _ALARM = "first failure", "alarm"
 
 def period_s(world_size: int) -> float:
     """Seconds between two notices of a rank that stands still."""
-    return max(PERIOD_S, world_size / POSTS_PER_S)
+    return max(PERIOD_S, world_size / STORE_CHECKS_PER_S)
 
 
 class Inquiry:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from frontier_llm.data import indexed
 from frontier_llm.data.indexed import DTYPES, IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
+from frontier_llm.data.meta import DatasetMeta, read_meta, write_meta
 from frontier_llm.errors import DataError
 
 documents_of_sequences = st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=20), max_size=4), max_size=12)
@@ -265,3 +266,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(DataError, match=r"text\.bin: cannot be read: Input/output error"):
             dataset.read(0, 3)
+
+
+def test_another_dataset_of_the_same_name_takes_the_record_along(tmp_path: Path) -> None:
+    """Whoever writes it: a record beside other tokens would let the wrong tokenizer pass."""
+    write(tmp_path / "d", [[[1]]])
+    write_meta(tmp_path / "d", DatasetMeta("bytes", "0" * 64, 257, 256, 1, 1, text_bytes=1))
+    write(tmp_path / "d", [[[2]]])
+    assert read_meta(tmp_path / "d") is None

@@ -10,25 +10,26 @@ from types import SimpleNamespace
 
 import pytest
 
+from frontier_llm import libraries
 from frontier_llm.data import native
 from frontier_llm.errors import BackendError
 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(native, "_DIRECTORY", tmp_path)
+    monkeypatch.setattr(libraries, "DIRECTORY", tmp_path)
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
     return tmp_path
 
 
 def test_missing(directory: Path) -> None:
-    with pytest.raises(BackendError, match=r"not there(?s:.*)build_ext --inplace"):
+    with pytest.raises(BackendError, match=r"has not been built(?s:.*)build_native.sh"):
         native.library()
 
 
 def test_foreign(directory: Path) -> None:
     (directory / "libsample_index.so").write_bytes(b"no library")
-    with pytest.raises(BackendError, match=r"cannot load(?s:.*)build_ext --inplace"):
+    with pytest.raises(BackendError, match=r"does not load(?s:.*)build_native.sh"):
         native.library()
 
 

@@ -19,7 +19,7 @@ from frontier_llm.data.documents import Damage, read
 from frontier_llm.data.importing import import_tokens
 from frontier_llm.data.inputs import cut, find_inputs
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.remote import UnreachableError, without_secrets
+from frontier_llm.data.remote import UnreachableError, reason_of, without_secrets
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 from frontier_llm.errors import DataError, FrontierError
 
@@ -143,6 +143,11 @@ def test_what_lets_somebody_in_is_used_and_kept_nowhere(
     assert not any(b"HUSH" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     # signed anew it is the same plan
     assert main(["data", "tokenize", url.replace("sig=HUSH", "sig=2"), "--tokenizer", "bytes", "--output", output, "--skip-damaged"]) == 0
+
+
+def test_a_clients_reason_is_one_line_without_secrets_and_never_nothing() -> None:
+    assert reason_of(OSError("403, url='https://a:b@c.org/d?e=2'\nand more")) == "403, url='https://c.org/d'"
+    assert reason_of(ValueError()) == "ValueError()"
 
 
 def test_secrets_are_cut_out_of_addresses_alone() -> None:

@@ -1,8 +1,8 @@
-"""Two microbatches of a pair: rows of one travel beside the compute of the other, with the same bits as one after the other."""
+"""Two microbatches of a pair: rows of one, and their numbers, travel beside the compute of the other, with the same bits as one after the other."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
@@ -62,44 +62,49 @@ def test_a_pair_gives_the_bits_of_one_after_the_other(ranks: RankPool, case: Cas
 
 
 class Flight(NamedTuple):
-    """One all-to-all of rows in a pair: who began it, and who computed until it was waited for."""
+    """One all-to-all of rows or of their numbers in a pair: who began it, and who computed until it was waited for."""
 
+    what: str
     began: Action
     meanwhile: list[Action]
 
 
 def flights(rank: int, case: Case) -> list[Flight]:
-    """Of one step's rows, in the order in which they were waited for; by the order of what one rank does, which no load of the machine changes."""
+    """Of one step's rows and numbers of rows, in the order in which they were waited for; by the order of what one rank does, which no load of the machine changes."""
     state = build_case(rank, case)
     log: list[Action | Call] = []
     ended: list[Flight] = []
     state.pipeline.on_action = lambda action: log.append(action) if action else None
-    start = dispatch.start_all_to_all_rows
+    start_rows, start_numbers = dispatch.start_all_to_all_rows, dispatch.start_all_to_all_into
 
     class Noted:
-        def __init__(self, pending: Pending, begun: int) -> None:
-            self.pending, self.begun = pending, begun
+        def __init__(self, what: str, pending: Pending) -> None:
+            self.what, self.pending, self.begun = what, pending, len(log) - 1
 
         def wait(self) -> None:
-            ended.append(Flight(log[self.begun], [action for action in log[self.begun + 1 :] if action.kind.computes]))
+            ended.append(Flight(self.what, log[self.begun], [action for action in log[self.begun + 1 :] if action.kind.computes]))
             self.pending.wait()
 
-    def noted(x: torch.Tensor, received: list[int], sent: list[int], axis: Axis) -> tuple[torch.Tensor, Pending]:
-        arriving, pending = start(x, received, sent, axis)
-        return arriving, Noted(pending, len(log) - 1)
+    def noted_rows(x: torch.Tensor, received: list[int], sent: list[int], axis: Axis) -> tuple[torch.Tensor, Pending]:
+        arriving, pending = start_rows(x, received, sent, axis)
+        return arriving, Noted("rows", pending)
 
-    with patch.object(dispatch, "start_all_to_all_rows", noted):
+    def noted_numbers(arriving: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
+        return Noted("numbers", start_numbers(arriving, x, axis))
+
+    with patch.object(dispatch, "start_all_to_all_rows", noted_rows), patch.object(dispatch, "start_all_to_all_into", noted_numbers):
         train_step(state)
     return ended
 
 
-def test_rows_are_on_their_way_while_the_other_microbatch_computes(ranks: RankPool) -> None:
-    """With experts in every layer all rows of a pair are; one after the other none. Outside of pairs nobody else has a turn."""
+def test_rows_and_their_numbers_are_on_their_way_while_the_other_microbatch_computes(ranks: RankPool) -> None:
+    """With experts in every layer all of a pair are; one after the other none. Outside of pairs nobody else has a turn."""
     case = replace(PAIRED, family="mixtral")
     of = beside(build("dualpipe-v", 2, 4, 2, pairs=True))
     partner = of | {forward: backward for backward, forward in of.items()}
     for ended in ranks.run(4, flights, case):
-        assert sum(flight.began in partner for flight in ended) >= 10
+        inside = Counter(flight.what for flight in ended if flight.began in partner)
+        assert inside["rows"] >= 10 and inside["numbers"] >= 3
         for flight in ended:
             assert flight.meanwhile[:1] == ([partner[flight.began]] if flight.began in partner else [])
     for ended in ranks.run(4, flights, off(case)):

@@ -16,6 +16,7 @@ from frontier_llm.config import load_model
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.inference.open import open_model
 from tests.unit.inference.models import RandomWeights
 
 BYTES = load_tokenizer("bytes")
@@ -54,6 +55,16 @@ def test_the_model_section_of_a_hugging_face_directory_is_printed(room: Path, ca
     assert main(["checkpoint", "import-hf", str(room / "hf")]) == 0
     said = capfd.readouterr().out
     assert "rope_theta: 10000.0" in said and f"{{tokenizer: {room / 'hf'}}}" in said
+
+
+def test_a_tokenizer_of_two_files_is_the_models_too(room: Path, tmp_path: Path) -> None:
+    assert open_model(room / "hf").tokenizer_spec == str(room / "hf")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((room / "hf" / name).read_bytes())
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    assert open_model(tmp_path).tokenizer_spec is None
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    assert open_model(tmp_path).tokenizer_spec == str(tmp_path)
 
 
 def test_text_streams_to_stdout_and_is_the_same_from_run_and_export(room: Path, capfd: pytest.CaptureFixture[str]) -> None:

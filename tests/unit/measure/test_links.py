@@ -20,7 +20,7 @@ from frontier_llm.config import CommConfig
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.measure import links, timing
 from frontier_llm.measure.link_tables import algorithm_rules, contention, link_kind, node_tables, slow_links
-from frontier_llm.measure.links import BUS_FACTORS, LinkTime, Pair, bench_comm, bench_pairs, sizes_between
+from frontier_llm.measure.links import OPERATIONS, LinkTime, Pair, bench_comm, bench_pairs, sizes_between
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
@@ -163,7 +163,7 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.Capture
     assert {(row["operation"], row["pieces"]) for row in result["pieces"]} == {("all_reduce", 2), ("all_reduce", 4)}
     overlap = measured.stacks["frontier-llm"].chunk_overlap
     assert overlap.tag == "measured" and overlap.value == pytest.approx(median(row["overlap"] for row in result["pieces"]), rel=1e-4)
-    assert {row["operation"] for row in result["rows"]} == {*BUS_FACTORS}
+    assert {row["operation"] for row in result["rows"]} == {*OPERATIONS}
     assert {pair["kind"] for pair in result["pairs"]} == {"inside a node"}
     assert all(row["busbw_gbps"] > 0 and row["bytes"] in (65_536, 131_072) for row in result["rows"]) and len(result["pairs"]) == 1
     assert '"type": "heatmap"' in figure.read_text()

@@ -12,6 +12,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.errors import BackendError
+from frontier_llm.measure.op_cases import CASES, Shapes
 from frontier_llm.measure.ops import Timing, compare
 from frontier_llm.measure.timing import kernel_s
 from frontier_llm.ops import select_ops
@@ -42,6 +43,31 @@ def test_bench_times_both_sides_and_survives_a_broken_op():
     for op in ("attention", "attention_alibi", "rms_norm", "gelu", "cross_entropy", "adamw", "weight_gradient"):
         assert timings[op, "ours"].seconds > 0 and timings[op, "eager"].seconds > 0
     assert "no such kernel" in timings["swiglu", "ours"].error and timings["swiglu", "eager"].seconds > 0
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny"])  # of RMSNorm, of LayerNorm
+@pytest.mark.parametrize("tp", [1, 2])
+def test_both_sides_of_a_case_compute_the_same(model, tp):
+    shapes = Shapes(load_model(model, {"sequence_length": 32}), 2, torch.float32, torch.device("cpu"), tp)
+    ops = select_ops(OpsConfig(), "cpu", torch.float32)
+    for name in (
+        "attention",
+        "rms_norm",
+        "layer_norm",
+        "add_norm",
+        "rope",
+        "swiglu",
+        "gelu",
+        "gelu_tanh",
+        "route",
+        "linear",
+        "linear_input_gradient",
+    ):
+        case = CASES[name](ops, shapes)
+        torch.testing.assert_close(
+            case.ours(*case.inputs), case.eager(*case.inputs), rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert CASES["linear"](ops, shapes).flops == 2 * shapes.rows * shapes.model.hidden * shapes.model.ffn_hidden / tp
 
 
 def test_json_holds_no_nan_for_what_cannot_run(capsys, monkeypatch):

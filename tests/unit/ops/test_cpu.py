@@ -9,12 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from frontier_llm.libraries import BUILD_COMMAND
 from frontier_llm.ops import AdamWUpdate, Mask, Routing, Scores, native, reference
 from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal, routed
 from tests.unit.ops.stretches import compare_stretch
 
 missing = native.load_cpu_library()
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {native.BUILD_COMMAND}")
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing}; build: {BUILD_COMMAND}")
 if not missing:
     from frontier_llm.ops.cpu import CpuOps
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frontier_llm.blueprint.expert_work import DISPATCH
+from frontier_llm.blueprint.expert_work import DISPATCH, LAUNCHES_AFTER_WAIT
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config.load import load_model
 from frontier_llm.costs.seconds import times
@@ -43,6 +43,13 @@ def test_each_halfs_rows_hide_under_the_others_compute_and_no_more() -> None:
     forward_s, backward_s = endless.both(48, MANY)
     expected = min(endless.rows_s * MANY.dp_overlap, backward_s - 1.0) + min(MANY.dp_overlap, forward_s - endless.rows_s)
     assert float(pair_s(endless, layout(), MANY)) == pytest.approx(expected)
+
+
+def test_the_hosts_wait_for_numbers_of_rows_hides_with_them() -> None:
+    """Two a layer, where rows go over nodes."""
+    slow = replace(MANY, launch_s=2 * MANY.launch_s)
+    waits_s = 2 * LAUNCHES_AFTER_WAIT * MANY.launch_s
+    assert saved_s(layout(), slow) - saved_s(layout()) == pytest.approx(MANY.dp_overlap * waits_s)
 
 
 def test_where_attentions_collectives_wait_for_the_rows_the_half_counts() -> None:

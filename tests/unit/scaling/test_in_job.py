@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
+from frontier_llm.cluster import submit
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, FrontierError
@@ -103,6 +104,26 @@ def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> Non
         assert row["predicted_node_hours"] < row["nodes"] * row["minutes"] / 60 and row["peak_gib"] < row["limit_gib"] == 64
     assert "node-hours with their starts (predicted)" in text.err
     assert main(words) == 0 and "of 64" in capsys.readouterr().out
+
+
+def test_a_point_saves_and_evaluates_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a trial of `tune`: a node counts the steps that are measured, not what comes between them."""
+    requests: list[submit.JobRequest] = []
+
+    def queue(request: submit.JobRequest) -> submit.Submission:
+        requests.append(request)
+        return submit.Submission("", (), tmp_path)
+
+    monkeypatch.setattr(submit, "submit", queue)
+    run = tmp_path / "run.yaml"
+    run.write_text("base: train_small\ndata: {validation: synthetic}\ntrain: {eval_interval: 4}\n")
+    words = ["scaling", "weak", "--run", str(run), "--nodes", "1,2", "--site", "local", "--batch-per-replica", "16"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    configs = [request.config for request in requests]
+    assert len(configs) == 2 and not any(
+        config.train.save_interval or config.train.save_final or config.train.eval_interval for config in configs
+    )
+    assert [config.data.validation for config in configs] == [None, None]
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_queued(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
