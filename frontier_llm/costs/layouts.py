@@ -7,7 +7,7 @@ Python; a search's 60,000 layouts share some hundreds of blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ class Layouts(Layout):
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
     """Layouts that agree in what a table does not tell apart, as a table."""
-    shared = {field.name: getattr(layouts[0], field.name) for field in fields(Layouts) if field.default is not MISSING}
+    alike = ("dtype", "gradient_wire", "optimizer", "validated", "etp", "imbalance", "tensor_chunks")
+    shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
     }
